@@ -1,0 +1,247 @@
+"""Winners on disk: one JSON file per entry, named after the kernel and a digest of all that must match.
+
+An entry is only ever replaced as a whole (temporary file, `os.replace`), so a reader needs no lock and a
+killed writer leaves nothing visible. The lock makes "compare, then replace" one step among writers.
+Whatever is wrong with a file or with the directory is a `CacheWarning`, and tuning goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from .errors import CacheWarning
+from .serialize import from_json, to_json
+from .settings import digest
+
+SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
+STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
+_ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
+
+
+@dataclass(frozen=True)
+class EntryKey:
+    """Everything that must match for an entry to be used."""
+
+    kernel: str  # readable: the base function's name
+    kernel_digest: str
+    key: str  # canonical text of the tuning key
+    constants: str  # constexpr arguments of the launch that are not in the key, canonical text
+    candidates: tuple[str, ...]  # digests
+    device: str
+    capability: str
+    triton_version: str
+    world_size: int
+    scope: str = ""  # the function's name when contexts are not shared between functions
+    agree: str = "key"
+    driver: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that stand for all fields."""
+        return digest(to_json(vars(self)))
+
+    @property
+    def file_name(self) -> str:
+        """Return `kernel-digest.json`."""
+        return f"{re.sub(r'[^A-Za-z0-9_.]+', '_', self.kernel)[:80] or '_'}-{self.digest}.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A settled context: the winner among the candidates of `key`."""
+
+    key: EntryKey
+    winner: str  # digest of the candidate
+    config: str  # its text
+    ms: float
+    timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    created_at: str = ""  # wall clock, ISO 8601, UTC: for people
+    package_version: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-representable form, without the schema version."""
+        return {**vars(self), "key": vars(self.key), "timings": dict(self.timings)}
+
+
+class DiskCache:
+    """The entries of one directory; without a directory everything is a miss and nothing is stored."""
+
+    def __init__(self, directory: Path | None, *, lock_timeout_s: float = 10.0) -> None:
+        self.directory = directory
+        self._lock_timeout_s = lock_timeout_s
+        self._file_lock: FileLock | None = None
+        self._without_lock = ""  # why writes go on without the lock
+        self._has_swept = False
+        self._complaints: set[str] = set()
+
+    def get(self, key: EntryKey) -> Entry | None:
+        """Return the entry of `key`; None if there is none that can be used."""
+        if self.directory is None:
+            return None
+        return self._read(self.directory / key.file_name)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every usable entry, by file name; warn of each that is not."""
+        for path in self._entry_files():
+            if (entry := self._read(path)) is not None:
+                yield entry
+
+    def load_all(self, match: Callable[[Entry], bool] | None = None) -> dict[str, Entry]:
+        """Return the usable entries that `match`, by the digest of their key."""
+        return {entry.key.digest: entry for entry in self.entries() if match is None or match(entry)}
+
+    def put(self, entry: Entry) -> None:
+        """Store `entry` in place of an older one of its key; nothing to do if that has the same winner."""
+        self._store([entry])
+
+    def clear(self) -> int:
+        """Delete every entry, damaged ones too, and return how many there were."""
+        files = self._entry_files()
+        if files:
+            with self._lock():
+                for path in files:
+                    path.unlink(missing_ok=True)
+        return len(files)
+
+    def export(self, path: Path) -> int:
+        """Write all usable entries to one file, which `import_` reads, and return how many."""
+        entries = [entry.as_dict() for entry in self.entries()]
+        path.write_text(to_json({"schema": SCHEMA_VERSION, "entries": entries}, indent=True) + "\n")
+        return len(entries)
+
+    def import_(self, path: Path) -> int:
+        """Store the entries of an exported file in place of others of their keys; return how many are stored.
+
+        A file that is not an export, or damaged in any of its entries, is a ValueError.
+        """
+        data = _parse(path.read_bytes())
+        if not isinstance(data.get("entries"), list):
+            raise ValueError("not an export of this cache")
+        entries = [from_json(Entry, item) for item in data["entries"]]
+        self._store(entries)
+        return sum(self._holds(entry) for entry in entries)
+
+    def _store(self, entries: list[Entry]) -> None:
+        if self.directory is None:
+            return
+        changed = [entry for entry in entries if not self._holds(entry)]
+        if not changed:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                for entry in changed:
+                    if not self._holds(entry):  # a peer may have stored it while this process waited
+                        self._replace(self.directory / entry.key.file_name, entry)
+        except OSError as error:
+            reason = error.strerror or error
+            self._complain(
+                f"Cannot write the cache in {self.directory}: {reason}. Winners are not kept on disk."
+            )
+        else:
+            if self._without_lock:
+                self._complain(
+                    f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
+                )
+
+    def _holds(self, entry: Entry) -> bool:
+        stored = self.get(entry.key)
+        return stored is not None and stored.winner == entry.winner
+
+    def _replace(self, path: Path, entry: Entry) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+        text = to_json({"schema": SCHEMA_VERSION, **entry.as_dict()}, indent=True) + "\n"
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # or a power failure could leave the name without the contents
+            if not self._has_swept:
+                self._has_swept = True
+                _sweep(path.parent, temporary.stat().st_mtime - STALE_AFTER_S)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Hold the directory's lock; once it is not to be had, go on without it and never wait again."""
+        if self.directory is None or self._without_lock:
+            yield
+            return
+        if self._file_lock is None:
+            self._file_lock = FileLock(str(self.directory / ".lock"))
+        try:
+            self._file_lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01)
+        except (OSError, NotImplementedError) as error:  # held too long, or a filesystem without locks
+            self._without_lock = getattr(error, "strerror", None) or str(error)
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._file_lock.release()
+
+    def _entry_files(self) -> list[Path]:
+        """Return the files that are named like entries: a directory given by mistake loses nothing else."""
+        if self.directory is None:
+            return []
+        return sorted(path for path in self.directory.glob("*.json") if _ENTRY_NAME.fullmatch(path.name))
+
+    def _read(self, path: Path) -> Entry | None:
+        try:
+            entry = from_json(Entry, _parse(path.read_bytes()))
+            if entry.key.file_name != path.name:
+                raise ValueError(f"its content belongs in {entry.key.file_name}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            self._complain(f"Ignored {path}: {error}. Tuning again.")
+            return None
+        return entry
+
+    def _complain(self, text: str) -> None:
+        """Warn, once for each thing that is wrong."""
+        if text not in self._complaints:
+            self._complaints.add(text)
+            warnings.warn(text, CacheWarning, stacklevel=3)
+
+
+def default_directory() -> Path:
+    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`."""
+    import platformdirs  # only needed where no directory was chosen
+
+    return platformdirs.user_cache_path("dist_autotune", appauthor=False)
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in `content`; a ValueError says in a few words why there is none."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):  # malformed JSON, bytes that are no text, nesting without end
+        raise ValueError("empty file" if not content.strip() else "damaged JSON") from None
+    if not isinstance(data, dict) or "schema" not in data:
+        raise ValueError("no schema version")
+    if data["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema {data['schema']}, expected {SCHEMA_VERSION}")
+    return data
+
+
+def _sweep(directory: Path, before: float) -> None:
+    """Delete temporary files last written `before`, by the clock of the filesystem itself."""
+    for path in directory.glob("*.json.*.tmp"):
+        with contextlib.suppress(OSError):  # another process sweeps too
+            if path.stat().st_mtime < before:
+                path.unlink()

@@ -1,0 +1,45 @@
+"""Everything the tuner raises or warns with; all errors derive from `TuningError`."""
+
+from __future__ import annotations
+
+
+class TuningError(Exception):
+    """Base of every error that the tuner itself raises."""
+
+
+class NoValidConfig(TuningError):
+    """No config of a kernel works on every rank; the message lists each config's reason."""
+
+
+class RankMismatch(TuningError, ValueError):
+    """The ranks of one group do not run the same thing: versions, options, function or kernel source."""
+
+
+class AgreementTimeout(TuningError, TimeoutError):
+    """Some ranks did not reach an exchange in time; `missing_ranks` names them."""
+
+    def __init__(self, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing_ranks = missing_ranks
+
+
+class PeerFailed(TuningError):
+    """Another rank raised inside the tuned function; `rank` and `error` say which and what."""
+
+    def __init__(self, message: str, rank: int = -1, error: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error = error
+
+
+class CacheWarning(UserWarning):
+    """A cache entry or directory could not be used; tuning goes on without it."""
+
+
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    """Return `rank 3` for one rank and `ranks [0, 3]` for several."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+class InvalidOption(TuningError, ValueError):
+    """An argument or a `DIST_AUTOTUNE_*` variable has a value that cannot be used."""

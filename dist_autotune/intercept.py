@@ -1,0 +1,254 @@
+"""The only module that knows Triton's Autotuner: replaces its `run`, launches, and writes results back.
+
+Used of it: `configs, keys, arg_names, cache, fn, base_fn, prune_configs, early_config_prune`, and
+`nargs` around `prune_configs`; `best_config` and `configs_timings` are written in stock types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from triton import knobs
+from triton.compiler.errors import CompilationError
+from triton.runtime import _async_compile
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import AutotunerError, OutOfResources, PTXASError
+
+from . import identity
+from .identity import KernelSource
+
+Key: TypeAlias = tuple[Any, ...]
+# (the `run` that stood there before, the kernel, its positional and keyword arguments) -> what launch returns
+Handler: TypeAlias = Callable[[Callable[..., Any], Autotuner, tuple[Any, ...], dict[str, Any]], Any]
+
+_COMPILER_FAILURE = re.compile(
+    r"PassManager::run failed|failed to translate module|LLVM ERROR|ptxas|out of resource|out of memory", re.I
+)
+
+
+class Interception:
+    """Puts a handler in place of `Autotuner.run` while a decorated call is active.
+
+    There is one place to patch, so there is one active call: others wait for `turn`. A forked child
+    finds the stock function back in place and the turn free.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.active = False
+        self.tuning = False  # a launch may be a trial
+        self.chooser: Callable[..., Any] | None = None  # answers `tunable` during the active call
+        self._stock: Callable[..., Any] | None = None
+        self._forks_watched = False
+
+    @contextlib.contextmanager
+    def installed(self, handler: Handler, chooser: Callable[..., Any]) -> Iterator[None]:
+        """Replace `Autotuner.run` by `handler` until the block ends, however it ends."""
+        if not self._forks_watched:
+            os.register_at_fork(after_in_child=self._leave_to_parent)
+            self._forks_watched = True
+        before = Autotuner.run
+
+        def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+            return handler(before, tuner, args, kwargs)
+
+        self._stock, self.active, self.chooser = before, True, chooser
+        Autotuner.run = run
+        try:
+            yield
+        finally:
+            Autotuner.run = before
+            self._stock, self.active, self.chooser = None, False, None
+
+    def _leave_to_parent(self) -> None:
+        if self._stock is not None:
+            Autotuner.run = self._stock
+        self._stock, self.active, self.tuning, self.chooser = None, False, False, None
+        self.turn = threading.RLock()
+
+
+INTERCEPTION = Interception()
+
+
+def is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return bool(knobs.runtime.interpret)
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return (
+        torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def is_async_compiling() -> bool:
+    """Return whether launches only queue compilations (Triton's AsyncCompileMode)."""
+    return _async_compile.active_mode.get() is not None
+
+
+def source_of(tuner: Autotuner) -> KernelSource:
+    return identity.kernel_source(tuner.base_fn)
+
+
+def key_of(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+    """Return the key that stock Triton computes for this launch."""
+    named = dict(zip(tuner.arg_names, args, strict=False))
+    for name, value in kwargs.items():
+        if name in tuner.arg_names:
+            named[name] = value
+    key = [named[name] for name in tuner.keys if name in named]
+    key += [str(value.dtype) for value in named.values() if hasattr(value, "dtype")]
+    return tuple(key)
+
+
+def candidates_of(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the configs left after pruning, without duplicates, by digest and in order.
+
+    Raises stock's ValueError when the caller also passes an argument that a config sets, and
+    AutotunerError naming kernel and key when pruning leaves nothing.
+    """
+    before = getattr(tuner, "nargs", None)
+    tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+    try:
+        pruned = tuner.prune_configs(kwargs) if len(tuner.configs) > 1 else tuner.configs
+    except AutotunerError as error:
+        raise AutotunerError(
+            f"{describe(tuner, key_of(tuner, args, kwargs))}: {error.error_message}"
+        ) from None
+    finally:
+        tuner.nargs = before
+    if not pruned:
+        raise AutotunerError(f"{describe(tuner, key_of(tuner, args, kwargs))}: pruning left no config to try")
+    passed = kwargs.keys() | set(tuner.arg_names[: len(args)])
+    configs: dict[str, Any] = {}
+    for config in pruned:
+        conflicts = passed & config.kwargs.keys()
+        if conflicts:
+            raise ValueError(
+                f"Conflicting meta-parameters: {', '.join(sorted(conflicts))}."
+                " Make sure that you don't re-define auto-tuned symbols."
+            )
+        configs.setdefault(identity.candidate_digest(config.all_kwargs()), config)
+    return configs
+
+
+def constants_of(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the constexpr arguments of the launch that are not in the key, as text."""
+    named = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+    return identity.constants_text(tuner.base_fn, named, set(tuner.keys))
+
+
+def describe(tuner: Autotuner, key: Key) -> str:
+    """Return `name[key]` for messages, as in `matmul[4096, 1024, torch.float16]`."""
+    return f"{tuner.base_fn.__name__}[{', '.join(map(str, key))}]"
+
+
+def run_pre_hook(tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make `config` the tuner's best and call its own hook, as a steady-state stock launch does."""
+    tuner.best_config = config
+    if config.pre_hook is not None:
+        named = dict(zip(tuner.arg_names, args, strict=False))
+        config.pre_hook({**named, **kwargs, **config.all_kwargs()})
+
+
+def launch(tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Launch the kernel under `tuner` with `config`; hooks are the caller's."""
+    return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+
+
+def compiled(tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compile `config` for this launch without launching; return the kernel (a future in async mode)."""
+    rest = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
+    return tuner.fn.run(*args, grid=kwargs.get("grid"), warmup=True, **rest, **config.all_kwargs())
+
+
+def load(kernel: Any) -> None:
+    """Load a compiled kernel on the device: where a config shows that it does not fit."""
+    if hasattr(kernel, "result"):
+        kernel = kernel.result()
+    if hasattr(kernel, "_init_handles"):
+        kernel._init_handles()  # compiling alone does not check shared memory
+
+
+def load_failure(error: BaseException, users: Sequence[Any] = ()) -> str | None:
+    """Return why `error` means "this config does not work here", or None: it is the user's error.
+
+    Running out of memory counts as the config's unless it happened inside one of `users` (a grid
+    function or a hook).
+    """
+    if isinstance(error, (OutOfResources, PTXASError, CompilationError)):
+        return _first_line(error)
+    is_runtime = type(error) is RuntimeError and _COMPILER_FAILURE.search(str(error))
+    if is_runtime or isinstance(error, torch.OutOfMemoryError):
+        return None if _passed_through(error, users) else _first_line(error)
+    return None
+
+
+def _passed_through(error: BaseException, functions: Sequence[Any]) -> bool:
+    codes = {getattr(function, "__code__", None) for function in functions} - {None}
+    trace = error.__traceback__
+    while trace is not None and codes:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def publish(
+    tuner: Autotuner, key: Key, config: Any, timings: dict[Any, float], seconds: float, *, cache_hit: bool
+) -> None:
+    """Write a result where stock Triton keeps it, so that launches elsewhere use it, and tell who listens.
+
+    Stock timings are (median, 20 %, 80 %) of one benchmark; the agreed time stands for all three.
+    """
+    tuner.cache[key] = config
+    tuner.best_config = config
+    tuner.configs_timings = {candidate: [ms, ms, ms] for candidate, ms in timings.items()}
+    tuner.bench_time = seconds
+    if knobs.autotuning.print and not cache_hit:
+        print(
+            f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
+            f"finished after {seconds:.2f}s,\nbest config selected: {config};"
+        )
+    listener = getattr(knobs.autotuning, "listener", None)  # Triton 3.8 and later
+    if listener is not None:
+        listener(
+            fn=_jit_function(tuner),
+            key=key,
+            best_config=config,
+            configs_timings=tuner.configs_timings,
+            duration=None if cache_hit else seconds,
+            cache_hit=cache_hit,
+        )
+
+
+def _jit_function(tuner: Autotuner) -> Any:
+    """Return the `@jit` function under heuristics and the like."""
+    function = tuner.fn
+    while not inspect.isfunction(function.fn):
+        function = function.fn
+    return function
+
+
+def texts_of(configs: Sequence[Any]) -> list[str]:
+    """Return each config as text, made unique where Triton's own text hides a difference."""
+    texts: list[str] = []
+    for config in configs:
+        text = str(config)
+        if text in texts:
+            text = f"{text}, #{identity.candidate_digest(config.all_kwargs())[:8]}"
+        texts.append(text)
+    return texts
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -1,0 +1,430 @@
+"""This rank's side of the contexts: which config a launch gets, what it took, what is told the peers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner
+
+from . import compile as compiling
+from . import identity, intercept
+from .clock import Clock
+from .errors import NoValidConfig, TuningError
+from .identity import KernelSource
+from .intercept import Key
+from .payload import MIXED, Announcement, Part
+from .search import BY_LAUNCH, Context, Outcome
+from .settings import digest
+from .stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A result that a context already has when this rank first launches it."""
+
+    rank: int
+    candidate: str  # digest
+    ms: float | None = None
+
+
+@dataclass(eq=False)
+class Binding:
+    """One context as launched through one Autotuner object: its configs by candidate digest."""
+
+    tuner: Callable[[], Autotuner | None]  # a weak reference; of a `tunable` to nothing
+    key: Key
+    configs: dict[str, Any]  # or the options of a `tunable`
+    local: Local
+    loaded: set[tuple[str, int]] = field(default_factory=set)  # (candidate, device)
+
+
+@dataclass(eq=False)
+class Local:
+    """What this rank knows of one context."""
+
+    name: str
+    kernel: str  # identity of the kernel
+    source: KernelSource
+    key: Key
+    key_text: str
+    constants: str
+    stopwatch: Stopwatch
+    order: tuple[tuple[str, str], ...]  # (digest, text)
+    rank: int
+    is_choice: bool = False  # of a `tunable`
+    claim: Claim | None = None
+    context: Context | None = None  # the state all ranks share, once one of them has announced it
+    announced: bool = False  # by this rank
+    bindings: list[Binding] = field(default_factory=list)
+    bans: dict[str, str] = field(default_factory=dict)  # digest -> reason, found here
+    told_bans: set[str] = field(default_factory=set)
+    choice: str | None = None  # of the run under way
+    ran: set[str] = field(default_factory=set)  # in the run under way
+    launches: int = 0
+    told: Part | None = None  # of the run under way, when the peers have been told
+
+    @property
+    def title(self) -> str:
+        return f"{self.source.short_name}[{self.key_text}]"
+
+    @property
+    def measures(self) -> bool:
+        """Return whether launches of this run are samples."""
+        if self.context is None:
+            return self.claim is None and not self.is_choice
+        return self.context.judge == BY_LAUNCH and self.context.trial is not None and not self.context.waiting
+
+    def begin_run(self) -> None:
+        """Forget the last run; the first launch chooses anew."""
+        self.choice, self.launches, self.told = None, 0, None
+        self.ran.clear()
+        self.stopwatch.begin_run()
+
+    def choose(self) -> str:
+        """Return the candidate for all launches of this run."""
+        if self.context is not None:
+            planned = self.context.digests[self.context.planned]
+            if self._is_usable(planned):
+                return planned
+        return self.stand_in()
+
+    def stand_in(self) -> str:
+        """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig."""
+        banned = set(self.bans)
+        if self.context is not None:
+            incumbent = self.context.digests[self.context.incumbent]
+            banned |= {self.context.digests[index] for index in self.context.banned}
+        else:
+            incumbent = self.claim.candidate if self.claim is not None else self.order[0][0]
+        if self._is_usable(incumbent):
+            return incumbent
+        for candidate, _ in self.order:
+            if candidate not in banned:
+                return candidate
+        texts = dict(self.order)
+        reasons = " ".join(f"Rank {self.rank}, {texts[c]}: {reason}." for c, reason in self.bans.items())
+        raise NoValidConfig(f"{self.title}: all {len(self.order)} configs failed on some rank. {reasons}")
+
+    def _is_usable(self, candidate: str) -> bool:
+        return candidate not in self.bans and candidate in self.bindings[0].configs
+
+    def announcement(self) -> Announcement:
+        claim = self.claim
+        return Announcement(
+            rank=self.rank,
+            kernel=self.source.short_name,
+            key=self.key_text,
+            order=self.order,
+            shared=tuple(sorted(candidate for candidate, _ in self.order)),
+            is_choice=self.is_choice,
+            claim=None if claim is None else (claim.rank, claim.candidate, claim.ms),
+        )
+
+
+class Launches:
+    """Stands in for `Autotuner.run`, and keeps the contexts that this rank has launched."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        agree: str,
+        statistic: str,
+        rank: int,
+        shared: Mapping[str, Context],
+        find_claim: Callable[[Local, Autotuner | None], Claim | None],
+        on_ban: Callable[[Local, str, str], None],
+        *,
+        passes_single: bool,
+    ) -> None:
+        self.contexts: dict[str, Local] = {}
+        self.clock = clock
+        self.tunes = False  # True while a launch may be a trial
+        self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
+        self._agree = agree
+        self._statistic = statistic
+        self._rank = rank
+        self._shared = shared
+        self._find_claim = find_claim
+        self._on_ban = on_ban
+        self._passes_single = passes_single  # a kernel with one config is no context: no peer can have more
+        self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
+        self._ordinals: weakref.WeakKeyDictionary[Autotuner, tuple[str, int]] = weakref.WeakKeyDictionary()
+        self._taken: dict[str, set[int]] = {}  # kernel -> ordinals of Autotuners launched in this run
+        self._config_sets: dict[
+            str, list[str]
+        ] = {}  # kernel -> digests of config sets, in order of first launch
+        self._lock = threading.RLock()
+        # First launches of contexts of the run under way: arguments are held no longer than that.
+        self._pending_preflight: list[tuple[Binding, tuple[Any, ...], dict[str, Any]]] = []
+
+    # -- the launch ----------------------------------------------------------------------------------------
+
+    def handle(
+        self, stock: Callable[..., Any], tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it."""
+        if self._passes_single and len(tuner.configs) == 1:
+            return stock(tuner, *args, **kwargs)
+        if kwargs.get("warmup"):
+            return intercept.launch(tuner, self._quiet_config(tuner, args, kwargs), args, kwargs)
+        if intercept.is_capturing() or intercept.is_async_compiling():
+            config = self._quiet_config(tuner, args, kwargs)
+            intercept.run_pre_hook(tuner, config, args, kwargs)
+            return intercept.launch(tuner, config, args, kwargs)
+        binding = self._binding(tuner, args, kwargs)
+        local = binding.local
+        candidate = self._candidate(local)
+        while True:
+            try:
+                return self._launch_once(tuner, binding, candidate, args, kwargs)
+            except Exception as error:
+                users = (kwargs.get("grid"), binding.configs[candidate].pre_hook)
+                reason = intercept.load_failure(error, users)
+                if reason is None:
+                    raise
+            self._ban(local, candidate, reason)
+            candidate = local.choice = local.stand_in()
+
+    def choose(self, name: str, key: Key, key_text: str, options: dict[str, Any]) -> Any:
+        """Answer `tunable`: return the option that this run plans."""
+        kernel = digest(f"tunable|{name}|{list(options)}")
+        context_name = digest(f"{kernel}|{key_text}")
+        with self._lock:
+            local = self.contexts.get(context_name)
+            if local is None:
+                local = self._admit_choice(
+                    context_name, kernel, KernelSource(name, name, "", ""), key, key_text, options
+                )
+        if intercept.is_capturing():
+            return local.bindings[0].configs[local.stand_in()]
+        candidate = self._candidate(local)
+        local.ran.add(candidate)
+        local.launches += 1
+        return local.bindings[0].configs[candidate]
+
+    def _candidate(self, local: Local) -> str:
+        """Return the candidate of this run, the same for all launches of it."""
+        if local.choice is None:
+            local.choice = local.choose()
+        if not self.tunes and (local.context is None or local.context.provisional):
+            self.met.add(local.name)
+        return local.choice
+
+    def _launch_once(
+        self,
+        tuner: Autotuner,
+        binding: Binding,
+        candidate: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        local, config = binding.local, binding.configs[candidate]
+        intercept.run_pre_hook(tuner, config, args, kwargs)
+        if local.measures:
+            self._ensure_loaded(tuner, binding, candidate, args, kwargs)
+            mark = local.stopwatch.start()
+            result = intercept.launch(tuner, config, args, kwargs)
+            local.stopwatch.stop(mark)
+        else:
+            result = intercept.launch(tuner, config, args, kwargs)
+        local.ran.add(candidate)
+        local.launches += 1
+        return result
+
+    def _ensure_loaded(
+        self,
+        tuner: Autotuner,
+        binding: Binding,
+        candidate: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Compile and load before the first sample, so that no timed interval holds a compilation."""
+        device = compiling.current_device()
+        if device < 0 or (candidate, device) in binding.loaded:
+            return
+        intercept.load(intercept.compiled(tuner, binding.configs[candidate], args, kwargs))
+        binding.loaded.add((candidate, device))
+
+    def _quiet_config(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the incumbent's config without admitting a context."""
+        binding = self._bindings.get(tuner, {}).get(self._key(tuner, args, kwargs))
+        if binding is not None:
+            return binding.configs[binding.local.stand_in()]
+        known = tuner.cache.get(self._key(tuner, args, kwargs))
+        if known is not None:
+            return known
+        return next(iter(intercept.candidates_of(tuner, args, kwargs).values()))
+
+    def _ban(self, local: Local, candidate: str, reason: str) -> None:
+        local.bans[candidate] = reason
+        self._on_ban(local, candidate, reason)
+
+    # -- which context a launch belongs to -----------------------------------------------------------------
+
+    def _key(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+        key = intercept.key_of(tuner, args, kwargs)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TuningError(
+                f"{tuner.base_fn.__name__}: a value of its autotune key ({', '.join(tuner.keys)}) cannot be "
+                f"hashed ({error}), and neither can stock Triton. Pass a tuple or a number instead."
+            ) from None
+        return key
+
+    def _binding(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
+        by_key = self._bindings.get(tuner)
+        key = self._key(tuner, args, kwargs)
+        binding = by_key.get(key) if by_key is not None else None
+        if binding is not None:
+            return binding
+        with self._lock:
+            by_key = self._bindings.setdefault(tuner, {})
+            if key not in by_key:
+                by_key[key] = self._bind(tuner, key, args, kwargs)
+                if self.tunes and by_key[key].local.measures and not intercept.is_interpreted():
+                    self._pending_preflight.append((by_key[key], args, kwargs))
+            return by_key[key]
+
+    def _bind(self, tuner: Autotuner, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
+        configs = intercept.candidates_of(tuner, args, kwargs)
+        source, key_text = intercept.source_of(tuner), identity.key_text(key)
+        kernel = self._kernel_name(tuner, source)
+        name = digest(f"{kernel}|{key_text}")
+        if self._agree == "ordinal":
+            known = [local for local in self.contexts.values() if local.kernel == kernel]
+            same = [local.name for local in known if local.key_text == key_text]
+            name = same[0] if same else f"{kernel}@{len(known)}"
+        local = self.contexts.get(name)
+        if local is None:
+            order = tuple(zip(configs, intercept.texts_of(list(configs.values())), strict=True))
+            constants = intercept.constants_of(tuner, args, kwargs)
+            stopwatch = Stopwatch(self.clock, self._statistic)
+            local = Local(name, kernel, source, key, key_text, constants, stopwatch, order, self._rank)
+            local.context = self._shared.get(name)
+            local.claim = self._find_claim(local, tuner)
+            if local.claim is not None and local.claim.candidate not in configs:
+                local.claim = None
+            self.contexts[name] = local
+        binding = Binding(weakref.ref(tuner), key, configs, local)
+        local.bindings = [known for known in local.bindings if known.tuner() is not None]
+        local.bindings.insert(0, binding)
+        return binding
+
+    def _admit_choice(
+        self, name: str, kernel: str, source: KernelSource, key: Key, key_text: str, options: dict[str, Any]
+    ) -> Local:
+        order = tuple((digest(text), text) for text in options)
+        stopwatch = Stopwatch(self.clock, self._statistic)
+        local = Local(name, kernel, source, key, key_text, "", stopwatch, order, self._rank, is_choice=True)
+        local.context = self._shared.get(name)
+        configs = {digest(text): option for text, option in options.items()}
+        local.bindings.append(Binding(lambda: None, key, configs, local))
+        local.claim = self._find_claim(local, None)
+        self.contexts[name] = local
+        return local
+
+    def _kernel_name(self, tuner: Autotuner, source: KernelSource) -> str:
+        """Return the kernel's identity; see "kernel" in the vocabulary.
+
+        Autotuners that share source and keys are told apart by their sets of configs, then by the
+        order of first launch. One made anew for every call is new each time: it takes the lowest
+        order that no other Autotuner has taken in this run.
+        """
+        base = digest(f"{source.digest}|{','.join(tuner.keys)}")
+        if tuner in self._ordinals:
+            kernel, ordinal = self._ordinals[tuner]
+        else:
+            digests = sorted(identity.candidate_digest(config.all_kwargs()) for config in tuner.configs)
+            config_set = digest("\n".join(digests))
+            sets = self._config_sets.setdefault(base, [])
+            if config_set not in sets:
+                sets.append(config_set)
+            kernel = base if sets[0] == config_set else f"{base}.{config_set[:8]}"
+            taken = self._taken.setdefault(kernel, set())
+            ordinal = next(n for n in range(len(taken) + 1) if n not in taken)
+            self._ordinals[tuner] = (kernel, ordinal)
+        self._taken.setdefault(kernel, set()).add(ordinal)
+        return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
+
+    # -- one run -------------------------------------------------------------------------------------------
+
+    def begin_run(self, *, tunes: bool) -> None:
+        """Forget the last run. `tunes`: launches may be trials."""
+        self.tunes = tunes
+        self._taken.clear()
+        for local in self.contexts.values():
+            local.begin_run()
+
+    def end_run(self, *, waits: bool) -> dict[str, Part]:
+        """Return what is to be told the peers of this run.
+
+        `waits`: read every clock now; otherwise only those whose device work is done.
+        """
+        return {local.name: self._tell(local, waits) for local in list(self._to_tell())}
+
+    def preflight_new(self) -> None:
+        """Compile and load every candidate of the contexts that appeared in this run."""
+        pending, self._pending_preflight = self._pending_preflight, []
+        for binding, args, kwargs in pending:
+            tuner, local = binding.tuner(), binding.local
+            if tuner is None or local.announced:
+                continue
+            untried = {
+                c: config for c, config in binding.configs.items() if c not in local.bans | {local.choice: ""}
+            }
+            for candidate, reason in compiling.preflight(tuner, untried, args, kwargs).items():
+                self._ban(local, candidate, reason)
+
+    def new_sources(self) -> dict[str, str]:
+        """Return the source digests of the kernels that this run announces, by qualified name."""
+        texts: dict[str, set[str]] = {}
+        for local in self.contexts.values():
+            if local.told is not None and local.told.announcement is not None and not local.is_choice:
+                texts.setdefault(local.source.name, set()).add(local.source.text_digest)
+        return {name: ",".join(sorted(digests)) for name, digests in texts.items()}
+
+    def abandon_run(self) -> None:
+        """Drop what the run under way has measured: it raised."""
+        self._pending_preflight.clear()
+        for local in self.contexts.values():
+            local.stopwatch.abandon()
+            local.begin_run()
+
+    def take(self, contexts: Mapping[str, Context], outcomes: Mapping[str, Outcome]) -> None:
+        """Take in what the ranks agreed of the run that `end_run` told."""
+        for local in self.contexts.values():
+            if local.told is None:
+                continue
+            context = local.context = contexts[local.name]
+            local.announced = True
+            local.told_bans.update(local.told.bans)
+            by_launch = outcomes[local.name].judge == BY_LAUNCH
+            counts = outcomes[local.name].kind == "sample" and by_launch
+            local.stopwatch.take(waiting=context.waiting, counts=counts)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop contexts; the next launch admits them anew."""
+        gone = set(names)
+        self.contexts = {name: local for name, local in self.contexts.items() if name not in gone}
+        for tuner in list(self._bindings):
+            by_key = self._bindings[tuner]
+            self._bindings[tuner] = {key: b for key, b in by_key.items() if b.local.name not in gone}
+
+    def _to_tell(self) -> Iterator[Local]:
+        for local in self.contexts.values():
+            if local.ran or local.stopwatch.report is not None or local.bans.keys() - local.told_bans:
+                yield local
+
+    def _tell(self, local: Local, waits: bool) -> Part:
+        ran = None if not local.ran else next(iter(local.ran)) if len(local.ran) == 1 else MIXED
+        report = local.stopwatch.tell(ran, waits=waits)
+        untold = {c: (self._rank, reason) for c, reason in local.bans.items() if c not in local.told_bans}
+        announcement = None if local.announced else local.announcement()
+        local.told = replace(report, bans=untold, announcement=announcement)
+        return local.told

@@ -1,0 +1,173 @@
+"""What ranks tell each other: payloads that merge in any order, as JSON between processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import RankMismatch
+
+MIXED = "*"  # launches of one run did not all use one candidate; payloads were not all of one kind
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A context's first appearance on some ranks: the candidates they share, in the lowest rank's order."""
+
+    rank: int
+    kernel: str
+    key: str
+    order: tuple[tuple[str, str], ...]  # (digest, text) of each candidate
+    shared: tuple[str, ...]  # digests, sorted
+    ranks: int = 1
+    is_choice: bool = False  # a `tunable`: options instead of configs
+    claim: tuple[int, str, float | None] | None = None  # (rank, digest, ms) of a result it already has
+
+    def merged(self, other: Announcement) -> Announcement:
+        first, second = sorted((self, other), key=lambda announcement: announcement.rank)
+        claims = [claim for claim in (first.claim, second.claim) if claim is not None]
+        return dataclasses.replace(
+            first,
+            shared=tuple(sorted(set(first.shared) & set(second.shared))),
+            ranks=first.ranks + second.ranks,
+            claim=min(claims, key=lambda claim: claim[0]) if claims else None,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What ranks say of one context after a run."""
+
+    ran: str | None = None  # digest of the candidate launched; MIXED; None: not launched
+    worst_ms: float = -math.inf  # of the per-rank statistic so far of the candidate on trial
+    best_ms: float = math.inf
+    total_ms: float = 0.0
+    measured: int = 0  # ranks with a statistic
+    unmeasured: int = 0  # ranks that launched it and have none
+    pending: int = 0  # ranks whose sample is not read yet (online)
+    bans: dict[str, tuple[int, str]] = field(default_factory=dict)  # digest -> (lowest rank, its reason)
+    announcement: Announcement | None = None
+
+    def merged(self, other: Part) -> Part:
+        bans = dict(self.bans)
+        for candidate, ban in other.bans.items():
+            bans[candidate] = min(bans.get(candidate, ban), ban)
+        announcements = [a for a in (self.announcement, other.announcement) if a is not None]
+        ran = {part.ran for part in (self, other)} - {None}
+        return Part(
+            ran=None if not ran else ran.pop() if len(ran) == 1 else MIXED,
+            worst_ms=max(self.worst_ms, other.worst_ms),
+            best_ms=min(self.best_ms, other.best_ms),
+            total_ms=self.total_ms + other.total_ms,
+            measured=self.measured + other.measured,
+            unmeasured=self.unmeasured + other.unmeasured,
+            pending=self.pending + other.pending,
+            bans=bans,
+            announcement=announcements[0].merged(announcements[1])
+            if len(announcements) == 2
+            else announcements[0]
+            if announcements
+            else None,
+        )
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What ranks say at one exchange. `facts` must be equal on all ranks; `offers` are disk entries."""
+
+    kind: str  # "open" | "run" | "vote"
+    rank: int = 0
+    facts: dict[str, dict[str, int]] = field(default_factory=dict)  # name -> value -> lowest rank with it
+    offers: dict[str, tuple[int, str, float]] = field(default_factory=dict)  # entry -> (rank, winner, ms)
+    parts: dict[str, Part] = field(default_factory=dict)
+    run: Part = field(default_factory=Part)  # time of the whole run
+    elapsed_s: float = 0.0
+    wants_session: bool = False
+
+    def merged(self, other: Payload) -> Payload:
+        facts = {name: dict(values) for name, values in self.facts.items()}
+        for name, values in other.facts.items():
+            for value, rank in values.items():
+                known = facts.setdefault(name, {})
+                known[value] = min(known.get(value, rank), rank)
+        offers = dict(self.offers)
+        for entry, offer in other.offers.items():
+            offers[entry] = min(offers.get(entry, offer), offer)
+        parts = dict(self.parts)
+        for context, part in other.parts.items():
+            parts[context] = parts[context].merged(part) if context in parts else part
+        return Payload(
+            kind=min(self.kind, other.kind) if self.kind == other.kind else MIXED,
+            rank=min(self.rank, other.rank),
+            facts=facts,
+            offers=offers,
+            parts=parts,
+            elapsed_s=max(self.elapsed_s, other.elapsed_s),
+            run=self.run.merged(other.run),
+            wants_session=self.wants_session or other.wants_session,
+        )
+
+    def encode(self) -> bytes:
+        return json.dumps(_plain(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Payload:
+        fields = json.loads(data)
+        fields["offers"] = {entry: tuple(offer) for entry, offer in fields.get("offers", {}).items()}
+        fields["parts"] = {context: _part(values) for context, values in fields.get("parts", {}).items()}
+        fields["run"] = _part(fields.get("run", {}))
+        return Payload(**fields)
+
+
+def merge(first: bytes, second: bytes) -> bytes:
+    """Merge two encoded payloads: associative and commutative, so it can run as a tree."""
+    return Payload.decode(first).merged(Payload.decode(second)).encode()
+
+
+def check_facts(merged: Payload, expected_kind: str) -> None:
+    """Raise RankMismatch where ranks differ in what must be equal."""
+    if merged.kind != expected_kind:
+        raise RankMismatch(
+            f"ranks are at different points of the program: expected all at {expected_kind!r}. "
+            "Every rank of the group must call the same tuned functions in the same order."
+        )
+    for name, values in merged.facts.items():
+        if len(values) > 1:
+            said = "; ".join(
+                f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda v: v[1])
+            )
+            raise RankMismatch(
+                f"ranks differ in {name}: {said}. Start all ranks with the same code and options."
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON-representable data, fields at their defaults left out."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        defaults = {
+            f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+            for f in dataclasses.fields(value)
+        }
+        return {name: _plain(item) for name, item in fields.items() if item != defaults[name]}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _part(fields: dict[str, Any]) -> Part:
+    fields = dict(fields)
+    fields["bans"] = {candidate: (ban[0], ban[1]) for candidate, ban in fields.get("bans", {}).items()}
+    announcement = fields.get("announcement")
+    if announcement is not None:
+        announcement["order"] = tuple((digest, text) for digest, text in announcement["order"])
+        announcement["shared"] = tuple(announcement["shared"])
+        if announcement.get("claim") is not None:
+            announcement["claim"] = tuple(announcement["claim"])
+        fields["announcement"] = Announcement(**announcement)
+    return Part(**fields)

@@ -1,0 +1,166 @@
+"""What happened in a session, one frozen dataclass per kind of event.
+
+The readable log line and the JSONL record are both made from these (see `log`), and `report` and
+`replay` read them back, so an event has one definition. Times are float milliseconds unless the
+name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Fields that every event carries."""
+
+    event: ClassVar[str] = ""
+    session: str = ""  # the same text on every rank of one session
+    rank: int = 0
+    elapsed_s: float = 0.0  # since the session opened, on this rank's monotonic clock
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-representable form, with the schema version and the event's name."""
+        return {"schema": SCHEMA_VERSION, "event": self.event, **vars(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOpened(Record):
+    event: ClassVar[str] = "session_opened"
+    thunk: str
+    world_size: int
+    ranks: tuple[int, ...]
+    mode: str
+    search: str
+    objective: str
+    statistic: str
+    rank_reduce: str
+    n_warmup: int
+    n_repeat: int
+    device: str
+    versions: dict[str, str]
+    pid: int
+    started_at: str  # wall clock, ISO 8601, UTC: for people, never for decisions
+    clock: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextRecord(Record):
+    """Fields that every event about one (kernel, key) carries."""
+
+    run: int
+    context: str  # digest, the same on every rank
+    kernel: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAdmitted(ContextRecord):
+    event: ClassVar[str] = "context_admitted"
+    candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
+    incumbent: int
+    local: bool = True  # False: only other ranks launch it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Record):
+    """Written and flushed before the run, so that a crash leaves what was being tried."""
+
+    event: ClassVar[str] = "run_started"
+    run: int
+    plan: dict[str, int]  # context -> config id on trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(ContextRecord):
+    event: ClassVar[str] = "trial"
+    config_id: int  # -1: several configs in one run
+    config: str
+    kind: str  # "warm-up" | "sample" | "incumbent" (not on trial in this run)
+    k: int  # 1-based: sample or warm-up k ...
+    n: int  # ... of n planned for this config (0: the search does not say)
+    launches: int
+    ms: float | None  # mean per launch of this run, this rank; None: no usable sample
+    statistic_ms: float | None  # this rank's statistic so far of this config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed(ContextRecord):
+    event: ClassVar[str] = "agreed"
+    config_id: int
+    config: str
+    ms: float | None  # reduced over ranks; None: a rank that launched it has no sample
+    fastest_rank_ms: float | None
+    counted: bool  # False: some rank could not run the planned config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Banned(ContextRecord):
+    event: ClassVar[str] = "banned"
+    config_id: int
+    config: str
+    by_rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged(Record):
+    event: ClassVar[str] = "exchanged"
+    run: int  # -1: the exchange that opens the session
+    sent_bytes: int
+    received_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextSettled(ContextRecord):
+    event: ClassVar[str] = "context_settled"
+    status: str  # "tuned" | "cached" | "starved" | "partial"
+    config_id: int
+    config: str
+    ms: float | None
+    timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Record):
+    event: ClassVar[str] = "run_failed"
+    run: int
+    by_rank: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionClosed(Record):
+    event: ClassVar[str] = "session_closed"
+    runs: int
+    contexts: int
+    outcome: str  # "settled" | "partial" | the error's class name
+    warning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Record):
+    event: ClassVar[str] = "note"
+    text: str
+
+
+RECORD_TYPES: dict[str, type[Record]] = {
+    kind.event: kind
+    for kind in (
+        SessionOpened,
+        ContextAdmitted,
+        RunStarted,
+        Trial,
+        Agreed,
+        Banned,
+        Exchanged,
+        ContextSettled,
+        RunFailed,
+        SessionClosed,
+        Note,
+    )
+}

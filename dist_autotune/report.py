@@ -1,0 +1,63 @@
+"""What the last session of a tuned function found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .text import WALL_CLOCK, WALL_CLOCK_NOTE, align, context_label, counted, format_ms
+
+
+@dataclass(frozen=True)
+class TunedContext:
+    """One kernel with one key, and its winner."""
+
+    kernel: str
+    key: Any
+    config: Any  # the winning triton.Config, or the winning option of a `tunable`
+    ms: float | None = None  # agreed over the ranks; None: never timed
+    status: str = "tuned"  # "tuned" | "cached" | "starved" | "partial"
+    timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
+
+    def __str__(self) -> str:
+        counts = f"{len(self.timings)} timed, {len(self.banned)} banned"
+        return f"{self._label}: {self.config}, {format_ms(self.ms)} ms, {self.status} ({counts})"
+
+    @property
+    def _label(self) -> str:
+        key = self.key if isinstance(self.key, tuple) else (self.key,)
+        return context_label(self.kernel, ", ".join(map(str, key)))
+
+    def _row(self) -> tuple[str, ...]:
+        figures = format_ms(self.ms), self.status, str(len(self.timings)), str(len(self.banned))
+        return (self._label, *figures, str(self.config))
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """The contexts of one session; `str` of it is a table."""
+
+    runs: int  # executions of the tuned function, the final one included
+    contexts: tuple[TunedContext, ...]
+    world_size: int = 1
+    seconds: float = 0.0
+    clock: str = ""  # class name
+    log_dir: str | None = None
+    warning: str = ""
+
+    def __str__(self) -> str:
+        work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
+        lines = [f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"]
+        if self.clock == WALL_CLOCK:
+            lines.append(WALL_CLOCK_NOTE)
+        if self.contexts:
+            columns = ("context", "ms", "status", "timed", "banned", "winner")
+            rows = [context._row() for context in self.contexts]
+            lines += align(columns, rows, right={"ms", "timed", "banned"})
+        if self.warning:
+            lines.append(f"Warning: {self.warning}")
+        if self.log_dir is not None:
+            lines.append(f"Logs: {self.log_dir}")
+        return "\n".join(lines)

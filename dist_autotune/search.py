@@ -1,0 +1,263 @@
+"""The search of one context: drives its flow with what the ranks agreed. No torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import NoValidConfig, TuningError
+from .flows import Flow, Strategy, Warmup
+from .payload import Announcement, Part
+
+BY_LAUNCH, BY_RUN = "launch", "run"  # what a candidate is judged by: its launches, or the whole run
+_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The options that steer decisions; equal on all ranks."""
+
+    strategy: Strategy
+    search: str
+    n_warmup: int
+    n_repeat: int
+    rank_reduce: str
+    objective: str = "kernel"
+    mode: str = "replay"
+    max_runs: int | None = None
+    budget_s: float | None = None
+    tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
+
+    def judges(self, *, is_choice: bool) -> tuple[str, ...]:
+        """Return what a context is judged by, in order."""
+        if is_choice:
+            return (BY_RUN,)
+        return (BY_LAUNCH, BY_RUN) if self.objective == "thunk" else (BY_LAUNCH,)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was for a context: the k-th of n warm-ups or samples of candidate `index`."""
+
+    kind: str = "incumbent"  # "warm-up" | "sample" | "incumbent": no trial, or one that did not count
+    index: int | None = None
+    k: int = 0
+    n: int = 0
+    judge: str = BY_LAUNCH
+
+
+class Context:
+    """The state of one context, the same on every rank."""
+
+    def __init__(self, name: str, announcement: Announcement, rules: Rules, run: int) -> None:
+        self.name = name
+        self.kernel = announcement.kernel
+        self.key = announcement.key
+        self.is_choice = announcement.is_choice
+        self.digests = tuple(digest for digest, _ in announcement.order)
+        self.texts = tuple(text for _, text in announcement.order)
+        self.banned: dict[int, tuple[int, str]] = {}  # index -> (rank, reason)
+        self.timings: dict[int, float] = {}  # index -> agreed ms so far
+        self.fastest_ms: dict[int, float] = {}  # index -> the fastest rank's ms
+        self.status = ""  # "": under way
+        self.winner: int | None = None
+        self.last_run = run  # the last in which some rank launched it
+        self.trial: int | None = None
+        self.is_warmup = False
+        self.waiting = False  # online: the trial has run, some rank's sample is not read yet
+        self.override: int | None = None  # the side it takes in the final comparison of plans
+        self._rules = rules
+        self._judges = list(rules.judges(is_choice=announcement.is_choice))
+        self._flow: Flow | None = None
+        self._asked: Any = None  # what the flow waits for
+        self._times_asked: dict[Any, int] = {}
+        self.narrow(announcement)
+
+    # -- what there is to know -----------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        return bool(self.status)
+
+    @property
+    def provisional(self) -> bool:
+        return self.status in ("partial", "starved")
+
+    @property
+    def judge(self) -> str:
+        """Return what its candidates are judged by now."""
+        return self._judges[0]
+
+    @property
+    def title(self) -> str:
+        key = self.key.replace("'", "").replace("torch.", "")
+        return f"{self.kernel}[{key}]" if key else self.kernel
+
+    @property
+    def incumbent(self) -> int:
+        """Return the candidate to launch when none is on trial: the winner so far, else the first viable.
+
+        Raises NoValidConfig when all are banned.
+        """
+        if self.winner is not None and self.winner not in self.banned:
+            return self.winner
+        for index in range(len(self.digests)):
+            if index not in self.banned:
+                return index
+        bans = sorted(self.banned.items())
+        reasons = " ".join(f"Rank {rank}, {self.texts[index]}: {reason}." for index, (rank, reason) in bans)
+        raise NoValidConfig(f"{self.title}: all {len(self.digests)} configs failed on some rank. {reasons}")
+
+    @property
+    def planned(self) -> int:
+        """Return the candidate that every rank launches in the next run."""
+        if self.override is not None and self.override not in self.banned:
+            return self.override
+        return self.incumbent if self.trial is None or self.waiting else self.trial
+
+    @property
+    def count(self) -> int:
+        """Return which warm-up or sample of its candidate the trial is, from 1."""
+        return self._times_asked.get(self._asked, 0)
+
+    # -- candidates ----------------------------------------------------------------------------------------
+
+    def narrow(self, announcement: Announcement) -> None:
+        """Ban what some rank does not have among its candidates."""
+        for index, digest in enumerate(self.digests):
+            if digest not in announcement.shared:
+                self.ban(index, announcement.rank, "not a candidate on every rank")
+
+    def adopt(self, claim: tuple[int, str, float | None] | None) -> bool:
+        """Take a result that some rank already has, if every rank can use it."""
+        if claim is None or claim[1] not in self.digests:
+            return False
+        index = self.digests.index(claim[1])
+        if index in self.banned:
+            return False
+        if claim[2] is not None:
+            self.timings[index] = claim[2]
+        self.winner = index
+        return True
+
+    def take_bans(self, bans: dict[str, tuple[int, str]]) -> None:
+        for digest, (rank, reason) in bans.items():
+            if digest in self.digests:
+                self.ban(self.digests.index(digest), rank, reason)
+
+    def ban(self, index: int, rank: int, reason: str) -> None:
+        """Never launch this candidate again."""
+        self.banned.setdefault(index, (rank, reason))
+        self.timings.pop(index, None)
+        if self.winner == index:
+            self.winner = self._fastest()
+
+    # -- the search ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin the search, or go on where an earlier session left it."""
+        self.status, self.waiting, rules = "", False, self._rules
+        if self._flow is not None:
+            self._ask(self._asked)
+            return
+        self._flow = rules.strategy(
+            range(len(self.digests)), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat
+        )
+        if not hasattr(self._flow, "send"):
+            raise TuningError(f"search={rules.search}: returned {self._flow!r}, expected a generator")
+        self._resume(None)
+
+    def advance(self, part: Part, judged: Part) -> Outcome:
+        """Take in what the ranks say of a run; return what the run was for this context.
+
+        `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run.
+        """
+        self.take_bans(part.bans)
+        self.waiting = bool(part.pending or judged.pending) and self.trial is not None
+        index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
+        if index is None or self.waiting or part.ran is None:
+            return Outcome()
+        if index in self.banned:
+            self._resume(math.inf)
+            return Outcome(index=index)
+        if part.ran != self.digests[index]:
+            return Outcome(index=index)
+        outcome = Outcome(kind, index, self.count, self._planned_asks(kind), self.judge)
+        if kind == "sample":
+            self._record(index, judged)
+        self._resume(math.nan if kind == "warm-up" else self.timings.get(index, math.inf))
+        return outcome
+
+    def settle(self, status: str, winner: int | None = None) -> None:
+        """End the search: `winner`, else the best known so far, else the incumbent."""
+        if winner is None:
+            best = self._fastest()
+            winner = self.incumbent if best is None else best
+        self.winner, self.status, self.trial, self.waiting = winner, status, None, False
+
+    def reduced_ms(self, judged: Part) -> float | None:
+        """Return the agreed time; None when a rank that launched the candidate has no sample."""
+        if judged.unmeasured or not judged.measured:
+            return None
+        return judged.worst_ms if self._rules.rank_reduce == "max" else judged.total_ms / judged.measured
+
+    def _record(self, index: int, judged: Part) -> None:
+        ms = self.reduced_ms(judged)
+        if ms is None:
+            self.timings.pop(index, None)
+        else:
+            self.timings[index], self.fastest_ms[index] = ms, judged.best_ms
+
+    def _resume(self, value: float | None) -> None:
+        """Send `value` to the flow and take what it asks for next, or its winner."""
+        assert self._flow is not None
+        for _ in range(_ASKS_PER_CANDIDATE * len(self.digests)):
+            self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
+            try:
+                asked = next(self._flow) if value is None else self._flow.send(value)
+            except StopIteration as stop:
+                self._finish(stop.value)
+                return
+            self._times_asked[asked] = self._times_asked.get(asked, 0) + 1
+            if self._ask(asked):
+                return
+            value = math.inf
+        raise TuningError(f"search={self._rules.search}: keeps asking for candidates that are banned")
+
+    def _ask(self, asked: Any) -> bool:
+        """Put what the flow asks for on trial; return False if that is banned."""
+        self._asked, self.is_warmup = asked, isinstance(asked, Warmup)
+        self.trial = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
+        return self.trial not in self.banned
+
+    def _finish(self, winner: Any) -> None:
+        """Take the flow's winner; go on to the next judge, if there is one."""
+        winner = self._checked(winner, "returned")
+        incumbent = self.incumbent
+        if winner not in self.timings:  # banned, or unmeasured on some rank
+            winner = None
+        elif self.timings[winner] == self.timings.get(incumbent):
+            winner = incumbent
+        self.settle("tuned", winner)
+        if len(self._judges) > 1:
+            del self._judges[0]
+            self.status, self._flow, self._asked = "", None, None
+            self.timings, self.fastest_ms, self._times_asked = {}, {}, {}
+
+    def _checked(self, index: Any, verb: str) -> int:
+        if isinstance(index, int) and 0 <= index < len(self.digests):
+            return index
+        raise TuningError(
+            f"search={self._rules.search}: {verb} {index!r}, which is none of {len(self.digests)} candidates"
+        )
+
+    def _planned_asks(self, kind: str) -> int:
+        """Return how many runs of this kind the search plans per candidate; 0: it does not say."""
+        if self._rules.search != "exhaustive":
+            return 0
+        return self._rules.n_warmup if kind == "warm-up" else self._rules.n_repeat
+
+    def _fastest(self) -> int | None:
+        usable = [index for index in self.timings if index not in self.banned]
+        return min(usable, key=lambda index: (self.timings[index], index)) if usable else None

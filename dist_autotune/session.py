@@ -1,0 +1,456 @@
+"""Drives one tuned function: plan -> run -> samples -> exchange -> plan, until every context is settled."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import triton
+
+from .domain import Domain
+from .errors import AgreementTimeout, PeerFailed, TuningError
+from .intercept import INTERCEPTION
+from .launches import Local
+from .log import SessionLog
+from .payload import Part, Payload, check_facts, merge
+from .preserve import Snapshot
+from .progress import Progress, is_shown
+from .records import (
+    Agreed,
+    Banned,
+    ContextAdmitted,
+    ContextSettled,
+    Exchanged,
+    Note,
+    Record,
+    RunFailed,
+    RunStarted,
+    SessionClosed,
+    SessionOpened,
+    Trial,
+)
+from .report import TuningReport
+from .search import BY_LAUNCH, BY_RUN, Context, Outcome
+from .stopwatch import Stopwatch
+from .version import __version__
+
+T = TypeVar("T")
+
+
+class Session:
+    """One session on this rank: opens with an exchange, ends when every context is settled."""
+
+    def __init__(self, domain: Domain, log: SessionLog, log_dir: str | None) -> None:
+        self.domain = domain
+        self.executions = 0
+        self.warning = ""
+        self.is_over = False
+        self.wants_another = False
+        self.has_failed = False
+        self._log = log
+        self._log_dir = log_dir
+        self._began = time.monotonic()
+        self._id = ""
+        self._untold: list[Record] = []  # exchanges, written with the next record
+        self._run_watch = Stopwatch(domain.clock, domain.options.statistic)
+        self._judged: tuple[str, str] | None = None
+        self._launched: set[str] = set()
+        self._admitted: set[str] = set()
+        options = domain.options
+        self._progress = Progress(domain.name, shown=is_shown(options.progress, domain.agreement.rank))
+
+    # -- the two modes -------------------------------------------------------------------------------------
+
+    def replay(self, thunk: Callable[[], T]) -> T:
+        """Run `thunk` until every context is settled, then once more; return what that last run returned."""
+        snapshot = Snapshot(self.domain.options.preserve)
+        first = True
+        while True:
+            if not first:
+                snapshot.restore()
+            first = False
+            result = self.run_once(thunk)
+            if self.domain.tuning.done:
+                self.close()
+                return result
+            del result  # a trial's outputs must not add to the memory of the next
+
+    def online(self, thunk: Callable[[], T]) -> T:
+        """Run `thunk` once, as one trial of the session."""
+        result = self.run_once(thunk)
+        if not any(self.domain.tuning.unsettled):
+            self.close()
+        return result
+
+    # -- opening, one run, closing -------------------------------------------------------------------------
+
+    def open_once(self) -> None:
+        """Agree with the peers on what the session is, unless an earlier call has.
+
+        Raises RankMismatch where ranks differ.
+        """
+        if self._id:
+            return
+        domain, agreement = self.domain, self.domain.agreement
+        domain.on_ban = self._log_ban
+        try:
+            payload = domain.opening()
+            proposed = f"{uuid.uuid4().hex[:12]}"
+            payload.facts["session"] = {proposed: agreement.rank}
+        except BaseException as error:
+            agreement.fail(error)
+            raise
+        merged = self._exchange(payload, "the opening of a session")
+        names = merged.facts.pop("session")
+        session_id = min(names, key=lambda name: (names[name], name))
+        try:
+            remarks = domain.open(merged)
+        except TuningError as error:  # the same on every rank
+            self.close(error)
+            raise
+        self._id = session_id
+        self._write(self._opened())
+        for remark in remarks:
+            self._write(Note(text=remark))
+
+    def run_once(self, thunk: Callable[[], T]) -> T:
+        """Make one run and agree on what follows from it."""
+        domain, tuning = self.domain, self.domain.tuning
+        try:
+            self._start_run()
+            self.executions += 1
+            with INTERCEPTION.installed(domain.launches.handle, domain.launches.choose):
+                result = self._timed(thunk)
+            payload = self._finish_run()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        merged = self._exchange(payload, f"run {tuning.runs} of {domain.name}{self._on_trial()}")
+        self._step(merged)
+        return result
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session: write down how."""
+        if self.is_over:
+            return
+        self.is_over = True
+        tuning = self.domain.tuning
+        self.has_failed = error is not None
+        self.wants_another = self.has_failed or (
+            tuning.rules.tunes
+            and tuning.closing
+            and any(context.status == "partial" for context in tuning.contexts.values())
+        )
+        self._progress.close()
+        known = tuning.contexts
+        contexts = [known[name] for name in sorted(self._launched & known.keys())]
+        starved = [context.title for context in contexts if context.status == "starved"]
+        if error is not None:
+            outcome = type(error).__name__
+        else:
+            outcome = "partial" if any(c.status in ("partial", "starved") for c in contexts) else "settled"
+        if not self._launched:
+            self.warning = "no launches of autotuned kernels seen"
+        elif starved:
+            self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
+        self._write(
+            SessionClosed(runs=self.executions, contexts=len(contexts), outcome=outcome, warning=self.warning)
+        )
+        self._log.close()
+
+    def report(self) -> TuningReport:
+        """Return what the session has found so far."""
+        return TuningReport(
+            runs=self.executions,
+            contexts=self.domain.tuned_contexts(self._launched),
+            world_size=len(self.domain.agreement.ranks),
+            seconds=self._elapsed_s(),
+            clock=type(self.domain.clock).__name__,
+            log_dir=self._log_dir,
+            warning=self.warning,
+        )
+
+    # -- steps of a run ------------------------------------------------------------------------------------
+
+    def _start_run(self) -> None:
+        tuning = self.domain.tuning
+        self.domain.launches.begin_run(tunes=tuning.rules.tunes)
+        self._run_watch.begin_run()
+        self._judged = tuning.judged_run
+        plan = {c.name: c.trial for c in tuning.unsettled if c.trial is not None and not c.waiting}
+        self._write(RunStarted(run=tuning.runs, plan=plan))
+
+    def _timed(self, thunk: Callable[[], T]) -> T:
+        """Run `thunk`, timed as a whole if this run is judged so."""
+        if self._judged is None or self._run_watch.report is not None:
+            return thunk()
+        mark = self._run_watch.start()
+        result = thunk()
+        self._run_watch.stop(mark)
+        return result
+
+    def _finish_run(self) -> Payload:
+        launches = self.domain.launches
+        agreement = self.domain.agreement
+        with agreement.busy("compiling"):
+            launches.preflight_new()
+        waits = self.domain.options.mode == "replay"
+        parts = launches.end_run(waits=waits)
+        run = Part()
+        if self._judged is not None or self._run_watch.report is not None:
+            run = self._run_watch.tell("|".join(self._judged or ()), waits=waits)
+        self._launched.update(parts)
+        facts = {
+            f"the source of kernel {name}": {text: agreement.rank}
+            for name, text in launches.new_sources().items()
+        }
+        return Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=self._elapsed_s())
+
+    def _step(self, merged: Payload) -> None:
+        """Take in what all ranks said of the run, and write down what follows."""
+        domain, tuning = self.domain, self.domain.tuning
+        run = tuning.runs
+        duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
+        try:
+            check_facts(merged, "run")
+            outcomes = tuning.step(merged)
+        except TuningError as error:  # the same on every rank: nobody is left waiting
+            domain.drop_session()
+            self.close(error)
+            raise
+        told = [local for local in domain.launches.contexts.values() if local.told is not None]
+        trials = [self._trial(run, local, outcomes[local.name]) for local in told if local.launches]
+        domain.launches.take(tuning.contexts, outcomes)
+        counts = duel_sample or any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
+        self._run_watch.take(waiting=bool(merged.run.pending), counts=counts)
+        if tuning.remark:
+            self._write(Note(text=tuning.remark))
+            self.warning, tuning.remark = tuning.remark, ""
+        self._log_step(run, merged, outcomes, trials)
+        for context in domain.publish(self._elapsed_s()):
+            self._log_settled(run, context)
+        detail = ", ".join(context.title for context in tuning.unsettled) or domain.name
+        self._progress.update(tuning.runs, tuning.planned_runs, detail[:60])
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave a run that raised: the peers learn of it, the next call goes on or starts anew."""
+        domain = self.domain
+        domain.launches.abandon_run()
+        self._run_watch.abandon()
+        self._write(RunFailed(run=domain.tuning.runs, by_rank=domain.agreement.rank, error=_one_line(error)))
+        if len(domain.agreement.ranks) > 1 or isinstance(error, TuningError):
+            domain.agreement.fail(error)
+            domain.drop_session()
+            self.close(error)
+
+    def _exchange(self, payload: Payload, what: str) -> Payload:
+        domain = self.domain
+        sent = payload.encode()
+        began = time.perf_counter()
+        try:
+            received = domain.agreement.exchange(sent, merge, domain.timeout_s, what)
+        except BaseException as error:
+            if isinstance(error, AgreementTimeout) and self._log_dir is not None:
+                files = ", ".join(f"{self._log_dir}/rank-{rank}.jsonl" for rank in error.missing_ranks)
+                error.args = (f"{error} Last records: {files}",)
+            self._write(
+                RunFailed(
+                    run=domain.tuning.runs,
+                    by_rank=getattr(error, "rank", domain.agreement.rank),
+                    error=_one_line(error),
+                )
+            )
+            domain.launches.abandon_run()
+            self._run_watch.abandon()
+            domain.drop_session()
+            self.close(error)
+            raise
+        ms = (time.perf_counter() - began) * 1e3
+        run = domain.tuning.runs if payload.kind == "run" else -1
+        exchanged = Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
+        if len(domain.agreement.ranks) > 1:
+            self._untold.append(exchanged)
+        return Payload.decode(received)
+
+    def _on_trial(self) -> str:
+        """Return what the run under way tries, for messages."""
+        trials = [
+            f"{c.title} with {c.texts[c.trial]}" for c in self.domain.tuning.unsettled if c.trial is not None
+        ]
+        more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
+        return f" ({trials[0]}{more})" if trials else ""
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    # -- records -------------------------------------------------------------------------------------------
+
+    def _write(self, record: Record) -> None:
+        untold, self._untold = self._untold, []
+        rank, elapsed_s = self.domain.agreement.rank, self._elapsed_s()
+        for each in [record, *untold] if isinstance(record, SessionOpened) else [*untold, record]:
+            self._log.write(dataclasses.replace(each, session=self._id, rank=rank, elapsed_s=elapsed_s))
+
+    def _opened(self) -> SessionOpened:
+        domain, options = self.domain, self.domain.options
+        versions = {
+            "dist_autotune": __version__,
+            "triton": triton.__version__,
+            "torch": str(torch.__version__),
+        }
+        return SessionOpened(
+            thunk=domain.name,
+            world_size=len(domain.agreement.ranks),
+            ranks=domain.agreement.ranks,
+            mode=options.mode,
+            search=options.search_name,
+            objective=options.objective,
+            statistic=options.statistic,
+            rank_reduce=options.rank_reduce,
+            n_warmup=options.warmups,
+            n_repeat=options.repeats,
+            device=domain.device.text,
+            versions=versions,
+            pid=os.getpid(),
+            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            clock=type(domain.clock).__name__,
+        )
+
+    def _log_ban(self, local: Local, candidate: str, reason: str) -> None:
+        index = [digest for digest, _ in local.order].index(candidate)
+        self._write(
+            Banned(
+                run=self.domain.tuning.runs,
+                context=local.name,
+                kernel=local.source.short_name,
+                key=local.key_text,
+                config_id=index,
+                config=local.order[index][1],
+                by_rank=self.domain.agreement.rank,
+                reason=reason,
+            )
+        )
+
+    def _log_step(self, run: int, merged: Payload, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
+        tuning = self.domain.tuning
+        for name, context in tuning.contexts.items():
+            if name in merged.parts and name not in self._admitted:
+                self._admitted.add(name)
+                self._write(self._admission(run, context))
+        for trial in trials:
+            self._write(trial)
+        if len(self.domain.agreement.ranks) == 1:
+            return
+        rank = self.domain.agreement.rank
+        for name, outcome in outcomes.items():
+            context = tuning.contexts[name]
+            for digest, (by_rank, reason) in merged.parts[name].bans.items():
+                if by_rank != rank and digest in context.digests:
+                    index = context.digests.index(digest)
+                    self._write(
+                        Banned(
+                            **self._of(run, context),
+                            config_id=index,
+                            config=context.texts[index],
+                            by_rank=by_rank,
+                            reason=reason,
+                        )
+                    )
+            if outcome.index is not None:
+                self._write(self._agreed(run, context, outcome))
+
+    def _admission(self, run: int, context: Context) -> ContextAdmitted:
+        return ContextAdmitted(
+            **self._of(run, context),
+            candidates=context.texts,
+            incumbent=context.incumbent,
+            local=context.name in self.domain.launches.contexts,
+        )
+
+    def _agreed(self, run: int, context: Context, outcome: Outcome) -> Agreed:
+        index = outcome.index
+        assert index is not None
+        counted = outcome.kind != "incumbent"
+        return Agreed(
+            **self._of(run, context),
+            config_id=index,
+            config=context.texts[index],
+            ms=context.timings.get(index) if outcome.kind == "sample" else None,
+            fastest_rank_ms=context.fastest_ms.get(index) if outcome.kind == "sample" else None,
+            counted=counted,
+        )
+
+    def _trial(self, run: int, local: Local, outcome: Outcome) -> Trial:
+        """Return the record of this rank's launches of one context in one run."""
+        context = self.domain.tuning.contexts[local.name]
+        report = local.told if outcome.judge == BY_LAUNCH else self._run_watch.report
+        told = local.told
+        assert told is not None
+        assert report is not None
+        ran = told.ran if told.ran in context.digests else None
+        index = context.digests.index(ran) if ran is not None else -1
+        return Trial(
+            **self._of(run, context),
+            config_id=index,
+            config=context.texts[index] if index >= 0 else "several configs in one run",
+            kind=outcome.kind,
+            k=outcome.k,
+            n=outcome.n,
+            launches=local.launches,
+            ms=local.stopwatch.sample_ms if outcome.judge == BY_LAUNCH else self._run_watch.sample_ms,
+            statistic_ms=report.worst_ms if report.measured else None,
+        )
+
+    def _log_settled(self, run: int, context: Context) -> None:
+        winner = context.incumbent
+        self._write(
+            ContextSettled(
+                **self._of(run, context),
+                status=context.status,
+                config_id=winner,
+                config=context.texts[winner],
+                ms=context.timings.get(winner),
+                timings={context.texts[index]: ms for index, ms in sorted(context.timings.items())},
+            )
+        )
+
+    @staticmethod
+    def _of(run: int, context: Context) -> dict[str, Any]:
+        return {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
+
+
+def settled_call(domain: Domain, thunk: Callable[[], T], *, votes: bool) -> tuple[T, bool]:
+    """Run `thunk` with what is settled; return its result and whether some rank wants a session.
+
+    `votes`: ask the peers. A rank that raises tells them instead, so that they do not wait for it.
+    """
+    launches, agreement = domain.launches, domain.agreement
+    launches.begin_run(tunes=False)
+    try:
+        with INTERCEPTION.installed(launches.handle, launches.choose):
+            result = thunk()
+    except BaseException as error:
+        if votes:
+            agreement.fail(error)
+        raise
+    wants = bool(launches.met)
+    launches.met.clear()
+    if votes:
+        payload = Payload("vote", agreement.rank, wants_session=wants)
+        received = agreement.exchange(payload.encode(), merge, domain.timeout_s, f"a call of {domain.name}")
+        merged = Payload.decode(received)
+        check_facts(merged, "vote")
+        wants = merged.wants_session
+    return result, wants
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, PeerFailed):
+        return f"rank {error.rank}: {error.error}"
+    return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(": ")[:500]

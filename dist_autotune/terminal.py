@@ -1,0 +1,56 @@
+"""Prints tables of the report and of the cache with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from . import tables
+from .analysis import History, SessionHistory
+from .log import describe_skipped
+
+PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
+
+
+def open_console() -> Console:
+    """Return the console of standard output."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
+    """Print the list of all sessions, then the `shown` ones in full."""
+    print_table(console, tables.sessions_table(history.sessions))
+    for name, reasons in history.skipped.items():
+        print_text(console, f"{history.directory / name}: {describe_skipped(reasons)}", "yellow")
+    for session in shown:
+        print_text(console, f"\n{tables.session_heading(session)}", "bold")
+        for note in tables.session_notes(session):
+            print_text(console, note, "yellow")
+        for table in tables.session_tables(session):
+            print_table(console, table)
+        for context in session.contexts:
+            for table in tables.context_tables(context):
+                print_table(console, table)
+
+
+def print_table(console: Console, table: tables.Table) -> None:
+    print_text(console, f"\n{table.title}", "bold")
+    rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in table.columns:
+        rich_table.add_column(
+            Text(column.name), justify="right" if column.is_figure else "left", overflow="fold"
+        )
+    for row in table.rows:
+        rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
+    console.print(rich_table)
+    if table.note:
+        print_text(console, table.note, "dim")
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print `text` as it stands, long lines unbroken."""
+    console.print(Text(text, style), soft_wrap=True)

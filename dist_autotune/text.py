@@ -1,0 +1,53 @@
+"""How figures, names and tables read, the same in logs, reports and on the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
+WALL_CLOCK_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
+
+
+def format_ms(ms: float | None) -> str:
+    """Return `ms` with four decimals below 1, three below 10, two above; `-` for None, `failed` for inf."""
+    if ms is None:
+        return "-"
+    if not math.isfinite(ms):
+        return "failed" if ms > 0 else str(ms)
+    return f"{ms:.{4 if ms < 1 else 3 if ms < 10 else 2}f}"
+
+
+def format_percent(percent: float | None) -> str:
+    """Return `percent` with its sign and one decimal; `-` for None."""
+    return "-" if percent is None else f"{percent:+.1f}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return `1 run` or `2 runs`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def one_line(text: str) -> str:
+    """Return `text` with its line ends as ` | `: an error of a compiler often has several lines."""
+    return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def context_label(kernel: str, key: str) -> str:
+    """Return `kernel[key]`, the name of a context for people."""
+    return f"{kernel}[{key}]"
+
+
+def align(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = frozenset()
+) -> list[str]:
+    """Return the lines of a plain table; the columns named in `right` are aligned to the right."""
+    cells = [list(columns), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in cells
+    ]

@@ -1,0 +1,286 @@
+"""`all_gather(a) @ weight.T` on every rank, with the gather hidden behind the product.
+
+What a rank holds, W ranks:
+
+    gather   [W, m_per_rank, K], symmetric. Chunk p is rank p's shard; the own chunk is `op.shard`, read
+             in place by the own GEMM and copied by the peers
+    words    int32 [4, W], symmetric; column p is written by rank p alone
+    arrived  int32 [W], of this rank alone, written by its side stream
+
+What call e does on rank r (e is the epoch: 1, 2, 3, ... and never reset):
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    a_shard to chunk r, if it is not there
+    fork                               -->    READY[r] of every peer := e
+    GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
+        chunk r at once,                          wait until READY[p] >= e
+        chunk p once arrived[p] >= e,             chunk p of rank p to chunk p here
+        at last waits for FETCHED[p] >= e         arrived[p] := e, FETCHED[r] of rank p := e
+    join                               <--
+
+**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM
+of call e: neither a full chip nor a shared hardware queue can hold them back behind it. They wait for the
+fork, that is for the caller's earlier work, and for the peers' READY, which follows the peers' forks.
+Nothing of call e on any side stream waits for any GEMM of call e. So if all GEMMs of call e - 1 end, then
+all forks of e happen, all READY are written, all chunks are copied, all `arrived` and FETCHED are
+written, and all GEMMs of call e end.
+
+**It reads no stale data.** `arrived[p] := e` follows the copy on one stream, and the copy follows READY.
+
+**Nothing is overwritten while it is read.** Chunk p here is written by the copy of call e + 1, behind the
+fork of e + 1, behind the GEMM of e, its only reader. Chunk r is written by the caller behind the GEMM of
+e, which does not end before every peer's FETCHED says that the copy is done. One gather buffer is enough.
+ROWS has a word for even and one for odd epochs: p writes the word again in call e + 2, behind its GEMM of
+e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that read it.
+
+**No wait is unbounded.** The GEMM polls with a budget. When it is spent it records the peer and the epoch
+in memory that the host reads, and releases its side stream by setting READY[p] itself. That is reported
+by the next call, by `check` and by `close`, and the operation is then good for nothing but closing.
+
+Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles.
+Every rank must make the same calls in the same order, each on one stream at a time; calls of two
+operations on two streams at once could fill the chip with kernels that wait for each other's peers.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+import triton
+
+from .ag_gemm_candidates import INTERPRETED
+from .ag_gemm_errors import PeerTimeout, check_tensors, failure_error
+from .ag_gemm_kernel import all_gather_gemm
+from .ag_gemm_producer import ChunkProducer
+from .signals import as_epoch, polls
+from .symm import open_symmetric_memory
+
+__all__ = ["AllGatherGemm", "PeerTimeout"]
+
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+
+
+class AllGatherGemm:
+    """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
+
+    m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. Calls need
+    no host synchronisation between them. `timeout_s` is how long a rank waits for a peer, roughly. Opening
+    and closing are collective.
+    """
+
+    def __init__(
+        self,
+        m_per_rank: int,
+        k: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+        *,
+        timeout_s: float = 300.0,
+    ) -> None:
+        # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
+        device = "cpu" if INTERPRETED else None
+        self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
+        self.rank, self.world_size = self._memory.rank, self._memory.world_size
+        self.device = self._memory.device
+        self._is_closed, self._broken_by = False, ""
+        self._calls, self._rows = 0, 0
+        self._gathered: torch.Tensor | None = None
+        try:
+            self._check_dtype(dtype)
+            self._allocate(m_per_rank, k, dtype)
+        except BaseException:
+            self._memory.abandon()
+            raise
+        self._read_device(timeout_s)
+
+    def _allocate(self, m_per_rank: int, k: int, dtype: torch.dtype) -> None:
+        world, on_gpu = self.world_size, self.device.type == "cuda"
+        self._gather = self._memory.allocate((world, m_per_rank, k), dtype)
+        self._shard = self._gather.local[self.rank]
+        self._arrived = torch.zeros(world, dtype=torch.int32, device=self.device)
+        # Pinned, not on the device: the host looks for failures without waiting for the GPU.
+        self._errors = torch.zeros(world, dtype=torch.int64, pin_memory=on_gpu)
+        self._error_words = self._errors.numpy()
+        self._words = self._memory.allocate((4, world), torch.int32)
+        self._producer = ChunkProducer(self._memory, self._gather, self._words, self._arrived)
+
+    def _read_device(self, timeout_s: float) -> None:
+        """Set what depends on the device and is the same in every call."""
+        capability, self._programs = (0, 0), INTERPRETED_PROGRAMS
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self._programs = properties.multi_processor_count
+            capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+        self._has_tma = INTERPRETED or capability >= (9, 0)
+        self._budget = polls(timeout_s, self.device.type)
+        self._settings = {
+            "WORLD": self.world_size,
+            "FENCE": capability >= (9, 0),
+            "UPCAST": INTERPRETED and self._shard.dtype is torch.bfloat16,
+        }
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        supported = [torch.float16, torch.bfloat16]
+        if self.device.type == "cpu":
+            supported.append(torch.float32)
+        if dtype not in supported:
+            raise ValueError(f"dtype {dtype} is not supported on {self.device}; use one of {supported}")
+
+    # ---- what the caller may use
+
+    def __call__(
+        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the product; `out`, if given, is where it is written.
+
+        A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
+        at its end on the CPU, and on a GPU by a later call, `check` or `close`.
+        """
+        self._check_usable()
+        check_tensors(a_shard, weight, out, self._shard, self.world_size)
+        self._check_stream()
+        rows = a_shard.shape[0]
+        if out is None:
+            out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
+        if a_shard.data_ptr() != self._shard.data_ptr():
+            self._shard[:rows].copy_(a_shard)
+        self._calls += 1
+        self._rows, self._gathered = rows, None
+        try:
+            self._producer.start(rows, as_epoch(self._calls))
+            self._launch(weight, out, rows)
+            self._producer.join()
+        except BaseException as error:
+            self._broken_by = f"call {self._calls} was not carried out: {error!r}"
+            self._producer.give_up(self._calls)
+            raise
+        if self.device.type == "cpu":
+            self._check_usable()
+        return out
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The symmetric input buffer [m_per_rank, K]: `op(op.shard[:m], weight)` copies nothing.
+
+        Write it on the stream of the calls; it is free again as soon as a call has returned.
+        """
+        self._check_usable()
+        return self._shard
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        """`all_gather(a)` of the last call, [W * m, K], until the next one; a copy where m < m_per_rank."""
+        self._check_usable()
+        if self._calls == 0:
+            raise RuntimeError("nothing has been gathered yet; call the operation first")
+        if self._gathered is None:
+            self._gathered = self._gather.local[:, : self._rows].reshape(-1, self._shard.shape[1])
+        return self._gathered
+
+    def check(self) -> None:
+        """Wait for the device and raise what went wrong in the calls so far."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._check_usable()
+
+    def close(self) -> None:
+        """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
+        if self._is_closed:
+            return
+        try:
+            self.check()
+            self._is_closed = True
+            self._memory.close()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Close without meeting the peers: the way out of a rank that has failed."""
+        self._is_closed = True
+        self._memory.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()  # the peers may be anywhere in their work
+
+    # ---- one call
+
+    def _launch(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+        _, capacity, k = self._gather.local.shape
+        columns, world, programs = weight.shape[0], self.world_size, self._programs
+
+        def grid(meta):
+            tiles = world * triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])
+            return (min(programs, tiles),)
+
+        # Descriptors made on the device need scratch memory. In a copy of the context, the caller's own
+        # allocator stays what it is.
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, _allocate_scratch)
+        context.run(
+            all_gather_gemm[grid],
+            self._gather.local,
+            weight,
+            out,
+            self._arrived,
+            self._words.local,
+            self._errors,
+            world * rows,
+            columns,
+            k,
+            capacity,
+            weight.stride(0),
+            out.stride(0),
+            self.rank,
+            as_epoch(self._calls),
+            self._budget,
+            TMA_LEGAL=self._has_tma and _begin_at_16_bytes(k, weight, out),
+            **self._settings,
+        )
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this AllGatherGemm is closed; open another on all ranks")
+        if self._error_words.any():
+            error = failure_error(self._error_words, self.rank, self._calls)
+            if error is not None:
+                raise error
+        if self._broken_by:
+            raise RuntimeError(
+                f"AllGatherGemm, rank {self.rank}: {self._broken_by}; close it and open another"
+            )
+
+    def _check_stream(self) -> None:
+        if self.device.type == "cpu":
+            return
+        if torch.cuda.current_device() != self.device.index:
+            here = torch.cuda.current_device()
+            raise ValueError(
+                f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
+            )
+        if torch.cuda.is_current_stream_capturing():
+            # A graph would replay the epochs of its capture, whose signals have all been given.
+            raise RuntimeError("AllGatherGemm cannot be captured in a CUDA graph yet; call it outside")
+
+
+def _begin_at_16_bytes(k: int, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """Return whether TMA can address every row of the operands, those of the gather buffer included."""
+    steps = (k | weight.stride(0) | out.stride(0)) * weight.element_size()
+    return (steps | weight.data_ptr() | out.data_ptr()) % 16 == 0
+
+
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,181 @@
+"""The device side of `AllGatherGemm`: a persistent GEMM that waits for a chunk of A before it reads it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .ag_gemm_candidates import CANDIDATES, do_bench, prune
+from .signals import GIVEN_UP, record_failure, wait_until
+from .tiles import grouped_tile, rotated_chunk
+
+# Rows of the int32 [4, WORLD] signal words of a rank; rank p writes column p.
+READY = tl.constexpr(0)  # the epoch whose shard p has put in place
+FETCHED = tl.constexpr(1)  # the epoch whose shard p has copied from this rank
+ROWS = tl.constexpr(2)  # and 3: how many rows p's shards of even and of odd epochs have
+
+# What a failure record says about a peer.
+NOT_ARRIVED = tl.constexpr(1)
+NOT_FETCHED = tl.constexpr(2)
+OTHER_ROWS = tl.constexpr(3)
+
+
+@triton.autotune(
+    configs=CANDIDATES,
+    key=["M", "N", "K", "TMA_LEGAL"],
+    prune_configs_by={"early_config_prune": prune},
+    do_bench=do_bench,
+)
+@triton.jit(do_not_specialize=["M", "rank", "epoch", "budget"])
+def all_gather_gemm(
+    a_ptr,  # gather buffer [WORLD, capacity, K]; the first M / WORLD rows of each chunk count
+    b_ptr,  # weight [N, K], rows stride_bn apart
+    c_ptr,  # out [M, N], rows stride_cm apart
+    arrived_ptr,  # int32 [WORLD]: the epoch of each chunk of the gather buffer
+    words_ptr,  # int32 [4, WORLD]: READY, FETCHED, ROWS
+    errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    M,
+    N,
+    K,
+    capacity,
+    stride_bn,
+    stride_cm,
+    rank,
+    epoch,
+    budget,
+    WORLD: tl.constexpr,
+    TMA_LEGAL: tl.constexpr,
+    FENCE: tl.constexpr,
+    UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Write C = A @ B.T, tile by tile, chunk `rank` first and then in the order in which chunks arrive."""
+    m = M // WORLD
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_per_chunk = tiles_m * tiles_n
+    USE_TMA: tl.constexpr = TMA and TMA_LEGAL
+    if USE_TMA:
+        STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
+        a_desc = tl.make_tensor_descriptor(a_ptr, [WORLD * capacity, K], [K, 1], [BLOCK_M, BLOCK_K])
+        b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
+        # into the next chunk.
+        chunk_stride = tl.cast(m, tl.int64) * stride_cm
+        c_desc = tl.make_tensor_descriptor(
+            c_ptr, [WORLD, m, N], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
+        )
+
+    here = rank  # the chunk that this program knows to be complete; its own needs no wait
+    for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
+        chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank)
+        pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        if chunk != here:
+            _wait_for_chunk(
+                chunk, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD, FENCE and USE_TMA
+            )
+            here = chunk
+        if USE_TMA:
+            acc = _multiply_tma(
+                a_desc, b_desc, chunk * capacity + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+            )
+            if EPILOGUE_SUBTILE:
+                halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, STORE_N)), (0, 2, 1))
+                left, right = tl.split(halves)
+                c_desc.store([chunk, row, col], left.to(c_ptr.dtype.element_ty)[None, :, :])
+                c_desc.store([chunk, row, col + STORE_N], right.to(c_ptr.dtype.element_ty)[None, :, :])
+            else:
+                c_desc.store([chunk, row, col], acc.to(c_ptr.dtype.element_ty)[None, :, :])
+        else:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
+            a_rows = tl.cast(chunk * capacity + tl.where(rows < m, rows, 0), tl.int64)
+            b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
+            acc = _multiply(
+                a_ptr + a_rows * K, b_ptr + b_rows * stride_bn, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+            )
+            c_rows = tl.cast(chunk * m + rows, tl.int64)
+            mask = (rows < m)[:, None] & (cols < N)[None, :]
+            c_ptrs = c_ptr + c_rows[:, None] * stride_cm + cols[None, :]
+            tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+    for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
+        if peer != rank:
+            _part_from(peer, m, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD)
+
+
+@triton.jit
+def _wait_for_chunk(
+    chunk, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr, FENCE: tl.constexpr
+):
+    """Return when the chunk may be read; whoever's patience ends also lets the side stream go on."""
+    if not wait_until(arrived_ptr + chunk, epoch, errors_ptr + chunk, NOT_ARRIVED, budget, FENCE):
+        tl.atomic_xchg(words_ptr + READY * WORLD + chunk, epoch + GIVEN_UP, sem="release", scope="sys")
+
+
+@triton.jit
+def _part_from(peer, m, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr):
+    """Compare the peer's number of rows with ours and return once it no longer needs our shard."""
+    _wait_for_chunk(peer, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD, False)
+    rows = tl.load(words_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
+    if rows != m:
+        record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
+    wait_until(words_ptr + FETCHED * WORLD + peer, epoch, errors_ptr + peer, NOT_FETCHED, budget, False)
+
+
+@triton.jit
+def _multiply_tma(
+    a_desc,
+    b_desc,
+    row,
+    col,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        acc = _dot(a_desc.load([row, k * BLOCK_K]), b_desc.load([col, k * BLOCK_K]).T, acc, UPCAST)
+    return acc
+
+
+@triton.jit
+def _multiply(
+    a_rows_ptr,
+    b_rows_ptr,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
+    b_ptrs = b_rows_ptr[None, :] + offs_k[:, None]
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        inside = offs_k < K - k * BLOCK_K
+        a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
+        acc = _dot(a, b, acc, UPCAST)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc)

@@ -1,0 +1,140 @@
+"""What every kind of symmetric memory offers: the same allocation on each rank, visible to all of them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Protocol, Self
+
+import torch
+
+from .ranks import RankGroup, SymmetricMemoryError
+
+
+@dataclass(frozen=True)
+class SymmetricTensor:
+    """One allocation of the same shape on each rank."""
+
+    local: torch.Tensor
+    peers: tuple[torch.Tensor, ...]  # by rank; the own entry is `local`
+
+    def addresses(self) -> torch.Tensor:
+        """Return the int64 [world_size] table of the ranks' addresses, for kernels."""
+        pointers = [peer.data_ptr() for peer in self.peers]
+        return torch.tensor(pointers, dtype=torch.int64, device=self.local.device)
+
+
+class SideStream(Protocol):
+    """A queue of copies and signals that runs beside the caller's own work."""
+
+    def fork(self) -> None:
+        """Order what is enqueued from now on after all that the caller has enqueued or done so far."""
+
+    def join(self) -> None:
+        """Order what the caller does from now on after all that was enqueued here so far."""
+
+
+class SymmetricMemory(abc.ABC):
+    """Memory of all ranks of a group, and the operations that order them against each other.
+
+    `allocate`, `barrier` and `close` are collective: every rank calls them in the same order. A step
+    that fails on one rank raises on all; a peer that does not come raises after `timeout_s`.
+    """
+
+    name: ClassVar[str]  # as in open_symmetric_memory(backend=...)
+
+    def __init__(self, ranks: RankGroup, device: torch.device, reason: str) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.device = device
+        self.reason = reason  # why this backend was chosen
+        self._ranks = ranks
+        self._is_closed = False
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+        """Return zeros of this shape on every rank, each of them mapped by every rank."""
+        self._check_open()
+        request = [list(shape), str(dtype)]
+        requests = self._ranks.exchange(request)
+        if any(other != request for other in requests):
+            asked = "; ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(requests))
+            raise ValueError(
+                f"the ranks allocate different tensors: {asked}. Pass the same shape and dtype on all"
+            )
+        if min(shape, default=1) <= 0:
+            raise ValueError(f"cannot allocate shape {list(shape)}: every dimension must be at least 1")
+        return self._map(tuple(shape), dtype)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here and this rank's device has done all it was given."""
+        self._check_open()
+        self._synchronize()
+        self._ranks.exchange(None)
+
+    def close(self) -> None:
+        """Give the memory back once every rank has come here; a second call does nothing.
+
+        Where a peer does not come, this rank's part is abandoned to the end of the process, and the
+        error says so.
+        """
+        if self._is_closed:
+            return
+        try:
+            self.barrier()
+        except Exception:
+            self.abandon()
+            raise
+        self._is_closed = True
+        self._release()
+
+    def abandon(self) -> None:
+        """Stop using the memory without meeting the peers: the way out of a rank that has failed."""
+        self._is_closed = True
+
+    @abc.abstractmethod
+    def side_stream(self) -> SideStream:
+        """Return a new stream for `copy`, `write_signal` and `wait_signal`."""
+
+    @abc.abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SideStream) -> None:
+        """Enqueue a copy between contiguous tensors of one size, this rank's or a peer's."""
+
+    @abc.abstractmethod
+    def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
+        """Enqueue the setting of an int32 word, after everything before it on the stream is visible."""
+
+    @abc.abstractmethod
+    def wait_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
+        """Enqueue a wait for `word - value >= 0` (int32, wrapping), the word being this rank's own.
+
+        A CUDA stream waits without a bound of its own: whoever enqueues this must also see to it that
+        someone sets the word when patience ends. On the CPU the wait fails after `timeout_s`.
+        """
+
+    @abc.abstractmethod
+    def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+        """Return zeroed memory that all ranks agreed on; raise on all ranks or on none."""
+
+    @abc.abstractmethod
+    def _synchronize(self) -> None:
+        """Wait for the device."""
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Give back what `_map` took; every rank is here."""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SymmetricMemoryError(f"this {self.name} memory of {self._ranks} is closed; open another")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()  # the peers may be anywhere: a rank that fails must not wait for them

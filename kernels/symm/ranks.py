@@ -1,0 +1,71 @@
+"""The ranks that share memory, and how they exchange small values before any memory is shared."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MESSAGE_BYTES = 2048  # all ranks send as much: a collective over tensors of one size
+
+
+class SymmetricMemoryError(RuntimeError):
+    """Symmetric memory cannot be had or used; every rank that took part in the same step raises it."""
+
+
+class RankGroup:
+    """The ranks of a process group, or the one rank there is without any.
+
+    Everything goes over the caller's own group, which may be a subset of the world and of gloo or NCCL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
+        self.group = group
+        self.timeout_s = timeout_s
+        self.rank, self.world_size = 0, 1
+        self.members: tuple[int, ...] = (0,)
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise ValueError("a group was given, but torch.distributed is not initialised")
+            return
+        if dist.get_rank(group) < 0:
+            raise ValueError(f"global rank {dist.get_rank()} is not a member of the group that was given")
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON value of each rank, by rank; collective, `timeout_s` long at most."""
+        if self.world_size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        if len(text) > MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(text)} bytes; {MESSAGE_BYTES} fit")
+        mine = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8).to(self._channel())
+        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            work = dist.all_gather(theirs, mine, group=self.group, async_op=True)
+            work.wait(datetime.timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            message = f"{self} got no answer from all its peers within {self.timeout_s:g} s: {error}"
+            raise SymmetricMemoryError(message) from error
+        return [json.loads(bytes(part.cpu().numpy())) for part in theirs]
+
+    def raise_together(self, doing: str, error: Exception | None) -> None:
+        """Raise on every rank if any has an error, so that none goes on alone; collective."""
+        text = None if error is None else f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 2]
+        failed = {rank: text for rank, text in enumerate(self.exchange(text)) if text is not None}
+        if failed:
+            reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise SymmetricMemoryError(
+                f"{doing} failed on {len(failed)} of {self.world_size} ranks: {reasons}"
+            ) from error
+
+    def _channel(self) -> torch.device:
+        on_cpu = "cpu:" in dist.get_backend_config(self.group)
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,165 @@
+"""Three worlds of tests, each a pytest session of its own, because Triton reads TRITON_INTERPRET once.
+
+world         command                              what runs
+interpreter   pytest                               everything but the two below, on the CPU
+aot           pytest tests/aot                     kernels compiled for GPUs that need not be there
+gpu           DIST_AUTOTUNE_TEST_GPU=1 pytest      tests marked `gpu`, on real devices; a skip is a failure
+
+`./launch.sh test` runs the first two, `./launch.sh test --gpu` all three.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+IN_GPU_WORLD = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+
+for name in [name for name in os.environ if name.startswith("DIST_AUTOTUNE_")]:
+    if name != "DIST_AUTOTUNE_TEST_GPU":
+        del os.environ[name]  # the developer's own settings are not what is tested
+if IN_GPU_WORLD:
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; tests/aot takes it out again
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU in sight the package would rightly use it
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"  # no thread pools: their threads do not survive the fork of a rank
+
+import contextlib
+import functools
+import importlib.metadata
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+AOT = Path(__file__).parent / "aot"
+
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # No deadline: a busy two-core machine is no property of the code. Derandomised: the same run everywhere.
+    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("suite")
+
+
+def world(config: pytest.Config) -> str:
+    """Return which of the three worlds this session is."""
+    if IN_GPU_WORLD:
+        return "gpu"
+    paths = [Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args]
+    inside = [path == AOT or AOT in path.parents for path in paths]
+    if any(inside) and not all(inside):
+        raise pytest.UsageError(
+            "tests/aot compiles for real and cannot share a process with the interpreter's tests"
+        )
+    return "aot" if all(inside) else "interpreter"
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton", "numpy")
+    )
+    lines = [f"world: {world(config)}; {versions}"]
+    if not IN_GPU_WORLD:
+        there = any(Path("/dev").glob("nvidia[0-9]*"))
+        why = "`./launch.sh test --gpu` runs them" if there else "no CUDA device"
+        lines.append(f"GPU tests: skipped, {why}")
+    return lines
+
+
+# ---- what is collected
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if IN_GPU_WORLD and collection_path.suffix == ".py":
+        # A rented machine may lack what the other files import, and it costs by the minute.
+        return "gpu" not in collection_path.read_text().lower() or None
+    return True if collection_path == AOT and world(config) != "aot" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not IN_GPU_WORLD:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; runs in the GPU world only"))
+        return
+    import torch  # not at the top: the other worlds' first import of it belongs to their tests
+
+    devices = torch.cuda.device_count()
+    if devices == 0:
+        raise pytest.UsageError("DIST_AUTOTUNE_TEST_GPU=1, but torch finds no CUDA device")
+    kept = [item for item in items if 0 < _devices_needed(item) <= devices]
+    too_large = sum(_devices_needed(item) > devices for item in items)
+    if too_large:
+        sys.stderr.write(f"GPU tests: {too_large} left out, they need more than {devices} CUDA devices\n")
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _devices_needed(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return 0
+    return int(marker.kwargs.get("devices", marker.args[0] if marker.args else 1))
+
+
+# ---- in the GPU world a skip is a failure: a machine rented for the tests must have run them
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if IN_GPU_WORLD and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped in the GPU world: {report.longrepr}"
+
+
+# ---- nothing is left in the tree, no test meets another's files
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Before collection: a thunk at the top of a test module resolves its log directory when it is decorated.
+    directory = tempfile.TemporaryDirectory(prefix="dist-autotune-tests-")
+    session.config.add_cleanup(directory.cleanup)
+    session.config.add_cleanup(functools.partial(os.chdir, Path.cwd()))
+    os.chdir(directory.name)
+
+
+@pytest.fixture(autouse=True)
+def tmp_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return this test's own cache directory; relative paths, logs among them, end in its tmp_path too."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(cache))
+    monkeypatch.chdir(tmp_path)
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched() -> Iterator[None]:
+    """Fail the test that leaves Triton's Autotuner changed."""
+    before = _autotuner_run()
+    yield
+    after = _autotuner_run()
+    assert before is None or after is before, (
+        f"Autotuner.run is {after!r} after the test, {before!r} before it"
+    )
+
+
+def _autotuner_run() -> object:
+    module = sys.modules.get("triton.runtime.autotuner")
+    return module and module.Autotuner.run
