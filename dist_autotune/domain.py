@@ -22,7 +22,8 @@ from .agreement import Agreement, Alone
 from .cache import DiskCache, Entry, EntryKey
 from .clock import Clock, default_clock
 from .intercept import Key
-from .launches import Claim, Launches, Local
+from .launches import Launches
+from .local import Claim, Local
 from .payload import Payload, check_facts
 from .protocol import Tuning
 from .report import TunedContext

@@ -186,7 +186,10 @@ class Context:
         outcome = Outcome(kind, index, self.count, self._planned_asks(kind), self.judge)
         if kind == "sample":
             self._record(index, judged)
-        self._resume(math.nan if kind == "warm-up" else self.timings.get(index, math.inf))
+            self._resume(self.timings.get(index, math.inf))
+        else:
+            ms = self.timings.get(index, self.reduced_ms(judged))
+            self._resume(math.nan if ms is None else ms)
         return outcome
 
     def settle(self, status: str, winner: int | None = None) -> None:

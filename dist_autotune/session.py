@@ -16,7 +16,7 @@ import triton
 from .domain import Domain
 from .errors import AgreementTimeout, PeerFailed, TuningError
 from .intercept import INTERCEPTION
-from .launches import Local
+from .local import Local
 from .log import SessionLog
 from .payload import Part, Payload, check_facts, merge
 from .preserve import Snapshot
@@ -125,7 +125,7 @@ class Session:
         try:
             self._start_run()
             self.executions += 1
-            with INTERCEPTION.installed(domain.launches.handle, domain.launches.choose):
+            with INTERCEPTION.installed(domain.launches.runner, domain.launches.choose):
                 result = self._timed(thunk)
             payload = self._finish_run()
         except BaseException as error:
@@ -433,7 +433,7 @@ def settled_call(domain: Domain, thunk: Callable[[], T], *, votes: bool) -> tupl
     launches, agreement = domain.launches, domain.agreement
     launches.begin_run(tunes=False)
     try:
-        with INTERCEPTION.installed(launches.handle, launches.choose):
+        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
             result = thunk()
     except BaseException as error:
         if votes:

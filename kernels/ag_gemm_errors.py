@@ -15,7 +15,7 @@ class PeerTimeout(TimeoutError):
 
 
 def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception | None:
-    """Return the exception for what the kernels of `rank` wrote to its words, one for each peer; None: nothing."""
+    """Return the exception for what the kernels of `rank` wrote to its error words; None for nothing."""
     failures = {peer: failure for peer, word in enumerate(words) if (failure := read_failure(int(word)))}
     if not failures:
         return None

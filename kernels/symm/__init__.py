@@ -80,7 +80,8 @@ def _device(backend: str, device: torch.device | str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"symmetric memory is for cpu and cuda devices, not for {device}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SymmetricMemoryError(f"device {device} was asked for and torch sees no GPU; use backend='shm'")
+        asked = f"backend {backend!r}" if backend != "auto" else f"device {device}"
+        raise SymmetricMemoryError(f"{asked} needs a GPU and torch sees none; use backend='shm'")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

@@ -16,6 +16,7 @@ import torch
 from .base import SideStream, SymmetricMemory, SymmetricTensor
 from .ranks import RankGroup, SymmetricMemoryError
 
+DIRECTORY = Path("/dev/shm")  # the temporary directory where this is missing
 POLL_S = 1e-4  # of a thread that waits for a signal
 # Beside a waiting stream there usually is a waiting kernel. It counts polls, so on a busy machine its
 # patience lasts longer than its seconds, but it can name the peer: let it be the first to give up.
@@ -145,8 +146,7 @@ def _host(stream: SideStream) -> HostStream:
 
 def _new_file(size_bytes: int) -> str:
     """Return the path of a new file of zeros whose space is really there."""
-    shared = Path("/dev/shm")
-    directory = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    directory = DIRECTORY if os.access(DIRECTORY, os.W_OK) else Path(tempfile.gettempdir())
     handle, path = tempfile.mkstemp(prefix="symmetric-", dir=directory)
     try:
         # Not ftruncate: without space behind it, the first touch of a page would end the process by SIGBUS.

@@ -1,0 +1,124 @@
+"""This rank's side of one context: its configs, what it launches in a run, what it found wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner
+
+from .errors import NoValidConfig
+from .identity import KernelSource
+from .intercept import Key
+from .payload import Announcement, Part
+from .search import BY_LAUNCH, Context
+from .stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A result that a context already has when this rank first launches it."""
+
+    rank: int
+    candidate: str  # digest
+    ms: float | None = None
+
+
+@dataclass(eq=False)
+class Binding:
+    """One context as launched through one Autotuner object: its configs by candidate digest."""
+
+    tuner: Callable[[], Autotuner | None]  # a weak reference; of a `tunable` to nothing
+    key: Key
+    configs: dict[str, Any]  # or the options of a `tunable`
+    local: Local
+    loaded: set[tuple[str, int]] = field(default_factory=set)  # (candidate, device)
+
+
+@dataclass(eq=False)
+class Local:
+    """What this rank knows of one context."""
+
+    name: str
+    kernel: str  # identity of the kernel
+    source: KernelSource
+    key: Key
+    key_text: str
+    constants: str
+    stopwatch: Stopwatch
+    order: tuple[tuple[str, str], ...]  # (digest, text)
+    rank: int
+    is_choice: bool = False  # of a `tunable`
+    claim: Claim | None = None
+    context: Context | None = None  # the state all ranks share, once one of them has announced it
+    announced: bool = False  # by this rank
+    bindings: list[Binding] = field(default_factory=list)
+    bans: dict[str, str] = field(default_factory=dict)  # digest -> reason, found here
+    told_bans: set[str] = field(default_factory=set)
+    choice: str | None = None  # of the run under way
+    ran: set[str] = field(default_factory=set)  # in the run under way
+    launches: int = 0
+    told: Part | None = None  # of the run under way, when the peers have been told
+
+    @property
+    def title(self) -> str:
+        return f"{self.source.short_name}[{self.key_text}]"
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether its result stands and will not be taken up again."""
+        return self.context is not None and self.context.settled and not self.context.provisional
+
+    @property
+    def measures(self) -> bool:
+        """Return whether launches of this run are samples."""
+        if self.context is None:
+            return self.claim is None and not self.is_choice
+        return self.context.judge == BY_LAUNCH and self.context.trial is not None and not self.context.waiting
+
+    def begin_run(self) -> None:
+        """Forget the last run; the first launch chooses anew."""
+        self.choice, self.launches, self.told = None, 0, None
+        self.ran.clear()
+        self.stopwatch.begin_run()
+
+    def choose(self) -> str:
+        """Return the candidate for all launches of this run."""
+        if self.context is not None:
+            planned = self.context.digests[self.context.planned]
+            if self._is_usable(planned):
+                return planned
+        return self.stand_in()
+
+    def stand_in(self) -> str:
+        """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig."""
+        banned = set(self.bans)
+        if self.context is not None:
+            incumbent = self.context.digests[self.context.incumbent]
+            banned |= {self.context.digests[index] for index in self.context.banned}
+        else:
+            incumbent = self.claim.candidate if self.claim is not None else self.order[0][0]
+        if self._is_usable(incumbent):
+            return incumbent
+        for candidate, _ in self.order:
+            if candidate not in banned:
+                return candidate
+        texts = dict(self.order)
+        reasons = " ".join(f"Rank {self.rank}, {texts[c]}: {reason}." for c, reason in self.bans.items())
+        raise NoValidConfig(f"{self.title}: all {len(self.order)} configs failed on some rank. {reasons}")
+
+    def _is_usable(self, candidate: str) -> bool:
+        return candidate not in self.bans and candidate in self.bindings[0].configs
+
+    def announcement(self) -> Announcement:
+        claim = self.claim
+        return Announcement(
+            rank=self.rank,
+            kernel=self.source.short_name,
+            key=self.key_text,
+            order=self.order,
+            shared=tuple(sorted(candidate for candidate, _ in self.order)),
+            is_choice=self.is_choice,
+            claim=None if claim is None else (claim.rank, claim.candidate, claim.ms),
+        )

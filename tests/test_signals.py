@@ -1,0 +1,176 @@
+"""That waits wait, end, and say why; that epochs may wrap; that no rank leaves a barrier early."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from ranks import assert_all_ok, run_ranks
+
+from dist_autotune.kernels.signals import (
+    GIVEN_UP,
+    Failure,
+    as_epoch,
+    barrier_all,
+    notify,
+    polls,
+    read_failure,
+    record_failure,
+    wait_until,
+)
+
+# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+FOREVER = 2**31 - 1
+LAST_EPOCH, FIRST_EPOCH = 2**31 - 1, -(2**31)  # of an int32 that wraps around
+
+
+@triton.jit
+def wait_and_tell(signal_ptr, data_ptr, out_ptr, error_ptr, epoch, budget, KIND: tl.constexpr):
+    reached = wait_until(signal_ptr, epoch, error_ptr, KIND, budget, False)
+    tl.store(out_ptr, tl.load(data_ptr))
+    tl.store(out_ptr + 1, reached.to(tl.int32))
+
+
+@triton.jit
+def write_and_notify(signal_ptr, data_ptr, value, epoch):
+    tl.store(data_ptr, value)
+    notify(signal_ptr, epoch)
+
+
+@triton.jit
+def record(error_ptr, kind, epoch, seen):
+    record_failure(error_ptr, kind, epoch, seen)
+
+
+class Words:
+    """The memory of one waiting kernel."""
+
+    def __init__(self, signal: int = 0) -> None:
+        self.signal = torch.tensor([signal], dtype=torch.int32)
+        self.data = torch.zeros(1, dtype=torch.int32)
+        self.out = torch.zeros(2, dtype=torch.int32)
+        self.error = torch.zeros(1, dtype=torch.int64)
+
+    def wait(self, epoch: int, budget: int = FOREVER, kind: int = 1) -> bool:
+        wait_and_tell[(1,)](self.signal, self.data, self.out, self.error, epoch, budget, KIND=kind)
+        return bool(self.out[1])
+
+    @property
+    def failure(self) -> Failure | None:
+        return read_failure(int(self.error))
+
+
+@pytest.mark.parametrize("signal", [5, 6], ids=["reached", "passed"])
+def test_a_signal_that_is_there_needs_no_poll(signal):
+    words = Words(signal)
+    assert words.wait(5, budget=0)
+    assert words.failure is None
+
+
+def test_a_wait_sees_what_was_written_before_the_signal():
+    words = Words(signal=4)
+
+    def write_late():
+        time.sleep(0.1)  # on purpose: the kernel is to find the signal unset
+        words.data.fill_(7)
+        words.signal.fill_(5)
+
+    writer = threading.Thread(target=write_late)
+    writer.start()
+    assert words.wait(5)
+    writer.join()
+    assert int(words.out[0]) == 7
+
+
+def test_a_spent_budget_is_recorded_with_kind_epoch_and_what_was_seen():
+    words = Words(signal=4)
+    assert not words.wait(5, budget=10, kind=3)
+    assert words.failure == Failure(kind=3, epoch=5, seen=4)
+
+
+def test_nobody_waits_again_for_a_signal_that_was_given_up():
+    words = Words(signal=4)
+    words.wait(5, budget=10)
+    words.error.zero_()
+    assert int(words.signal) == 5 + GIVEN_UP.value
+    assert words.wait(5, budget=0)
+    assert words.wait(1000, budget=0)
+    assert words.failure is None
+
+
+@pytest.mark.parametrize(
+    ("signal", "epoch", "reached"),
+    [
+        pytest.param(LAST_EPOCH, FIRST_EPOCH, False, id="not yet around"),
+        pytest.param(FIRST_EPOCH, LAST_EPOCH, True, id="one further"),
+        pytest.param(FIRST_EPOCH, FIRST_EPOCH, True, id="just around"),
+    ],
+)
+def test_epochs_compare_across_the_end_of_int32(signal, epoch, reached):
+    assert Words(signal).wait(epoch, budget=3) is reached
+
+
+def test_call_counts_become_epochs_that_wrap():
+    counts = [1, 2**31 - 1, 2**31, 2**32, 2**32 + 1]
+    assert [as_epoch(count) for count in counts] == [1, LAST_EPOCH, FIRST_EPOCH, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [1, 7])
+@pytest.mark.parametrize("epoch", [1, 2**28 - 1, 2**28 + 3, FIRST_EPOCH])
+@pytest.mark.parametrize("seen", [0, 4, LAST_EPOCH, FIRST_EPOCH])
+def test_a_record_is_read_as_it_was_written(kind, epoch, seen):
+    error = torch.zeros(1, dtype=torch.int64)
+    record[(1,)](error, kind, epoch, seen)
+    assert read_failure(int(error)) == Failure(kind=kind, epoch=epoch % 2**28, seen=seen)
+
+
+def test_notify_sets_the_signal():
+    words = Words()
+    write_and_notify[(1,)](words.signal, words.data, 7, 5)
+    assert (int(words.signal), int(words.data)) == (5, 7)
+
+
+@pytest.mark.parametrize("timeout_s", [1e-9, 1.0, 1e9])
+def test_a_budget_is_at_least_one_poll_and_fits_an_int32(timeout_s):
+    assert 1 <= polls(timeout_s, "cuda") <= 2**31 - 1
+
+
+def meet(rank, late, absent):
+    """Return, for each epoch, whether every rank had come when this one left the barrier, and its failures."""
+    from dist_autotune.kernels.symm import open_symmetric_memory
+
+    world = dist.get_world_size()
+    with open_symmetric_memory(backend="shm") as memory:
+        signals = memory.allocate((world,), torch.int32)
+        came = memory.allocate((world,), torch.int32)
+        errors = torch.zeros(world, dtype=torch.int64)
+        complete = []
+        for epoch in range(1, 4):
+            if rank == late:
+                time.sleep(0.1)
+            for table in came.peers:
+                table[rank] = epoch
+            if rank != absent:
+                budget = 500 if absent is not None else FOREVER
+                barrier_all[(1,)](signals.addresses(), errors, rank, epoch, budget, WORLD=world)
+            complete.append(bool((came.local >= epoch).all()))
+        return complete, [read_failure(int(word)) for word in errors]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_rank_leaves_a_barrier_before_the_last_has_come(world):
+    for complete, failures in assert_all_ok(run_ranks(meet, world, world - 1, None)):
+        assert complete == [True] * 3
+        assert failures == [None] * world
+
+
+def test_a_barrier_names_the_rank_that_did_not_come():
+    present, _ = assert_all_ok(run_ranks(meet, 2, None, 1))
+    assert present[1] == [None, Failure(kind=1, epoch=1, seen=0)]

@@ -1,0 +1,356 @@
+"""One suite for all backends of symmetric memory; those of GPUs run where two are."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import assert_all_ok, run_ranks
+
+from dist_autotune.kernels import symm
+from dist_autotune.kernels.symm import SymmetricMemoryError, open_symmetric_memory
+from dist_autotune.kernels.symm import shm as shm_module
+
+ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+PROCESS_GROUP = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
+
+BACKENDS = ["shm", pytest.param("torch", marks=pytest.mark.gpu(devices=2))]
+if importlib.util.find_spec("nvshmem") or not ON_GPUS:  # there a skip is a failure; its absence has a test
+    BACKENDS.append(pytest.param("nvshmem", marks=pytest.mark.gpu(devices=2)))
+
+
+def ranks(fn, world, *args, **options):
+    return assert_all_ok(run_ranks(fn, world, *args, backend=PROCESS_GROUP, **options))
+
+
+# ---- what every backend does
+
+
+def write_to_all(rank, backend):
+    """Return what this rank finds in its own tensor after every rank has written its number there."""
+    with open_symmetric_memory(backend=backend) as memory:
+        tensor = memory.allocate((memory.world_size, 3), torch.float16)
+        before = tensor.local.clone().cpu()
+        memory.barrier()
+        for peer in tensor.peers:
+            peer[rank] = rank + 1
+        memory.barrier()
+        own = tensor.peers[rank] is tensor.local
+        return before, tensor.local.clone().cpu(), own, memory.rank == rank, memory.name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_rank_reaches_the_memory_of_all(backend):
+    for before, after, own, same_rank, name in ranks(write_to_all, 2, backend):
+        assert torch.equal(before, torch.zeros(2, 3, dtype=torch.float16))
+        assert after.tolist() == [[1, 1, 1], [2, 2, 2]]
+        assert (own, same_rank, name) == (True, True, backend)
+
+
+def pass_data_on(rank, backend):
+    """Return what rank 1 copied from rank 0, which is late on purpose, in three epochs."""
+    with open_symmetric_memory(backend=backend) as memory:
+        data = memory.allocate((4,), torch.int32)
+        ready = memory.allocate((1,), torch.int32)
+        stream, got = memory.side_stream(), []
+        for epoch in range(1, 4):
+            if rank == 0:
+                time.sleep(0.05)
+                data.local.fill_(epoch)
+                stream.fork()
+                memory.write_signal(ready.peers[1], epoch, stream)
+            else:
+                stream.fork()
+                memory.wait_signal(ready.local, epoch, stream)
+                memory.copy(data.local, data.peers[0], stream)
+                stream.join()
+                got.append(data.local.clone())
+            memory.barrier()
+        return [part.tolist() for part in got]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stream_copies_only_after_the_peer_has_signalled(backend):
+    _, got = ranks(pass_data_on, 2, backend)
+    assert got == [[epoch] * 4 for epoch in (1, 2, 3)]
+
+
+def wait_across_the_wrap(rank, backend):
+    with open_symmetric_memory(backend=backend) as memory:
+        words = memory.allocate((2,), torch.int32)
+        stream = memory.side_stream()
+        memory.write_signal(words.local[0], -(2**31), stream)  # the epoch after 2**31 - 1
+        memory.wait_signal(words.local[0], 2**31 - 1, stream)
+        memory.write_signal(words.local[1], 1, stream)
+        stream.join()
+        return words.local.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_signals_compare_across_the_end_of_int32(backend):
+    assert ranks(wait_across_the_wrap, 2, backend) == [[-(2**31), 1]] * 2
+
+
+def come_late(rank, backend):
+    with open_symmetric_memory(backend=backend) as memory:
+        if rank == 1:
+            time.sleep(0.2)
+        started = time.monotonic()
+        memory.barrier()
+        return time.monotonic() - started
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_barrier_waits_for_the_last_rank(backend):
+    first, _ = ranks(come_late, 2, backend)
+    assert first > 0.1
+
+
+def use_after_close(rank, backend):
+    memory = open_symmetric_memory(backend=backend)
+    memory.allocate((4,), torch.int32)
+    memory.close()
+    memory.close()
+    errors = []
+    for use in (lambda: memory.allocate((4,), torch.int32), memory.barrier, memory.side_stream):
+        with pytest.raises(SymmetricMemoryError) as caught:
+            use()
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closed_memory_says_so(backend):
+    for rank, errors in enumerate(ranks(use_after_close, 2, backend)):
+        assert errors == [f"this {backend} memory of rank {rank} of 2 is closed; open another"] * 3
+
+
+def reopen(rank, backend):
+    sums = []
+    for _ in range(3):
+        with open_symmetric_memory(backend=backend) as memory:
+            tensor = memory.allocate((1000,), torch.float32)
+            sums.append(float(tensor.local.sum()))
+            tensor.local.fill_(1)
+    return sums
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_can_be_opened_again_and_is_zero_again(backend):
+    assert ranks(reopen, 2, backend) == [[0.0] * 3] * 2
+
+
+def allocate_differently(rank, backend):
+    with open_symmetric_memory(backend=backend) as memory:
+        with pytest.raises(ValueError, match="different") as caught:
+            memory.allocate((4, rank + 1), torch.float32)
+        return str(caught.value), memory.allocate((2,), torch.int32).local.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_different_shapes_raise_on_every_rank_and_leave_the_memory_usable(backend):
+    for message, after in ranks(allocate_differently, 2, backend):
+        assert "rank 0: [4, 1] torch.float32; rank 1: [4, 2] torch.float32" in message
+        assert after == [0, 0]
+
+
+def leave_by_exception(rank, backend):
+    started = time.monotonic()
+    if rank == 1:
+        with pytest.raises(KeyError), open_symmetric_memory(backend=backend) as memory:
+            memory.allocate((4,), torch.int32)
+            raise KeyError("the user's own")
+        return time.monotonic() - started
+    with pytest.raises(SymmetricMemoryError), open_symmetric_memory(backend=backend, timeout_s=2) as memory:
+        memory.allocate((4,), torch.int32)
+    return None
+
+
+@pytest.mark.parametrize("backend", [BACKENDS[0]])
+def test_a_rank_that_fails_leaves_without_its_peers(backend):
+    _, elapsed_s = ranks(leave_by_exception, 2, backend)
+    assert elapsed_s < 1
+
+
+# ---- groups
+
+
+def use_a_subset(rank):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ValueError, match="global rank 1 is not a member"):
+            open_symmetric_memory(group)
+        return None
+    with open_symmetric_memory(group) as memory:
+        tensor = memory.allocate((2,), torch.int32)
+        for peer in tensor.peers:
+            peer[memory.rank] = 10 + rank
+        memory.barrier()
+        return memory.rank, tensor.local.tolist()
+
+
+def test_a_group_may_be_a_subset_of_the_world():
+    assert ranks(use_a_subset, 3) == [(0, [10, 12]), None, (1, [10, 12])]
+
+
+def test_without_a_process_group_there_is_one_rank():
+    with open_symmetric_memory(backend="shm") as memory:
+        tensor = memory.allocate((2, 2), torch.bfloat16)
+        memory.barrier()
+        assert (memory.rank, memory.world_size) == (0, 1)
+        assert tensor.peers[0] is tensor.local
+
+
+def live_on_another_host(rank, directory):
+    if rank == 1:
+        symm.BOOT_ID = Path(directory, "boot")
+        symm.BOOT_ID.write_text("another machine")
+    with pytest.raises(SymmetricMemoryError) as caught:
+        open_symmetric_memory()
+    return str(caught.value)
+
+
+def test_a_group_across_hosts_is_refused_on_every_rank(tmp_path):
+    for message in ranks(live_on_another_host, 2, tmp_path):
+        assert message.startswith("the group spans several hosts (rank 0 on ")
+
+
+def stay_away(rank):
+    if rank == 1:
+        return None
+    started = time.monotonic()
+    with pytest.raises(SymmetricMemoryError, match="rank 0 of 2 got no answer") as caught:
+        open_symmetric_memory(timeout_s=0.5)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_peer_that_does_not_come_ends_the_wait():
+    (message, elapsed_s), _ = ranks(stay_away, 2)
+    assert elapsed_s < 5, message
+
+
+# ---- which backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        pytest.param("mpi", None, "backend 'mpi' is none of 'auto', 'shm', 'nvshmem', 'torch'", id="unknown"),
+        pytest.param("shm", "meta", "for cpu and cuda devices, not for meta", id="no such device"),
+        pytest.param("torch", "cpu", "backend 'torch' is for cuda devices, not for cpu", id="torch on cpu"),
+        pytest.param("nvshmem", "cpu", "backend 'nvshmem' is for cuda devices, not for cpu", id="nvshmem on cpu"),
+    ],
+)
+def test_a_choice_that_cannot_work_is_refused(backend, device, message):
+    with pytest.raises(ValueError, match=message):
+        open_symmetric_memory(backend=backend, device=device)
+
+
+@pytest.mark.parametrize("backend", ["nvshmem", "torch"])
+def test_gpu_backends_without_a_gpu_raise_and_the_process_lives(backend):
+    with pytest.raises(SymmetricMemoryError, match=f"'{backend}' needs a GPU and torch sees none"):
+        open_symmetric_memory(backend=backend)
+
+
+def test_the_choice_is_explained_and_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="dist_autotune"), open_symmetric_memory() as memory:
+        assert memory.name == "shm"
+        assert memory.reason == "CPU processes of one host share files"
+    assert "rank 0 of 1: symmetric memory shm on cpu: CPU processes" in caplog.text
+
+
+# ---- shm
+
+
+@pytest.fixture
+def shm_directory(tmp_path, monkeypatch):
+    """Give a directory of this test's own, so that no other process's files are seen."""
+    monkeypatch.setattr(shm_module, "DIRECTORY", tmp_path)
+    return tmp_path
+
+
+def look_for_files(rank):
+    with open_symmetric_memory(backend="shm", timeout_s=5) as memory:
+        memory.allocate((1000,), torch.float32)
+        memory.barrier()
+        names = list(shm_module.DIRECTORY.glob("symmetric-*"))
+        memory.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            memory.barrier()
+        except SymmetricMemoryError as error:
+            memory.abandon()
+            return names, str(error)
+    return None
+
+
+def test_nothing_has_a_name_once_it_is_mapped_and_a_killed_rank_leaves_nothing(shm_directory):
+    survivor, killed = run_ranks(look_for_files, 2)
+    names, error = survivor.value
+    assert names == []
+    assert error.startswith("rank 0 of 2 got no answer from all its peers")
+    assert killed.signal is signal.SIGKILL
+    assert list(shm_directory.glob("symmetric-*")) == []
+
+
+def run_out_of_space(rank):
+    if rank == 1:
+        shm_module._new_file = lambda size: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    with open_symmetric_memory(backend="shm") as memory:
+        with pytest.raises(SymmetricMemoryError) as caught:
+            memory.allocate((8,), torch.float32)
+        return str(caught.value)
+
+
+def test_a_rank_without_space_fails_the_allocation_on_every_rank(shm_directory):
+    for message in ranks(run_out_of_space, 2):
+        assert "failed on 1 of 2 ranks: rank 1: OSError: [Errno 28] No space left on device" in message
+    assert list(shm_directory.glob("symmetric-*")) == []
+
+
+def test_too_little_space_is_an_error_and_no_bus_error():
+    with open_symmetric_memory(backend="shm") as memory, pytest.raises(SymmetricMemoryError, match="no space for"):
+        memory.allocate((2**50,), torch.int8)
+
+
+def wait_for_a_signal_that_never_comes(rank):
+    with open_symmetric_memory(backend="shm", timeout_s=0.1) as memory:
+        word = memory.allocate((1,), torch.int32).local
+        stream, ran = memory.side_stream(), []
+        memory.wait_signal(word, 3, stream)
+        stream.enqueue(lambda: ran.append("after"))
+        errors = []
+        for _ in range(2):
+            with pytest.raises(TimeoutError) as caught:
+                stream.join()
+            errors.append(str(caught.value))
+        memory.abandon()
+        return errors, ran
+
+
+def test_a_cpu_stream_ends_its_wait_and_drops_what_follows():
+    ((errors, ran),) = ranks(wait_for_a_signal_that_never_comes, 1)
+    assert errors == ["rank 0 of 1 waited 0.5 s for a signal to reach 3; it stands at 0"] * 2
+    assert ran == []
+
+
+def close_while_waiting(rank):
+    memory = open_symmetric_memory(backend="shm")
+    word = memory.allocate((1,), torch.int32).local
+    memory.wait_signal(word, 3, memory.side_stream())
+    started = time.monotonic()
+    memory.abandon()
+    return time.monotonic() - started
+
+
+def test_abandoning_ends_the_threads_that_wait():
+    (elapsed_s,) = ranks(close_while_waiting, 1)
+    assert elapsed_s < 5
