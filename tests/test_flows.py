@@ -1,0 +1,249 @@
+"""Search strategies by `next` and `send` alone: no kernel, no rank, no clock."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_autotune.flows import STRATEGIES, Flow, Warmup, exhaustive, racing
+
+ASKS_ALLOWED = 10_000
+
+
+def drive(flow: Flow, answer: Callable[[int], float]) -> tuple[list[int | Warmup], int]:
+    """Answer what `flow` asks for; return all it asked for, and its winner.
+
+    As in a session, a warm-up of a candidate that has samples is answered by their time so far.
+    """
+    asked: list[int | Warmup] = []
+    sampled: dict[int, float] = {}
+    value = None
+    while len(asked) < ASKS_ALLOWED:
+        try:
+            request = next(flow) if value is None else flow.send(value)
+        except StopIteration as stop:
+            return asked, stop.value
+        asked.append(request)
+        if isinstance(request, Warmup):
+            ms = answer(request.index)
+            value = ms if ms == math.inf else sampled.get(request.index, ms)
+        else:
+            value = sampled[request] = answer(request)
+    raise AssertionError("the flow does not end")
+
+
+def index_of(request: int | Warmup) -> int:
+    return request.index if isinstance(request, Warmup) else request
+
+
+def start(strategy: str, candidates: Sequence[int], n_warmup: int = 0, n_repeat: int = 1) -> Flow:
+    return STRATEGIES[strategy](candidates, n_warmup=n_warmup, n_repeat=n_repeat)
+
+
+every_strategy = pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+
+
+# ---- what every strategy keeps to
+
+
+@every_strategy
+def test_a_flow_is_a_generator_and_asks_before_it_is_told_anything(strategy):
+    flow = start(strategy, range(2))
+    assert inspect.isgenerator(flow)
+    assert index_of(next(flow)) == 0
+
+
+@every_strategy
+@given(
+    ms=st.lists(st.sampled_from([1.0, 2.0, 4.0, 8.0, 16.0]), min_size=1, max_size=12, unique=False),
+    n_warmup=st.integers(0, 3),
+    n_repeat=st.integers(1, 5),
+)
+def test_the_fastest_wins_and_of_equals_the_earliest(strategy, ms, n_warmup, n_repeat):
+    asked, winner = drive(start(strategy, range(len(ms)), n_warmup, n_repeat), ms.__getitem__)
+    assert winner == ms.index(min(ms))
+    assert {index_of(request) for request in asked} <= set(range(len(ms)))
+
+
+@every_strategy
+@given(ms=st.lists(st.sampled_from([1.0, 2.0, math.inf]), min_size=2, max_size=8))
+def test_a_banned_candidate_never_wins_while_another_is_left(strategy, ms):
+    _, winner = drive(start(strategy, range(len(ms)), 1, 2), ms.__getitem__)
+    assert winner in range(len(ms))
+    if min(ms) < math.inf:
+        assert ms[winner] == min(ms)
+
+
+@every_strategy
+def test_a_banned_candidate_is_not_asked_for_again(strategy):
+    ms = [2.0, math.inf, 1.0]
+    asked, _ = drive(start(strategy, range(3), 3, 5), ms.__getitem__)
+    assert sum(index_of(request) == 1 for request in asked) == 1
+
+
+@every_strategy
+def test_a_candidate_that_is_banned_after_good_samples_loses(strategy):
+    answers = iter([1.0, 1.0, math.inf])
+    _, winner = drive(start(strategy, range(2), 0, 5), lambda i: next(answers, math.inf) if i == 0 else 1.1)
+    assert winner == 1
+
+
+@every_strategy
+def test_without_a_single_sample_the_flow_still_ends_with_a_candidate(strategy):
+    _, winner = drive(start(strategy, range(3), 1, 2), lambda index: math.nan)
+    assert winner in range(3)
+
+
+@every_strategy
+def test_candidates_are_the_indices_given_not_positions(strategy):
+    ms = {7: 3.0, 2: 1.0, 5: 2.0}
+    asked, winner = drive(start(strategy, (7, 2, 5), 1, 2), ms.__getitem__)
+    assert winner == 2
+    assert {index_of(request) for request in asked} == {7, 2, 5}
+
+
+@every_strategy
+def test_the_same_answers_give_the_same_questions(strategy):
+    ms = [3.0, 1.0, 1.02, 7.0]
+    first, second = (drive(start(strategy, range(4), 2, 3), ms.__getitem__) for _ in range(2))
+    assert first == second
+
+
+@every_strategy
+def test_flows_do_not_share_state(strategy):
+    one, other = start(strategy, range(3)), start(strategy, range(3))
+    next(one)
+    one.send(1.0)
+    assert index_of(next(other)) == 0
+
+
+# ---- exhaustive
+
+
+@pytest.mark.parametrize(
+    ("n_warmup", "n_repeat", "expected"),
+    [
+        (0, 1, [0, 1]),
+        (0, 2, [0, 0, 1, 1]),
+        (1, 1, [Warmup(0), 0, Warmup(1), 1]),
+        (2, 3, [Warmup(0)] * 2 + [0] * 3 + [Warmup(1)] * 2 + [1] * 3),
+    ],
+    ids=["0+1", "0+2", "1+1", "2+3"],
+)
+def test_exhaustive_warms_up_and_measures_each_candidate_in_order(n_warmup, n_repeat, expected):
+    asked, winner = drive(exhaustive(range(2), n_warmup=n_warmup, n_repeat=n_repeat), [2.0, 1.0].__getitem__)
+    assert asked == expected
+    assert winner == 1
+
+
+def test_exhaustive_judges_by_the_last_answer_because_it_is_the_time_so_far():
+    so_far = {0: iter([9.0, 5.0, 1.0]), 1: iter([1.0, 1.5, 2.0])}
+    _, winner = drive(exhaustive(range(2), n_warmup=0, n_repeat=3), lambda index: next(so_far[index]))
+    assert winner == 0
+
+
+def test_exhaustive_leaves_a_candidate_banned_in_its_warm_up():
+    ms = [math.inf, 1.0]
+    asked, winner = drive(exhaustive(range(2), n_warmup=2, n_repeat=2), ms.__getitem__)
+    assert asked == [Warmup(0), Warmup(1), Warmup(1), 1, 1]
+    assert winner == 1
+
+
+def test_exhaustive_goes_on_with_a_candidate_whose_first_sample_is_missing():
+    answers = iter([math.nan, 1.0, 1.0])
+    asked, winner = drive(
+        exhaustive(range(2), n_warmup=0, n_repeat=3), lambda i: next(answers) if i == 0 else 2.0
+    )
+    assert asked == [0, 0, 0, 1, 1, 1]
+    assert winner == 0
+
+
+def test_exhaustive_does_not_take_a_candidate_that_was_never_timed():
+    ms = [math.nan, 5.0, math.nan]
+    assert drive(exhaustive(range(3), n_warmup=1, n_repeat=2), ms.__getitem__)[1] == 1
+
+
+def test_exhaustive_takes_a_single_candidate_after_its_runs():
+    assert drive(exhaustive([3], n_warmup=1, n_repeat=1), lambda index: 1.0) == ([Warmup(3), 3], 3)
+
+
+# ---- racing: judged by noisy samples of known medians
+
+
+def sampled(medians_ms: Sequence[float], noise: float, seed: int) -> Callable[[int], float]:
+    """Return what answers with the median so far of samples with `noise` around each candidate's own."""
+    random_numbers = random.Random(seed)
+    samples: dict[int, list[float]] = {}
+
+    def answer(index: int) -> float:
+        own = samples.setdefault(index, [])
+        own.append(medians_ms[index] * (1 + random_numbers.uniform(-noise, noise)))
+        return statistics.median(own)
+
+    return answer
+
+
+def runs_of(asked: list[int | Warmup]) -> Counter[int]:
+    return Counter(index_of(request) for request in asked)
+
+
+def test_racing_makes_rounds_of_alternating_order():
+    asked, _ = drive(racing(range(3), n_warmup=0, n_repeat=1), lambda index: 1.0)
+    assert asked[:9] == [Warmup(0), Warmup(1), Warmup(2), 0, 1, 2, 2, 1, 0]
+
+
+def test_racing_starts_each_candidate_with_a_run_that_is_no_sample():
+    asked, _ = drive(racing(range(5), n_warmup=0, n_repeat=1), lambda index: 1.0 + index)
+    first = {}
+    for request in asked:
+        first.setdefault(index_of(request), request)
+    assert all(isinstance(request, Warmup) for request in first.values())
+
+
+def test_racing_spends_one_run_on_a_candidate_that_is_a_hundred_times_slower():
+    ms = [1.0, 100.0, 1.01, 1.02]
+    asked, winner = drive(racing(range(4), n_warmup=3, n_repeat=5), ms.__getitem__)
+    assert runs_of(asked)[1] == 1
+    assert winner == 0
+
+
+def test_racing_spends_most_of_its_runs_on_the_best():
+    medians_ms = [1.0, 1.3, 1.6, 2.0, 3.0, 1.02]
+    asked, _ = drive(racing(range(6), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.01, seed=1))
+    runs = runs_of(asked)
+    assert min(runs[0], runs[5]) > max(runs[index] for index in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_racing_finds_a_winner_that_is_ten_percent_ahead_through_noise(seed):
+    medians_ms = [1.3, 1.1, 1.0, 1.2, 1.5, 2.0, 1.15, 1.12]
+    _, winner = drive(racing(range(8), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.03, seed))
+    assert winner == 2
+
+
+@pytest.mark.parametrize("candidates", [2, 8, 24, 200])
+def test_racing_needs_fewer_runs_than_exhaustive_search(candidates):
+    medians_ms = [1.0 + 0.1 * (index % 7) for index in range(candidates)]
+    in_races, _ = drive(racing(range(candidates), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.02, seed=3))
+    in_full, _ = drive(exhaustive(range(candidates), n_warmup=3, n_repeat=5), medians_ms.__getitem__)
+    assert len(in_races) <= max(26, 0.6 * len(in_full))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_racing_gives_a_tie_inside_the_noise_to_the_earliest(seed):
+    _, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), sampled([1.0, 1.0, 1.5], 0.001, seed))
+    assert winner == 0
+
+
+def test_racing_ends_when_one_candidate_is_left():
+    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [9.0, 1.0, 9.0].__getitem__)
+    assert asked == [Warmup(0), Warmup(1), Warmup(2), 1]
+    assert winner == 1

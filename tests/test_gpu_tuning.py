@@ -1,0 +1,209 @@
+"""The tuner on one GPU: CUDA events, loading before timing, capture, streams, autograd's threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dist_autotune import ContextualAutotuner, contextual_autotune, is_tuning
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 1 << 24
+BLOCKS = (256, 1024, 4096)
+
+
+def make_scale(blocks: tuple[int, ...] = BLOCKS, **options: Any) -> Any:
+    @triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], key=["n"], **options)
+    @triton.jit
+    def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) * factor, mask=offs < n)
+
+    return scale
+
+
+def launch(kernel: Any, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    y = torch.full_like(x, math.nan)
+    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel(), factor)
+    return y
+
+
+def tuned(fn: Callable[..., Any], **options: Any) -> ContextualAutotuner[..., Any]:
+    return contextual_autotune(fn, **{"cache": False, "n_warmup": 0, "n_repeat": 3, **options})
+
+
+def test_an_ordinary_kernel_is_tuned_with_events_and_every_run_is_right() -> None:
+    kernel, x, runs = make_scale(), torch.randn(SIZE, device="cuda"), []
+
+    @tuned
+    def thunk() -> torch.Tensor:
+        y = launch(kernel, x)
+        runs.append(torch.equal(y, 2 * x))
+        return y
+
+    thunk()
+    report = thunk.report
+    assert report is not None
+    assert runs == [True] * (3 * len(BLOCKS) + 1)
+    (context,) = report.contexts
+    assert context.status == "tuned"
+    assert len(context.timings) == len(BLOCKS)
+    # 128 MiB through at most 4.8 TB/s takes 0.028 ms; compilation in a timed interval would take 100 ms.
+    assert all(0.02 < ms < 5 for ms in context.timings.values())
+    assert context.ms == min(context.timings.values())
+
+
+def test_times_in_context_agree_with_a_benchmark_of_the_winner() -> None:
+    kernel, x = make_scale(), torch.randn(8 * SIZE, device="cuda")
+    thunk = tuned(lambda: launch(kernel, x), n_warmup=2, n_repeat=9)
+    thunk()
+    report = thunk.report
+    assert report is not None
+    y = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), kernel.best_config.kwargs["BLOCK"]),)
+    alone_ms = triton.testing.do_bench(
+        lambda: kernel.fn[grid](x, y, x.numel(), 2.0, **kernel.best_config.all_kwargs()), return_mode="median"
+    )
+    assert report.contexts[0].ms == pytest.approx(alone_ms, rel=0.15)
+
+
+def test_a_config_that_does_not_fit_is_banned_before_it_is_tried() -> None:
+    @triton.autotune([triton.Config({"STAGES": s}, num_stages=s) for s in (2, 14)], key=["n"])
+    @triton.jit
+    def dot(a_ptr, b_ptr, c_ptr, n, STAGES: tl.constexpr):
+        offs = tl.arange(0, 128)
+        acc = tl.zeros((128, 128), dtype=tl.float32)
+        for k in tl.range(0, n, 64, num_stages=STAGES):
+            offs_k = k + tl.arange(0, 64)
+            a = tl.load(a_ptr + offs[:, None] * n + offs_k[None, :])
+            b = tl.load(b_ptr + offs_k[:, None] * 128 + offs[None, :])
+            acc = tl.dot(a, b, acc)
+        tl.store(c_ptr + offs[:, None] * 128 + offs[None, :], acc)
+
+    n = 2048
+    a = torch.randn(128, n, device="cuda", dtype=torch.float16)
+    b = torch.randn(n, 128, device="cuda", dtype=torch.float16)
+    launched = []
+
+    @tuned
+    def thunk() -> torch.Tensor:
+        c = torch.empty(128, 128, device="cuda")
+        dot[(1,)](a, b, c, n)
+        launched.append(dot.best_config.kwargs["STAGES"])
+        return c
+
+    c = thunk()
+    report = thunk.report
+    assert report is not None
+    assert set(launched) == {2}
+    (reason,) = report.contexts[0].banned.values()
+    assert "out of resource: shared memory" in reason
+    torch.testing.assert_close(c, (a.float() @ b.float()), rtol=1e-2, atol=1e-1)
+
+
+def test_kernels_launched_from_autograds_thread_are_tuned() -> None:
+    kernel = make_scale()
+    seen: list[bool] = []
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return launch(kernel, x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(is_tuning())
+            return launch(kernel, grad.contiguous())
+
+    x = torch.randn(SIZE, device="cuda", requires_grad=True)
+
+    @tuned
+    def step() -> torch.Tensor:
+        x.grad = None
+        Scale.apply(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    grad = step()
+    assert torch.equal(grad, torch.full_like(x, 2.0))
+    assert seen[:-1] == [True] * (len(seen) - 1)
+    assert len(kernel.cache) == 1
+    assert not is_tuning()
+
+
+def test_a_capture_launches_the_incumbent_and_replays_right() -> None:
+    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
+    thunk = tuned(lambda: launch(kernel, x))
+    launch(_Warm(kernel), x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = thunk()
+    assert thunk.report is None
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, 2 * x)
+    thunk()
+    assert thunk.settled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = thunk()
+    graph.replay()
+    assert torch.equal(y, 2 * x)
+
+
+class _Warm:
+    """Launches the first config, so that nothing is compiled or loaded during a capture."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args: self.kernel.fn[grid](*args, **self.kernel.configs[0].all_kwargs())
+
+
+def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
+    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
+    side = torch.cuda.Stream()
+
+    @tuned
+    def thunk() -> torch.Tensor:
+        torch.cuda._sleep(20_000_000)  # 10 ms on the default stream: must not be charged to the kernel
+        with torch.cuda.stream(side):
+            y = launch(kernel, x)
+        torch.cuda.current_stream().wait_stream(side)
+        return y
+
+    assert torch.equal(thunk(), 2 * x)
+    report = thunk.report
+    assert report is not None
+    assert all(ms < 5 for ms in report.contexts[0].timings.values())
+
+
+def test_online_mode_settles_without_waiting_for_the_device() -> None:
+    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
+    thunk = tuned(lambda: launch(kernel, x), mode="online")
+    calls = 0
+    while not thunk.settled and calls < 200:
+        assert torch.equal(thunk(), 2 * x)
+        calls += 1
+    assert thunk.settled
+    report = thunk.report
+    assert report is not None
+    assert report.contexts[0].status == "tuned"
+
+
+def test_the_whole_run_decides_where_it_is_the_objective() -> None:
+    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
+    thunk = tuned(lambda: launch(kernel, x), objective="thunk")
+    assert torch.equal(thunk(), 2 * x)
+    report = thunk.report
+    assert report is not None
+    assert report.contexts[0].status == "tuned"
+    assert len(report.contexts[0].timings) == len(BLOCKS)
