@@ -145,7 +145,8 @@ launch() {
   choose_device
   : "${OMP_NUM_THREADS:=$((cores = $(nproc) / ranks, cores > 0 ? cores : 1))}"  # or every rank takes all
   export OMP_NUM_THREADS
-  exec "$python" -m torch.distributed.run "${options[@]}" --nproc-per-node "$ranks" "$@"
+  # "--": torchrun would take an option of FILE, such as --m, for an abbreviation of its own.
+  exec "$python" -m torch.distributed.run "${options[@]}" --nproc-per-node "$ranks" -- "$@"
 }
 
 # Settle launch's `ranks` and what they run on: GPUs, or the CPU, which is said in one line.

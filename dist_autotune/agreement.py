@@ -1,40 +1,39 @@
 """The exchange: every rank of a group sends a payload, all get the merged one, or the same error.
 
-Ranks form a tree over a key-value store (torch.distributed's, through a connection and a key prefix
-of our own, so no collective of the user's is touched). A rank appends its payload to its parent's
-mailbox; parents merge; the root publishes the result. Whatever ends an exchange is written to one
-key by compare-and-set, so all ranks that read it see the same end: the merged payload, the failure
-of a rank, or the ranks that were missing when somebody's time was up.
+Ranks form a tree. A rank sends its payload to its parent by way of the group's hub, parents merge, the
+root publishes the result. The hub keeps one end for each exchange, so all ranks see the same: the merged
+payload, the failure of a rank, or the ranks that were missing when somebody's time was up. No collective
+of the user's is touched, and no wait is without a limit.
 
-World size 1 is `Alone`: the same interface without a store.
+World size 1 is `Alone`: the same interface without a hub.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 
 from . import settings
-from .errors import AgreementTimeout, PeerFailed, TuningError, name_ranks
+from .attendant import Attendant
+from .board import Board, BoardLost, End
+from .errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig, TuningError, name_ranks
+from .hub import Hub, Message, bytes_of, children, text_of
+from .line import HubLost, Line, LocalLine, SocketLine
 
-Merge: TypeAlias = Callable[[bytes, bytes], bytes]
+Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
 FAN_OUT = 32  # children of a rank in the tree: flat up to 33 ranks, three levels for 1024
 HEARTBEAT_S = 1.0
 PATIENCE = 10  # heartbeats extend the deadline at most this many times
-LINGER_S = 2.0  # how long the root waits for others to have read a result: it may host the store
-FAREWELL_S = 0.5  # how long a failing rank waits for others to have read why
-_FIRST_SLEEP_S, _LAST_SLEEP_S = 20e-6, 2e-3
+SILENCE_S = 5.0  # a hub that does not answer for so long, or for the time-out if that is longer, is stuck
+SIGNING_S = 1.0  # how long ranks that come to the board wait for others that are on their way
+FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at the board
 
 
 class Agreement(Protocol):
@@ -54,8 +53,13 @@ class Agreement(Protocol):
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
-    def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def busy(self) -> contextlib.AbstractContextManager[None]:
         """Keep peers from giving this rank up while the block runs."""
+
+    def running(
+        self, what: str, timeout_s: float, on_stuck: str, tell: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager[None]:
+        """While the block runs the user's code: `tell` if the peers have gone on without this rank."""
 
 
 class Alone:
@@ -72,277 +76,265 @@ class Alone:
         """Nobody waits."""
 
     @contextlib.contextmanager
-    def busy(self, what: str) -> Iterator[None]:
+    def busy(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def running(
+        self, what: str, timeout_s: float, on_stuck: str, tell: Callable[[str], None]
+    ) -> Iterator[None]:
         yield
 
 
-class StoreAgreement:
-    """The ranks of one process group, over a store. Create it on all ranks of the group."""
+class GroupAgreement:
+    """The ranks of one process group. Create it on all ranks of the group."""
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
+    def __init__(self, group: Any) -> None:
         self.group = group
         self.rank = dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.pid = os.getpid()
-        self._position = self.ranks.index(self.rank)
-        self._children = [
-            child
-            for child in range(self._position * FAN_OUT + 1, self._position * FAN_OUT + FAN_OUT + 1)
-            if child < len(self.ranks)
-        ]
-        # The first is kept because it may be the server itself, which ends with the object.
-        self._base, self._store, self._heart = _open_store(group, self.ranks, self.rank, timeout_s)
+        self.position = self.ranks.index(self.rank)
+        self.board = Board(group, self.ranks, self.rank)
+        self.line: Line | None = None  # to the hub; None: not found yet
+        self.hub: Hub | None = None  # on the first rank
+        self.is_lost = False  # the hub has gone
         self._sequence = 0
+        self._attendant: Attendant | None = None
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        wait = _Wait(self, sequence, timeout_s, what)
+        sequence = self._next_sequence()
         try:
-            return self._exchange(wait, payload, merge)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise AgreementTimeout(
-                f"Rank {self.rank} lost the store of the process group while agreeing on {what}: its host, "
-                f"usually rank {self.ranks[0]}, is gone ({str(error).splitlines()[0][:120]})",
-                (self.ranks[0],),
-            ) from None
-        except TuningError:
-            raise
+            end = _Exchange(self, sequence, timeout_s, what).take_part(payload, merge)
         except BaseException as error:  # Ctrl-C while waiting: the peers must learn of it
             self._fail_at(sequence, error)
             raise
-
-    def _exchange(self, wait: _Wait, payload: bytes, merge: Merge) -> bytes:
-        for child_payload in wait.children(self._children):
-            payload = merge(payload, child_payload)
-        if self._position == 0:
-            result = self._publish(wait.key("end"), {"merged": _text(payload)})
-        else:
-            frame = json.dumps([self._position, _text(payload)]) + "\n"
-            self._store.append(wait.key(f"up{(self._position - 1) // FAN_OUT}"), frame)
-            result = wait.end()
-        end = json.loads(result)
-        self._leave(wait, end)
         if "merged" in end:
-            return base64.b64decode(end["merged"])
-        raise self._as_error(end, wait)
+            return bytes_of(end["merged"])
+        raise self._as_error(end)
 
     def fail(self, error: BaseException) -> None:
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        self._fail_at(sequence, error)
-
-    def _fail_at(self, sequence: int, error: BaseException) -> None:
-        wait = _Wait(self, sequence, FAREWELL_S, "a failure")
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
-            end = self._publish(wait.key("end"), {"failed": self.rank, "error": text[:2000]})
-            if "merged" in json.loads(
-                end
-            ):  # the others have gone on: they meet the failure at their next exchange
-                self.fail(error)
-                return
-            self._store.add(wait.key("read"), 1)
-            wait.for_readers(FAREWELL_S, len(self.ranks))
-
-    def _publish(self, key: str, end: dict[str, Any]) -> bytes:
-        """Write the end of an exchange unless there is one already; return the one that stands."""
-        return bytes(self._store.compare_set(key, "", json.dumps(end)))
-
-    def _leave(self, wait: _Wait, end: dict[str, Any]) -> None:
-        """Report that this rank has read the end; the root then clears the keys.
-
-        The root leaves last, as its process may host the store. After a failure the keys stay: a rank
-        that comes late must find out.
-        """
-        self._store.add(wait.key("read"), 1)
-        if "merged" not in end:
-            if self._position == 0:
-                wait.for_readers(FAREWELL_S, len(self.ranks) - len(end.get("missing", ())))
-        elif self._position == 0:
-            if wait.for_readers(LINGER_S, len(self.ranks)):
-                for name in ("end", "read", "up0", "here"):
-                    self._store.delete_key(wait.key(name))
-        elif self._children:
-            self._store.delete_key(wait.key(f"up{self._position}"))
-
-    def _as_error(self, end: dict[str, Any], wait: _Wait) -> TuningError:
-        if "failed" in end:
-            rank, error = int(end["failed"]), str(end["error"])
-            return PeerFailed(
-                f"Rank {rank} failed, so this call ends on rank {self.rank} too: {error}", rank, error
-            )
-        missing = tuple(int(rank) for rank in end["missing"])
-        return AgreementTimeout(
-            f"Rank {end['by']} waited {end['waited_s']:g} s for {name_ranks(missing)} to agree on "
-            f"{end['what']}.",
-            missing,
-        )
+        self._fail_at(self._next_sequence(), error)
 
     @contextlib.contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        done = threading.Event()
-
-        def beat() -> None:
-            with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
-                while not done.wait(HEARTBEAT_S):
-                    self._heart.add(f"heart{self._position}", 1)
-
-        thread = threading.Thread(target=beat, name="dist_autotune heartbeat", daemon=True)
-        thread.start()
-        try:
+    def busy(self) -> Iterator[None]:
+        if self.line is None:
             yield
-        finally:
-            done.set()
-            thread.join()
+            return
+        with contextlib.suppress(HubLost):
+            self.line.tell("beat", self._sequence)
+        with self._own_attendant().beating(self._sequence):
+            yield
+
+    @contextlib.contextmanager
+    def running(
+        self, what: str, timeout_s: float, on_stuck: str, tell: Callable[[str], None]
+    ) -> Iterator[None]:
+        if self.line is None:
+            yield
+            return
+        with self._own_attendant().watching(self._sequence, what, timeout_s, on_stuck, tell):
+            yield
+
+    def find_hub(self) -> bool:
+        """Connect to the hub if it is there by now, or start it; return whether there is one."""
+        if self.line is not None:
+            return True
+        if self.position == 0:
+            self.hub = Hub(len(self.ranks), FAN_OUT)
+            self.board.put_address(self.hub.address(self.board.host))
+        self.line = self._new_line()
+        return self.line is not None
+
+    def close(self) -> None:
+        """Let go of the hub: the process group has ended."""
+        for closes in (self.line, self.hub):
+            if closes is not None:
+                closes.close()
+
+    def _new_line(self) -> Line | None:
+        if self.hub is not None:
+            return LocalLine(self.hub, self.position)
+        address = self.board.address()
+        return None if address is None else SocketLine(address, self.position)
+
+    def _own_attendant(self) -> Attendant:
+        if self._attendant is None:
+            self._attendant = Attendant(self.rank, HEARTBEAT_S, self._new_line)
+        return self._attendant
+
+    def _next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence - 1
+
+    def _fail_at(self, sequence: int, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")[:2000]
+        end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
+        with contextlib.suppress(BoardLost):  # for who has not found the hub yet, or finds it gone
+            self.board.publish(sequence, end)
+        with contextlib.suppress(BoardLost, HubLost):
+            if self.is_lost or not self.find_hub():
+                return
+            assert self.line is not None
+            reply = self.line.receive(self.line.send("publish", sequence, end=end), FAREWELL_S)
+            if reply is not None and "merged" in reply["end"]:
+                self.fail(error)  # the others have gone on: they meet the failure at their next exchange
+
+    def _as_error(self, end: End) -> TuningError:
+        if "failed" in end:
+            rank, error = int(end["failed"]), str(end["error"])
+            kind = PeerHasNoConfig if end.get("unusable") else PeerFailed
+            text = f"Rank {rank} failed, so this call ends on rank {self.rank} too: {error}"
+            return kind(text, rank, error)
+        missing = tuple(int(rank) for rank in end["missing"])
+        if end.get("is_lost"):
+            text = (
+                f"Rank {self.rank} lost the store of the process group while agreeing on {end['what']}: "
+                f"its host, usually {name_ranks(missing)}, is gone."
+            )
+        else:
+            text = (
+                f"Rank {end['by']} waited {end['waited_s']:g} s for {name_ranks(missing)} to agree on "
+                f"{end['what']}."
+            )
+        return AgreementTimeout(text, missing)
 
 
-class _Wait:
-    """The waiting of one rank in one exchange: polls with a growing pause, against one deadline.
+class _Exchange:
+    """One rank's part in one exchange."""
 
-    Blocking waits of the store are not used: they cannot be interrupted by Ctrl-C, and log a warning
-    at every slice. The pause starts at 20 us (an exchange between ready ranks takes tens of polls)
-    and ends at 2 ms.
-    """
-
-    def __init__(self, agreement: StoreAgreement, sequence: int, timeout_s: float, what: str) -> None:
+    def __init__(self, agreement: GroupAgreement, sequence: int, timeout_s: float, what: str) -> None:
         self._agreement = agreement
-        self._store = agreement._store
         self._sequence = sequence
-        self._what = what
         self._timeout_s = timeout_s
+        self._what = what
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
-        self._last_beats: dict[int, int] = {}
-        self._marked = False
 
-    def key(self, name: str) -> str:
-        return f"{self._sequence}/{name}"
-
-    def children(self, children: list[int]) -> list[bytes]:
-        """Return the payloads of all children, or of none once the exchange has ended without us."""
-        frames: dict[int, bytes] = {}
-        pause_s = _FIRST_SLEEP_S
-        while len(frames) < len(children):
-            frames = self._frames(self._agreement._position)
-            if len(frames) == len(children):
-                break
-            if pause_s == _LAST_SLEEP_S and self._store.check([self.key("end")]):
-                return []
-            pause_s = self._pause(pause_s)
-        return [frames[child] for child in sorted(frames)]
-
-    def end(self) -> bytes:
-        """Return what ended the exchange."""
-        pause_s = _FIRST_SLEEP_S
-        while not self._store.check([self.key("end")]):
-            pause_s = self._pause(pause_s)
-        return bytes(self._store.get(self.key("end")))
-
-    def for_readers(self, at_most_s: float, readers: int) -> bool:
-        """Return whether `readers` ranks have read the end within `at_most_s`."""
-        deadline = time.monotonic() + at_most_s
-        pause_s = _FIRST_SLEEP_S
-        while self._store.add(self.key("read"), 0) < readers:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_SLEEP_S)
-        return True
-
-    def _frames(self, position: int) -> dict[int, bytes]:
-        if not self._store.check([self.key(f"up{position}")]):
-            return {}
-        lines = bytes(self._store.get(self.key(f"up{position}"))).decode().splitlines()
-        return {child: base64.b64decode(text) for child, text in map(json.loads, lines)}
-
-    def _pause(self, pause_s: float) -> float:
-        if pause_s == _LAST_SLEEP_S and not self._marked:  # a long wait: say who is here, for the diagnosis
-            self._store.append(self.key("here"), f"{self._agreement._position}\n")
-            self._marked = True
-        if time.monotonic() > self._deadline:
-            self._give_up()
-        time.sleep(pause_s)
-        return min(2 * pause_s, _LAST_SLEEP_S)
-
-    def _give_up(self) -> None:
-        """Extend the deadline if a missing rank is at work, else end the exchange for everybody."""
+    def take_part(self, payload: bytes, merge: Merge) -> End:
+        """Return how the exchange ended, the same on all ranks."""
         agreement = self._agreement
-        missing = self._missing()
-        now = time.monotonic()
-        if now - self._began < PATIENCE * self._timeout_s and self._any_beats(missing):
-            self._deadline = now + min(self._timeout_s, 3 * HEARTBEAT_S)
-            return
-        names = [agreement.ranks[position] for position in missing] or [agreement.ranks[0]]
-        end = {
-            "missing": names,
-            "by": agreement.rank,
-            "waited_s": round(now - self._began, 1),
-            "what": self._what,
-        }
-        agreement._publish(self.key("end"), end)
+        try:
+            if not agreement.is_lost and self._has_hub():
+                return self._through_hub(payload, merge)
+        except HubLost:
+            agreement.is_lost = True
+        except _HubIsSilent:
+            pass
+        except BoardLost:
+            return self._without_board()
+        try:
+            return self._on_board()
+        except BoardLost:
+            return self._without_board()
 
-    def _missing(self) -> list[int]:
-        """Return the positions that have neither posted to the root nor said that they wait."""
-        present = set(self._frames(0))
-        if self._store.check([self.key("here")]):
-            present |= set(map(int, bytes(self._store.get(self.key("here"))).split()))
-        return [position for position in range(len(self._agreement.ranks)) if position not in present]
+    # -- through the hub -----------------------------------------------------------------------------------
 
-    def _any_beats(self, missing: list[int]) -> bool:
-        """Return whether some missing rank's heart has moved since the last look."""
-        moved = False
-        for position in missing:
-            beats = self._store.add(f"heart{position}", 0)
-            moved |= beats != self._last_beats.get(position, 0)
-            self._last_beats[position] = beats
-        return moved
+    def _through_hub(self, payload: bytes, merge: Merge) -> End:
+        agreement, sequence = self._agreement, self._sequence
+        line, position = agreement.line, agreement.position
+        assert line is not None
+        if children(position, FAN_OUT, len(agreement.ranks)):
+            reply = self._reply(line, line.send("collect", sequence))
+            if "end" in reply:
+                return self._noted(reply["end"])
+            payload = merge(payload, *map(bytes_of, reply["payloads"]))
+        if position == 0:
+            request = line.send("publish", sequence, end={"merged": text_of(payload)})
+        else:
+            request = line.send("post", sequence, payload=text_of(payload))
+        return self._noted(self._reply(line, request)["end"])
 
-
-def _open_store(group: Any, ranks: tuple[int, ...], rank: int, timeout_s: float) -> tuple[Any, Any, Any]:
-    """Return the store and two connections (for exchanges, for heartbeats) to keys of this group's own."""
-    default = dist.distributed_c10d._get_default_store()
-    base: Any = default
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    name = f"dist_autotune/{group.group_name}/{'-'.join(map(str, ranks)) if len(ranks) < 17 else len(ranks)}"
-    # The n-th agreement that a rank opens on a group belongs with the n-th of the others.
-    opened = default.add(f"{name}/opened/{rank}", 1)
-    prefix = f"{name}/{opened}"
-    if not isinstance(base, dist.TCPStore):
-        base = _own_store(dist.PrefixStore(prefix, default), rank == ranks[0], ranks[0], timeout_s)
-    connections = [base.clone() for _ in range(2)]
-    for connection in connections:
-        connection.set_timeout(timedelta(seconds=max(timeout_s, 30.0)))
-    return base, dist.PrefixStore(prefix, connections[0]), dist.PrefixStore(prefix, connections[1])
-
-
-def _own_store(meeting: Any, hosts: bool, host_rank: int, timeout_s: float) -> Any:
-    """Return a TCP store hosted by the group's first rank; a file store polls too slowly (10 ms)."""
-    wait = timedelta(seconds=timeout_s)
-    if hosts:
-        store = dist.TCPStore("localhost", 0, None, True, timeout=wait, wait_for_workers=False)
-        meeting.set("address", json.dumps([socket.gethostname(), store.port]))
-        return store
-    deadline = time.monotonic() + timeout_s
-    while not meeting.check(["address"]):
-        if time.monotonic() > deadline:
-            raise AgreementTimeout(
-                f"waited {timeout_s:g} s for rank {host_rank} to open the session", (host_rank,)
+    def _reply(self, line: Line, request: int) -> Message:
+        """Return the reply to a request, or when the time is up the end that the hub makes of it."""
+        while True:
+            reply = line.receive(request, self._deadline - time.monotonic())
+            if reply is not None:
+                return reply
+            latest = self._began + PATIENCE * self._timeout_s
+            verdict = line.receive(
+                line.send(
+                    "give up",
+                    self._sequence,
+                    end=self._missing([]),
+                    is_patient=time.monotonic() < latest,
+                ),
+                max(SILENCE_S, self._timeout_s),
             )
-        time.sleep(_LAST_SLEEP_S)
-    host, port = json.loads(meeting.get("address"))
-    here = "localhost" if host == socket.gethostname() else host
-    return dist.TCPStore(here, port, None, False, timeout=wait, wait_for_workers=False)
+            if verdict is None:
+                line.close()
+                raise _HubIsSilent
+            if "end" in verdict:
+                return verdict
+            self._deadline = min(time.monotonic() + 3 * HEARTBEAT_S, latest)
+
+    # -- without it ---------------------------------------------------------------------------------------
+
+    def _has_hub(self) -> bool:
+        """Wait for the hub; return False when there is none, or this exchange has ended before."""
+        agreement, board = self._agreement, self._agreement.board
+        if agreement.line is not None:
+            return True
+        pauses = _pauses()
+        while not agreement.find_hub():
+            board.sign(self._sequence)
+            if time.monotonic() > self._deadline or board.end(self._sequence) is not None:
+                return False
+            time.sleep(next(pauses))
+        return board.end(self._sequence) is None
+
+    def _on_board(self) -> End:
+        """Agree without the hub on how the exchange ends: whose failure, or who is missing."""
+        agreement, board = self._agreement, self._agreement.board
+        host_rank = agreement.ranks[0]
+        board.sign(self._sequence)
+        until = max(self._deadline, time.monotonic() + SIGNING_S)
+        pauses = _pauses()
+        while (end := board.end(self._sequence)) is None:
+            absent = [rank for rank in board.absent(self._sequence) if rank != host_rank]
+            is_clear = not absent and (agreement.is_lost or time.monotonic() > self._deadline)
+            if is_clear or time.monotonic() > until:
+                board.publish(self._sequence, self._missing(sorted([host_rank, *absent])))
+            time.sleep(next(pauses))
+        return end
+
+    def _without_board(self) -> End:
+        """Return the end for a rank that reaches nobody."""
+        return {
+            **self._missing([0 if self._agreement.line is None else self._agreement.ranks[0]]),
+            "is_lost": True,
+        }
+
+    def _missing(self, ranks: list[int]) -> End:
+        waited_s = round(time.monotonic() - self._began, 1)
+        return {"missing": ranks, "by": self._agreement.rank, "waited_s": waited_s, "what": self._what}
+
+    def _noted(self, end: End) -> End:
+        """Return `end` with ranks for positions; put a bad one where it outlives the hub."""
+        if "missing_positions" in end:
+            end["missing"] = [self._agreement.ranks[position] for position in end.pop("missing_positions")]
+        if "merged" not in end and self._agreement.hub is not None:
+            with contextlib.suppress(BoardLost):
+                self._agreement.board.publish(self._sequence, end)
+        return end
 
 
-def _text(payload: bytes) -> str:
-    return base64.b64encode(payload).decode()
+class _HubIsSilent(Exception):
+    """The hub's process is stopped, or holds its lock: it may come back."""
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
 
 class Agreements:
     """The agreements of this process, one per process group, shared by all tuned functions."""
 
     def __init__(self) -> None:
-        self._by_group: dict[str, StoreAgreement] = {}
+        self._by_group: dict[str, GroupAgreement] = {}
         self._alone: dict[int, Alone] = {}
 
     def alone(self) -> Agreement:
@@ -350,7 +342,7 @@ class Agreements:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else settings.process_rank()
         return self._alone.setdefault(rank, Alone(rank))
 
-    def of(self, group: Any, timeout_s: float) -> Agreement:
+    def of(self, group: Any) -> Agreement:
         """Return the agreement of `group` (None: the default group).
 
         Without torch.distributed, with one rank, or in a forked child of a rank: `alone()`.
@@ -367,9 +359,13 @@ class Agreements:
         if dist.get_world_size(group) == 1:
             return self.alone()
         known = self._by_group.get(group.group_name)
+        if known is not None and known.pid != os.getpid():
+            return self.alone()
         if known is None or known.group is not group:
-            known = self._by_group[group.group_name] = StoreAgreement(group, timeout_s)
-        return known if known.pid == os.getpid() else self.alone()
+            if known is not None:
+                known.close()
+            known = self._by_group[group.group_name] = GroupAgreement(group)
+        return known
 
 
 AGREEMENTS = Agreements()

@@ -15,10 +15,12 @@ from . import identity, intercept, settings
 from .agreement import AGREEMENTS, Agreement
 from .clock import Clock
 from .domain import Domain
-from .errors import InvalidOption
+from .errors import InvalidOption, RankMismatch
 from .flows import Strategy
 from .intercept import INTERCEPTION
 from .log import SessionLog
+from .preserve import check_preserved
+from .records import Note
 from .report import TuningReport
 from .session import Session, settled_call
 from .settings import Options
@@ -55,6 +57,7 @@ class ContextualAutotuner(Generic[P, R]):
         self._report: TuningReport | None = None
         self._wants_session = True
         self._forgets = False
+        self._noted: set[str] = set()  # contexts that are logged as not tuned
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mode = settings.run_mode()
@@ -80,22 +83,48 @@ class ContextualAutotuner(Generic[P, R]):
 
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
+        if self._session is not None:
+            self._session.close()
+            self._report = self._session.report()
         self._session, self._wants_session, self._forgets = None, True, True
 
     def _call(self, mode: str, thunk: Callable[[], R]) -> R:
         domain = self._current_domain(tunes=mode == "tune")
         if intercept.is_capturing():
-            return settled_call(domain, thunk, votes=False)[0]
+            if not self._forgets:
+                domain.look_on_disk()
+            return settled_call(domain, thunk, self._note, votes=False)[0]
         if self._session is None and not self._wants_session:
-            votes = self.options.watch and len(domain.agreement.ranks) > 1 and mode == "tune"
-            result, wants = settled_call(domain, thunk, votes=votes)
-            self._wants_session = wants and mode == "tune" and (votes or len(domain.agreement.ranks) == 1)
+            is_alone = len(domain.agreement.ranks) == 1
+            votes = self.options.watch and not is_alone and mode == "tune"
+            try:
+                result, wants = settled_call(domain, thunk, self._note, votes=votes)
+            except RankMismatch:  # the same on every rank, so all start anew
+                self._wants_session = True
+                raise
+            self._wants_session = wants and mode == "tune" and (votes or is_alone)
+            if wants and not self._wants_session:
+                self._note_unwatched(domain)
             return result
         return self._run_session(domain, thunk)
 
+    def _note(self, text: str) -> None:
+        """Write a remark to the log outside a session."""
+        domain = self._domain
+        rank = 0 if domain is None else domain.agreement.rank
+        with SessionLog(self._log_dir, rank) as log:
+            log.write(Note(rank=rank, text=text))
+
+    def _note_unwatched(self, domain: Domain) -> None:
+        """Log, once each, the keys that are new and will not be tuned."""
+        for name in sorted(domain.launches.met - self._noted):
+            self._noted.add(name)
+            title = domain.launches.contexts[name].title
+            self._note(f"{title} is new to {self._name} and keeps its first config: nothing watches for it")
+
     def _run_session(self, domain: Domain, thunk: Callable[[], R]) -> R:
         if self._session is None:
-            domain.forgetful = self._forgets
+            domain.forgetful = self._forgets and domain.tuning.rules.tunes
             log = SessionLog(self._log_dir, domain.agreement.rank)
             self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
             self._wants_session = True
@@ -109,18 +138,22 @@ class ContextualAutotuner(Generic[P, R]):
             if session.is_over:
                 self._report, self._session = session.report(), None
                 self._wants_session = session.wants_another
-                self._forgets = self._forgets and session.has_failed
+                self._forgets = self._forgets and (session.has_failed or not domain.forgetful)
 
     def _current_domain(self, *, tunes: bool) -> Domain:
         """Return the state for the group as it is now; another group or mode starts anew."""
-        timeout_s = self.options.resolved_timeout_s()
         agreement: Agreement = (
-            AGREEMENTS.of(self.options.group, timeout_s) if self.options.is_dist else AGREEMENTS.alone()
+            AGREEMENTS.of(self.options.group) if self.options.is_dist else AGREEMENTS.alone()
         )
         known = self._domain
         if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
-            digest = identity.function_digest(_bare(self.fn))
-            self._domain = known = Domain(self.options, self._name, digest, agreement, tunes=tunes)
+            try:
+                digest = identity.function_digest(_bare(self.fn))
+                known = Domain(self.options, self._name, digest, agreement, tunes=tunes)
+            except BaseException as error:  # the peers wait for this rank to open a session
+                agreement.fail(error)
+                raise
+            self._domain = known
             self._session, self._wants_session = None, True
         return known
 
@@ -186,6 +219,7 @@ def contextual_autotune(
     """
     chosen = {key: value for key, value in locals().items() if key != "fn"}
     options = Options(**chosen)
+    check_preserved(options.preserve)
     if fn is None:
         return lambda function: ContextualAutotuner(function, options)
     return ContextualAutotuner(fn, options)

@@ -1,4 +1,4 @@
-"""The command `dist-autotune`: reports from logs, and the cache."""
+"""The command `dist-autotune`: reports from logs, the cache, and the doctor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .serialize import to_json
 from .tables import Table, columns
 from .text import counted, format_ms
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Reports and cache of dist_autotune.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Reports, cache and doctor of dist_autotune."
+)
 cache_app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
 app.add_typer(cache_app, name="cache")
 
@@ -55,6 +57,33 @@ def report(
         except ImportError as error:
             _fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
         typer.echo(f"Wrote {html}")
+
+
+@app.command("doctor")
+def examine_machine(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Look at versions, GPUs, links, symmetric memory, ranks and settings.
+
+    The exit code is 1 if something that is needed does not work.
+    """
+    from . import doctor, doctor_tables, examination  # they and what they import serve this command alone
+
+    with _one_line_errors():
+        with terminal.busy("Trying ranks, GPUs and links"):
+            seen = examination.examine()
+        findings = doctor.judge(seen)
+        if as_json:
+            typer.echo(to_json(doctor.as_dict(seen, findings), indent=True))
+        else:
+            console = terminal.open_console()
+            for table in doctor_tables.doctor_tables(seen, findings):
+                terminal.print_table(console, table)
+            terminal.print_text(console, "")
+            for line in doctor_tables.next_steps(findings):
+                terminal.print_text(console, line, "bold")
+        if not doctor.is_healthy(findings):
+            raise typer.Exit(1)
 
 
 @cache_app.command("list")

@@ -40,9 +40,13 @@ def preflight(
         for digest, config in chosen.items():
             with Reasons(reasons, digest):
                 kernels[digest] = intercept.compiled(tuner, config, args, kwargs)
+        for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
+            with Reasons(reasons, digest):
+                kernels[digest] = intercept.finished(kernel)
     for digest, kernel in kernels.items():
-        with Reasons(reasons, digest):
-            intercept.load(kernel)
+        if digest not in reasons:
+            with Reasons(reasons, digest):
+                intercept.load(kernel)
     return reasons
 
 

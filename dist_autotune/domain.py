@@ -6,6 +6,7 @@ A domain outlives its sessions: a later one takes up what an earlier one left un
 from __future__ import annotations
 
 import datetime
+import math
 import re
 import weakref
 from collections.abc import Callable
@@ -105,11 +106,17 @@ class Domain:
             statistic=options.statistic,
             rank=self.agreement.rank,
             shared=self.tuning.contexts,
+            aliases=self.tuning.aliases,
             find_claim=self._find_claim,
             on_ban=lambda local, candidate, reason: self.on_ban(local, candidate, reason),
             passes_single=isinstance(self.agreement, Alone),
         )
         self._published.clear()
+
+    @property
+    def point(self) -> dict[str, str]:
+        """Return where in the program this rank is, to be told at every exchange."""
+        return {"the tuned function": self.name}
 
     # -- opening a session ---------------------------------------------------------------------------------
 
@@ -117,19 +124,17 @@ class Domain:
         """Return what this rank says when a session opens."""
         rank = self.agreement.rank
         facts = {
-            "the tuned function": self.name,
+            **self.point,
             "the source of the tuned function": self._function_digest,
             "the version of dist_autotune": __version__,
             "the version of Triton": triton.__version__,
-            "retune()": str(self.forgetful),
+            "retune": str(self.forgetful),
+            "DIST_AUTOTUNE_MODE": "tune" if self.tuning.rules.tunes else "cached",
             "device": self.device.text,
             "settled": digest(self.tuning.digest_text()),
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
-        offers: dict[str, tuple[int, str, float]] = {}
-        if not self.forgetful:
-            usable = self.disk.load_all(self._is_usable)
-            offers = {name: (rank, entry.winner, entry.ms) for name, entry in usable.items()}
+        offers = {} if self.forgetful else self._usable_entries()
         return Payload("open", rank, {name: {value: rank} for name, value in facts.items()}, offers)
 
     def open(self, merged: Payload) -> list[str]:
@@ -137,6 +142,8 @@ class Domain:
         remarks: list[str] = []
         facts = dict(merged.facts)
         devices, settled = facts.pop("device", {}), facts.pop("settled", {})
+        self.forgetful = str(True) in facts.pop("retune", {})  # on some rank: then on all
+        facts.pop("session", None)
         check_facts(Payload(merged.kind, facts=facts), "open")
         if len(settled) > 1:
             remarks.append("ranks remember different results of earlier sessions: all of them are dropped")
@@ -150,12 +157,21 @@ class Domain:
         self.tuning.open()
         return remarks
 
+    def look_on_disk(self) -> None:
+        """Let a call outside a session use disk entries; with peers they would have to be agreed first."""
+        if isinstance(self.agreement, Alone):
+            self._offers = self._offers or self._usable_entries()
+
     def drop_session(self) -> None:
         """Forget the searches under way, on all ranks alike."""
         unsettled = {context.name for context in self.tuning.unsettled}
         unsettled |= {name for name, local in self.launches.contexts.items() if local.context is None}
         self.launches.forget(unsettled)
         self.tuning.drop_unsettled()
+
+    def _usable_entries(self) -> dict[str, tuple[int, str, float]]:
+        usable = self.disk.load_all(self._is_usable)
+        return {name: (self.agreement.rank, entry.winner, entry.ms) for name, entry in usable.items()}
 
     def _is_usable(self, entry: Entry) -> bool:
         key = entry.key
@@ -189,7 +205,7 @@ class Domain:
             return config if isinstance(self.agreement, Alone) and not self.scope else None
         if not isinstance(self.agreement, Alone) and mark.agreement is not self.agreement:
             return None
-        return config if not self.scope or mark.scope == self.scope else None
+        return config if mark.scope == self.scope else None
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
@@ -208,6 +224,7 @@ class Domain:
     def _publish_local(self, context: Context, local: Local, seconds: float) -> None:
         winner = context.digests[context.incumbent]
         timings = {context.digests[index]: ms for index, ms in context.timings.items()}
+        failed = {context.digests[index]: math.inf for index in context.banned}
         if local.is_choice:
             CHOICES.remember(context.kernel, local.key_text, local.bindings[0].configs[winner])
         for binding in local.bindings:
@@ -215,10 +232,16 @@ class Domain:
             config = binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
-            by_config = {binding.configs[d]: ms for d, ms in timings.items() if d in binding.configs}
             cached = context.status == "cached"
-            intercept.publish(tuner, binding.key, config, by_config, seconds, cache_hit=cached)
+            standing = tuner.cache.get(binding.key)
+            if cached and standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
+                continue  # and so does all that belongs to it
+            known = {**timings, **failed}
+            by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
+            intercept.publish(tuner, binding.key, config, by_config, seconds)
             RESULTS.mark(tuner, binding.key, Mark(self.agreement, self.scope, context.provisional))
+            if not context.provisional:
+                intercept.announce(tuner, binding.key, cache_hit=cached)
         ms = timings.get(winner)
         if context.status == "tuned" and ms is not None and len(context.digests) > 1:
             self.disk.put(self._entry(context, local, winner, ms))
@@ -263,8 +286,9 @@ class Domain:
                     key=local.key,
                     config=local.bindings[0].configs.get(context.digests[context.incumbent]),
                     ms=context.timings.get(context.incumbent),
+                    fastest_rank_ms=context.fastest_ms.get(context.incumbent),
                     status=context.status or "tuning",
-                    timings={context.texts[index]: ms for index, ms in sorted(context.timings.items())},
+                    timings={context.texts[index]: ms for index, ms in context.known_ms()},
                     banned={
                         context.texts[index]: f"rank {rank}: {reason}"
                         for index, (rank, reason) in sorted(context.banned.items())

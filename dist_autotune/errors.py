@@ -32,6 +32,10 @@ class PeerFailed(TuningError):
         self.error = error
 
 
+class PeerHasNoConfig(PeerFailed, NoValidConfig):
+    """Another rank has no config left that works there, so no config works on every rank."""
+
+
 class CacheWarning(UserWarning):
     """A cache entry or directory could not be used; tuning goes on without it."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import enum
-import functools
 import inspect
 import numbers
 import re
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from .errors import TuningError
 from .settings import digest
@@ -35,16 +37,21 @@ class KernelSource:
     digest: str
 
 
-@functools.lru_cache(maxsize=4096)
+_SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelSource] = weakref.WeakKeyDictionary()
+
+
 def kernel_source(function: Callable[..., Any]) -> KernelSource:
     """Return the source identity of the Python function under a Triton kernel."""
-    texts: dict[str, str] = {}
-    constants: dict[str, str] = {}
-    _collect(function, texts, constants)
-    text = "\n".join(texts[name] for name in sorted(texts))
-    captured = "\n".join(f"{name}={constants[name]}" for name in sorted(constants))
+    known = _SOURCES.get(function)
+    if known is not None:
+        return known
+    parts: dict[Any, _Part] = {}
+    _collect(function, parts)
+    text = "\n".join(sorted(part.text for part in parts.values()))
+    captured = "\n".join(sorted(constant for part in parts.values() for constant in part.constants))
     name = _full_name(function)
-    return KernelSource(name, function.__name__, digest(name + text), digest(name + text + captured))
+    source = KernelSource(name, function.__name__, digest(name + text), digest(name + text + captured))
+    return _SOURCES.setdefault(function, source)
 
 
 def function_digest(function: Callable[..., Any]) -> str:
@@ -73,13 +80,22 @@ def constants_text(function: Callable[..., Any], arguments: dict[str, Any], left
     return ", ".join(f"{name}={_value_text(arguments[name], strict=False)}" for name in names)
 
 
-@functools.lru_cache(maxsize=4096)
+_CONSTEXPR_NAMES: weakref.WeakKeyDictionary[Callable[..., Any], frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def constexpr_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the parameters that are annotated as constexpr."""
+    known = _CONSTEXPR_NAMES.get(function)
+    if known is not None:
+        return known
     parameters = inspect.signature(function).parameters.values()
-    return frozenset(p.name for p in parameters if "constexpr" in str(p.annotation))
+    names = frozenset(p.name for p in parameters if "constexpr" in str(p.annotation))
+    return _CONSTEXPR_NAMES.setdefault(function, names)
 
 
 def _value_text(value: Any, *, strict: bool = True) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, str):
         return repr(value)
     if isinstance(value, enum.Enum):
@@ -88,6 +104,8 @@ def _value_text(value: Any, *, strict: bool = True) -> str:
         return _number_text(value)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(_value_text(item, strict=strict) for item in value)})"
+    if isinstance(value, (set, frozenset)):  # their repr differs from process to process
+        return f"{{{', '.join(sorted(_value_text(item, strict=strict) for item in value))}}}"
     if isinstance(value, dict):
         items = sorted(
             (_value_text(k, strict=strict), _value_text(v, strict=strict)) for k, v in value.items()
@@ -111,8 +129,6 @@ def _value_text(value: Any, *, strict: bool = True) -> str:
 
 
 def _number_text(value: Any) -> str:
-    if hasattr(value, "item"):
-        value = value.item()
     if isinstance(value, complex):
         return repr(value)
     return (
@@ -137,22 +153,28 @@ def _python_function(value: Any) -> types.FunctionType | None:
     return None
 
 
-def _collect(function: Callable[..., Any], texts: dict[str, str], constants: dict[str, str]) -> None:
+@dataclass
+class _Part:
+    """One function that a kernel is made of."""
+
+    text: str
+    constants: list[str] = field(default_factory=list)  # it captures
+
+
+def _collect(function: Callable[..., Any], parts: dict[Any, _Part]) -> None:
     """Walk `function` and what it refers to: sources of callees, values of captured constants."""
-    name = _full_name(function)
-    if name in texts:
+    if function in parts:
         return
-    source = _source(function)
-    texts[name] = source
+    name, source = _full_name(function), _source(function)
+    part = parts[function] = _Part(f"{name}\n{source}")
     for reference, value in _references(function, source):
-        module = getattr(value, "__module__", "") or ""
-        if module.startswith("triton.") or isinstance(value, types.ModuleType):
-            continue  # covered by Triton's version, which every entry and every session carries
         callee = _python_function(value)
         if callee is not None:
-            _collect(callee, texts, constants)
-        elif type(value).__name__ == "constexpr" or isinstance(value, (bool, int, float, str)):
-            constants[f"{name}:{reference}"] = _value_text(value, strict=False)
+            # Triton's own are covered by its version, which every entry and every session carries.
+            if (callee.__module__ or "").partition(".")[0] != "triton":
+                _collect(callee, parts)
+        elif isinstance(value, (bool, int, float, str)) or type(value).__name__ in ("constexpr", "dtype"):
+            part.constants.append(f"{name}:{reference}={_value_text(value, strict=False)}")
 
 
 def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str, Any]]:

@@ -7,11 +7,12 @@ Used of it: `configs, keys, arg_names, cache, fn, base_fn, prune_configs, early_
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,10 +30,12 @@ Key: TypeAlias = tuple[Any, ...]
 Handler: TypeAlias = Callable[[Callable[..., Any], Autotuner, tuple[Any, ...], dict[str, Any]], Any]
 
 _COMPILER_FAILURE = re.compile(
-    r"PassManager::run failed|failed to translate module|LLVM ERROR|ptxas|out of resource|out of memory", re.I
+    r"PassManager::run failed|failed to translate module|LLVM ERROR|ptxas|out of resource", re.I
 )
+_OUT_OF_MEMORY = re.compile(r"out of memory", re.I)
 
 
+_IS_CAPTURING = torch.cuda.is_current_stream_capturing
 _NO_DTYPE = object()
 # str() of a dtype costs 0.2 us, and every launch needs several.
 _DTYPE_TEXTS: dict[Any, str] = {d: str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -91,7 +94,9 @@ def is_interpreted() -> bool:
 
 def is_capturing() -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    predicate = torch.cuda.is_current_stream_capturing
+    # Torch's own raises where there is no CUDA; another one, put there to pretend a capture, is believed.
+    return (predicate is not _IS_CAPTURING or torch.cuda.is_initialized()) and predicate()
 
 
 def is_async_compiling() -> bool:
@@ -179,30 +184,38 @@ def compiled(tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[
     return tuner.fn.run(*args, grid=kwargs.get("grid"), warmup=True, **rest, **config.all_kwargs())
 
 
+def finished(kernel: Any) -> Any:
+    """Return the compiled kernel behind what `compiled` returned; raises what the compiler raised."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
+
+
 def load(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
-    if hasattr(kernel, "result"):
-        kernel = kernel.result()
+    kernel = finished(kernel)
     if hasattr(kernel, "_init_handles"):
         kernel._init_handles()  # compiling alone does not check shared memory
 
 
-def load_failure(error: BaseException, users: Sequence[Any] = ()) -> str | None:
+def load_failure(error: BaseException, grid: Any = None, hook: Any = None) -> str | None:
     """Return why `error` means "this config does not work here", or None: it is the user's error.
 
-    Running out of memory counts as the config's unless it happened inside one of `users` (a grid
-    function or a hook).
+    What `grid` raised, the grid function of the launch, is the user's. So is running out of memory inside
+    `hook`, the config's own; a compiler's failure there is the config's.
     """
     if isinstance(error, (OutOfResources, PTXASError, CompilationError)):
         return _first_line(error)
-    is_runtime = type(error) is RuntimeError and _COMPILER_FAILURE.search(str(error))
-    if is_runtime or isinstance(error, torch.OutOfMemoryError):
-        return None if _passed_through(error, users) else _first_line(error)
-    return None
+    text = str(error) if type(error) is RuntimeError else ""
+    if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text):
+        users = [grid, hook]
+    elif _COMPILER_FAILURE.search(text):
+        users = [grid]
+    else:
+        return None
+    return None if _passed_through(error, users) else _first_line(error)
 
 
 def _passed_through(error: BaseException, functions: Sequence[Any]) -> bool:
-    codes = {getattr(function, "__code__", None) for function in functions} - {None}
+    codes = {_code_of(function) for function in functions} - {None}
     trace = error.__traceback__
     while trace is not None and codes:
         if trace.tb_frame.f_code in codes:
@@ -211,30 +224,44 @@ def _passed_through(error: BaseException, functions: Sequence[Any]) -> bool:
     return False
 
 
+def _code_of(function: Any) -> Any:
+    """Return the code that a call of `function` runs, through partials and callable objects."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if callable(function) and not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)
+
+
 def publish(
-    tuner: Autotuner, key: Key, config: Any, timings: dict[Any, float], seconds: float, *, cache_hit: bool
+    tuner: Autotuner, key: Key, config: Any, timings: Iterable[tuple[Any, float]], seconds: float
 ) -> None:
-    """Write a result where stock Triton keeps it, so that launches elsewhere use it, and tell who listens.
+    """Write a result where stock Triton keeps it, so that launches elsewhere use it.
 
     Stock timings are (median, 20 %, 80 %) of one benchmark; the agreed time stands for all three.
     """
     tuner.cache[key] = config
     tuner.best_config = config
-    tuner.configs_timings = {candidate: [ms, ms, ms] for candidate, ms in timings.items()}
+    with contextlib.suppress(TypeError):  # a config that holds a list cannot be a key, in stock neither
+        tuner.configs_timings = {candidate: [ms, ms, ms] for candidate, ms in timings}
     tuner.bench_time = seconds
+
+
+def announce(tuner: Autotuner, key: Key, *, cache_hit: bool) -> None:
+    """Tell of a published result whom stock Triton tells: readers of stdout, and the listener."""
     if knobs.autotuning.print and not cache_hit:
         print(
             f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
-            f"finished after {seconds:.2f}s,\nbest config selected: {config};"
+            f"finished after {tuner.bench_time:.2f}s,\nbest config selected: {tuner.best_config};"
         )
     listener = getattr(knobs.autotuning, "listener", None)  # Triton 3.8 and later
     if listener is not None:
         listener(
             fn=_jit_function(tuner),
             key=key,
-            best_config=config,
-            configs_timings=tuner.configs_timings,
-            duration=None if cache_hit else seconds,
+            best_config=tuner.best_config,
+            configs_timings=getattr(tuner, "configs_timings", {}),
+            duration=None if cache_hit else tuner.bench_time,
             cache_hit=cache_hit,
         )
 

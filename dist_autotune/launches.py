@@ -18,6 +18,7 @@ from .identity import KernelSource
 from .intercept import Key
 from .local import Binding, Claim, Local
 from .payload import MIXED, Part
+from .protocol import context_name
 from .search import BY_LAUNCH, Context, Outcome
 from .settings import digest
 from .settled import SettledLaunches
@@ -34,6 +35,7 @@ class Launches:
         statistic: str,
         rank: int,
         shared: Mapping[str, Context],
+        aliases: Mapping[str, str],
         find_claim: Callable[[Local, Autotuner | None], Claim | None],
         on_ban: Callable[[Local, str, str], None],
         *,
@@ -48,15 +50,14 @@ class Launches:
         self._statistic = statistic
         self._rank = rank
         self._shared = shared
+        self._aliases = aliases
         self._find_claim = find_claim
         self._on_ban = on_ban
         self._passes_single = passes_single  # a kernel with one config is no context: no peer can have more
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
         self._ordinals: weakref.WeakKeyDictionary[Autotuner, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._taken: dict[str, set[int]] = {}  # kernel -> ordinals of Autotuners launched in this run
-        self._config_sets: dict[
-            str, list[str]
-        ] = {}  # kernel -> digests of config sets, in order of first launch
+        self._families: dict[str, set[str]] = {}  # function and keys -> kernels launched
         self._lock = threading.RLock()
         # First launches of contexts of the run under way: arguments are held no longer than that.
         self._pending_preflight: list[tuple[Binding, tuple[Any, ...], dict[str, Any]]] = []
@@ -93,8 +94,8 @@ class Launches:
                     self.settled.learn(tuner, binding.key, binding.configs[candidate])
                 return result
             except Exception as error:
-                users = (kwargs.get("grid"), binding.configs[candidate].pre_hook)
-                reason = intercept.load_failure(error, users)
+                hook = binding.configs[candidate].pre_hook
+                reason = intercept.load_failure(error, kwargs.get("grid"), hook)
                 if reason is None:
                     raise
             self._ban(local, candidate, reason)
@@ -135,7 +136,7 @@ class Launches:
     ) -> Any:
         local, config = binding.local, binding.configs[candidate]
         intercept.run_pre_hook(tuner, config, args, kwargs)
-        if local.measures:
+        if self.tunes and local.measures:
             self._ensure_loaded(tuner, binding, candidate, args, kwargs)
             mark = local.stopwatch.start()
             result = intercept.launch(tuner, config, args, kwargs)
@@ -163,13 +164,16 @@ class Launches:
 
     def _quiet_config(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the incumbent's config without admitting a context."""
-        binding = self._bindings.get(tuner, {}).get(self._key(tuner, args, kwargs))
-        if binding is not None:
-            return binding.configs[binding.local.stand_in()]
-        known = tuner.cache.get(self._key(tuner, args, kwargs))
-        if known is not None:
-            return known
-        return next(iter(intercept.candidates_of(tuner, args, kwargs).values()))
+        key = self._key(tuner, args, kwargs)
+        binding = self._bindings.get(tuner, {}).get(key)
+        if binding is None:
+            configs = intercept.candidates_of(tuner, args, kwargs)
+            kernel = self._kernel_id(tuner, intercept.source_of(tuner), launches=False)
+            local = self._local(tuner, kernel, key, configs, args, kwargs)
+            binding = Binding(weakref.ref(tuner), key, configs, local)
+            local.bindings = local.bindings or [binding]
+        candidate = binding.local.stand_in()
+        return binding.configs.get(candidate) or next(iter(binding.configs.values()))
 
     def _ban(self, local: Local, candidate: str, reason: str) -> None:
         local.bans[candidate] = reason
@@ -204,28 +208,64 @@ class Launches:
 
     def _bind(self, tuner: Autotuner, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
         configs = intercept.candidates_of(tuner, args, kwargs)
-        source, key_text = intercept.source_of(tuner), identity.key_text(key)
-        kernel = self._kernel_name(tuner, source)
-        name = digest(f"{kernel}|{key_text}")
-        if self._agree == "ordinal":
-            known = [local for local in self.contexts.values() if local.kernel == kernel]
-            same = [local.name for local in known if local.key_text == key_text]
-            name = same[0] if same else f"{kernel}@{len(known)}"
-        local = self.contexts.get(name)
-        if local is None:
-            order = tuple(zip(configs, intercept.texts_of(list(configs.values())), strict=True))
-            constants = intercept.constants_of(tuner, args, kwargs)
-            stopwatch = Stopwatch(self.clock, self._statistic)
-            local = Local(name, kernel, source, key, key_text, constants, stopwatch, order, self._rank)
-            local.context = self._shared.get(name)
-            local.claim = self._find_claim(local, tuner)
-            if local.claim is not None and local.claim.candidate not in configs:
-                local.claim = None
-            self.contexts[name] = local
+        kernel = self._kernel_id(tuner, intercept.source_of(tuner))
+        local = self._local(tuner, kernel, key, configs, args, kwargs)
+        self.contexts[local.name] = local
         binding = Binding(weakref.ref(tuner), key, configs, local)
         local.bindings = [known for known in local.bindings if known.tuner() is not None]
         local.bindings.insert(0, binding)
         return binding
+
+    def _local(
+        self,
+        tuner: Autotuner,
+        kernel: str,
+        key: Key,
+        configs: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Local:
+        """Return the context of a launch, the known one or a new one.
+
+        A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
+        """
+        slot = key_text = identity.key_text(key)
+        own = [local for local in self.contexts.values() if local.kernel == kernel]
+        for local in own:
+            if local.key_text == key_text:
+                return local
+        if self._agree == "ordinal":
+            taken = {local.slot for local in own}
+            slot = next(slot for n in range(len(own) + 1) if (slot := f"@{n}") not in taken)
+        name = context_name(self._alias(kernel), slot)
+        if name in self.contexts:  # of another Autotuner, one that shares its contexts with those of peers
+            name = context_name(f"{kernel}!", slot)
+        source, constants = intercept.source_of(tuner), intercept.constants_of(tuner, args, kwargs)
+        order = tuple(zip(configs, intercept.texts_of(list(configs.values())), strict=True))
+        stopwatch = Stopwatch(self.clock, self._statistic)
+        local = Local(
+            name=name,
+            kernel=kernel,
+            source=source,
+            key=key,
+            key_text=key_text,
+            constants=constants,
+            stopwatch=stopwatch,
+            order=order,
+            rank=self._rank,
+            family=f"{self._family_of(kernel)}{kernel.partition('#')[2]}",
+            slot=slot,
+        )
+        local.context = self._shared.get(name)
+        local.claim = self._find_claim(local, tuner)
+        if local.claim is not None and local.claim.candidate not in configs:
+            cached = tuner.cache.get(key)
+            if cached is not None and identity.candidate_digest(cached.all_kwargs()) == local.claim.candidate:
+                configs[local.claim.candidate] = cached
+                local.order += ((local.claim.candidate, str(cached)),)
+            else:
+                local.claim = None
+        return local
 
     def _admit_choice(
         self, name: str, kernel: str, source: KernelSource, key: Key, key_text: str, options: dict[str, Any]
@@ -240,27 +280,36 @@ class Launches:
         self.contexts[name] = local
         return local
 
-    def _kernel_name(self, tuner: Autotuner, source: KernelSource) -> str:
+    def _alias(self, kernel: str) -> str:
+        """Return the id by which peers know a kernel, unless this rank has a kernel of that id itself."""
+        alias = self._aliases.get(kernel, kernel)
+        own = self._families.get(self._family_of(kernel), set())
+        return kernel if alias.partition("#")[0] in own else alias
+
+    @staticmethod
+    def _family_of(kernel: str) -> str:
+        return kernel.partition(".")[0]
+
+    def _kernel_id(self, tuner: Autotuner, source: KernelSource, *, launches: bool = True) -> str:
         """Return the kernel's identity; see "kernel" in the vocabulary.
 
         Autotuners that share source and keys are told apart by their sets of configs, then by the
         order of first launch. One made anew for every call is new each time: it takes the lowest
-        order that no other Autotuner has taken in this run.
+        order that no other Autotuner has taken in this run. `launches=False` takes nothing.
         """
-        base = digest(f"{source.digest}|{','.join(tuner.keys)}")
+        family = digest(f"{source.digest}|{','.join(tuner.keys)}")
         if tuner in self._ordinals:
             kernel, ordinal = self._ordinals[tuner]
         else:
             digests = sorted(identity.candidate_digest(config.all_kwargs()) for config in tuner.configs)
-            config_set = digest("\n".join(digests))
-            sets = self._config_sets.setdefault(base, [])
-            if config_set not in sets:
-                sets.append(config_set)
-            kernel = base if sets[0] == config_set else f"{base}.{config_set[:8]}"
-            taken = self._taken.setdefault(kernel, set())
+            kernel = f"{family}.{digest(chr(10).join(digests))[:8]}"
+            taken = self._taken.get(kernel, set())
             ordinal = next(n for n in range(len(taken) + 1) if n not in taken)
-            self._ordinals[tuner] = (kernel, ordinal)
-        self._taken.setdefault(kernel, set()).add(ordinal)
+            if launches:
+                self._families.setdefault(family, set()).add(kernel)
+                self._ordinals[tuner] = (kernel, ordinal)
+        if launches:
+            self._taken.setdefault(kernel, set()).add(ordinal)
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -281,6 +330,11 @@ class Launches:
         `waits`: read every clock now; otherwise only those whose device work is done.
         """
         return {local.name: self._tell(local, waits) for local in list(self._to_tell())}
+
+    @property
+    def has_new(self) -> bool:
+        """Return whether `preflight_new` has work to do."""
+        return bool(self._pending_preflight)
 
     def preflight_new(self) -> None:
         """Compile and load every candidate of the contexts that appeared in this run."""
@@ -322,6 +376,14 @@ class Launches:
             counts = outcomes[local.name].kind == "sample" and by_launch
             local.stopwatch.take(waiting=context.waiting, counts=counts)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call contexts as the peers do: their kernels are one, though their candidates differ."""
+        for old, new in names.items():
+            local = self.contexts.pop(old, None)
+            if local is not None:
+                local.name = new
+                self.contexts[new] = local
+
     def forget(self, names: Iterable[str]) -> None:
         """Drop contexts; the next launch admits them anew."""
         gone = set(names)
@@ -332,13 +394,17 @@ class Launches:
 
     def _to_tell(self) -> Iterator[Local]:
         for local in self.contexts.values():
-            if local.ran or local.stopwatch.report is not None or local.bans.keys() - local.told_bans:
+            has_run = local.ran or local.stopwatch.report is not None
+            if has_run or local.bans.keys() - local.told_bans or local.retold() is not None:
                 yield local
 
     def _tell(self, local: Local, waits: bool) -> Part:
         ran = None if not local.ran else next(iter(local.ran)) if len(local.ran) == 1 else MIXED
-        report = local.stopwatch.tell(ran, waits=waits)
+        has_run = local.ran or local.stopwatch.report is not None
+        report = (None if has_run else local.retold()) or local.stopwatch.tell(ran, waits=waits)
         untold = {c: (self._rank, reason) for c, reason in local.bans.items() if c not in local.told_bans}
-        announcement = None if local.announced else local.announcement()
+        kernel_id = self._alias(local.kernel) if local.family else ""
+        siblings = len(self._families.get(self._family_of(local.kernel), ()))
+        announcement = None if local.announced else local.announcement(kernel_id, siblings)
         local.told = replace(report, bans=untold, announcement=announcement)
         return local.told

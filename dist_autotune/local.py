@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from .intercept import Key
 from .payload import Announcement, Part
 from .search import BY_LAUNCH, Context
 from .stopwatch import Stopwatch
+from .text import context_label
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Local:
     stopwatch: Stopwatch
     order: tuple[tuple[str, str], ...]  # (digest, text)
     rank: int
+    family: str = ""  # of Autotuners of the same function and keys
+    slot: str = ""
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None
     context: Context | None = None  # the state all ranks share, once one of them has announced it
@@ -63,7 +66,7 @@ class Local:
 
     @property
     def title(self) -> str:
-        return f"{self.source.short_name}[{self.key_text}]"
+        return context_label(self.source.short_name, self.key_text)
 
     @property
     def is_settled(self) -> bool:
@@ -76,6 +79,12 @@ class Local:
         if self.context is None:
             return self.claim is None and not self.is_choice
         return self.context.judge == BY_LAUNCH and self.context.trial is not None and not self.context.waiting
+
+    def retold(self) -> Part | None:
+        """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
+        if self.context is None or self.context.trial is None or not self.measures:
+            return None
+        return self.stopwatch.retell(self.context.digests[self.context.trial])
 
     def begin_run(self) -> None:
         """Forget the last run; the first launch chooses anew."""
@@ -104,14 +113,22 @@ class Local:
         for candidate, _ in self.order:
             if candidate not in banned:
                 return candidate
-        texts = dict(self.order)
-        reasons = " ".join(f"Rank {self.rank}, {texts[c]}: {reason}." for c, reason in self.bans.items())
-        raise NoValidConfig(f"{self.title}: all {len(self.order)} configs failed on some rank. {reasons}")
+        raise NoValidConfig(
+            f"{self.title}: all {len(self.order)} configs failed on some rank. {' '.join(self._reasons())}"
+        )
+
+    def _reasons(self) -> Iterator[str]:
+        for candidate, text in self.order:
+            if candidate in self.bans:
+                yield f"Rank {self.rank}, {text}: {self.bans[candidate]}."
+            elif self.context is not None and candidate in self.context.digests:
+                rank, reason = self.context.banned[self.context.digests.index(candidate)]
+                yield f"Rank {rank}, {text}: {reason}."
 
     def _is_usable(self, candidate: str) -> bool:
         return candidate not in self.bans and candidate in self.bindings[0].configs
 
-    def announcement(self) -> Announcement:
+    def announcement(self, kernel_id: str, siblings: int) -> Announcement:
         claim = self.claim
         return Announcement(
             rank=self.rank,
@@ -120,5 +137,9 @@ class Local:
             order=self.order,
             shared=tuple(sorted(candidate for candidate, _ in self.order)),
             is_choice=self.is_choice,
+            kernel_id=kernel_id,
+            family=self.family,
+            siblings=siblings,
+            slot=self.slot,
             claim=None if claim is None else (claim.rank, claim.candidate, claim.ms),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import records
-from .text import WALL_CLOCK, context_label, counted, format_ms, one_line
+from .text import WALL_CLOCK, config_label, context_label, counted, format_ms, one_line
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Context:
         """Return `config  7/24  BLOCK_M=128, num_warps=4`, padded to the context's longest config."""
         digits = len(str(self.candidates))
         of = f"/{self.candidates}" if self.candidates else ""
-        return f"config {config_id:>{digits}}{of}  {text:<{self.config_width}}"
+        return f"config {config_id:>{digits}}{of}  {config_label(text):<{self.config_width}}"
 
     def best(self) -> str:
         """Return `(best 0.2980, #3)`, or nothing before the first agreed time."""
@@ -104,7 +104,7 @@ class LogLines:
                 return f"{config}{self._time('winner', record.ms)}  {record.status}, {counts}"
             case records.ContextAdmitted():
                 context.candidates = len(record.candidates)
-                context.config_width = max(map(len, record.candidates), default=0)
+                context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
                 whose = "" if record.local else ", launched on other ranks only"
                 return f"admitted in run {record.run}: {counted(context.candidates, 'candidate')}, " + (
                     f"incumbent #{record.incumbent}{whose}"

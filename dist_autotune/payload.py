@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ class Announcement:
     shared: tuple[str, ...]  # digests, sorted
     ranks: int = 1
     is_choice: bool = False  # a `tunable`: options instead of configs
+    kernel_id: str = ""  # tells Autotuners of one function apart by the configs they were given
+    family: str = ""  # the same for all of them
+    siblings: int = 1  # how many of the family a rank has launched, at most
+    slot: str = ""  # what makes the context's name of `kernel_id`
     claim: tuple[int, str, float | None] | None = None  # (rank, digest, ms) of a result it already has
 
     def merged(self, other: Announcement) -> Announcement:
@@ -33,6 +38,7 @@ class Announcement:
             first,
             shared=tuple(sorted(set(first.shared) & set(second.shared))),
             ranks=first.ranks + second.ranks,
+            siblings=max(first.siblings, second.siblings),
             claim=min(claims, key=lambda claim: claim[0]) if claims else None,
         )
 
@@ -122,9 +128,11 @@ class Payload:
         return Payload(**fields)
 
 
-def merge(first: bytes, second: bytes) -> bytes:
-    """Merge two encoded payloads: associative and commutative, so it can run as a tree."""
-    return Payload.decode(first).merged(Payload.decode(second)).encode()
+def merge(first: bytes, *others: bytes) -> bytes:
+    """Merge encoded payloads: associative and commutative, so it can run as a tree."""
+    if not others:
+        return first
+    return functools.reduce(Payload.merged, map(Payload.decode, (first, *others))).encode()
 
 
 def check_facts(merged: Payload, expected_kind: str) -> None:

@@ -10,10 +10,13 @@ by the whole run's time take their turns, one after another, from the winners so
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from .payload import Announcement, Part, Payload
 from .search import BY_LAUNCH, BY_RUN, Context, Outcome, Rules
+from .settings import digest
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
@@ -63,12 +66,27 @@ class Duel:
             context.override = self.defaults[context.name] if playing else None
 
 
+@dataclass
+class Family:
+    """The Autotuners of one function and keys, on all ranks."""
+
+    kernels: list[str] = field(default_factory=list)  # ids, that of the lowest rank first
+    siblings: int = 1  # on one rank, at most
+
+
+def context_name(kernel_id: str, slot: str) -> str:
+    """Return the name of a kernel's context, the same on all ranks."""
+    return digest(f"{kernel_id}|{slot}")
+
+
 class Tuning:
     """All contexts of one tuned function. `step(merged)` after each run; `done` ends the session."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.contexts: dict[str, Context] = {}
+        self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
+        self._families: dict[str, Family] = {}
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
@@ -77,7 +95,7 @@ class Tuning:
         self._idle_runs = 0
         self._turn: str | None = None  # the context that is judged by the whole run now
         self._defaults: dict[str, int] = {}  # the plan before this session
-        self._admitted: dict[str, int] = {}  # searches of this session and the run they began in
+        self._admitted: dict[str, int] = {}  # searches of this session and the run they began in, from 0
 
     # -- the state -----------------------------------------------------------------------------------------
 
@@ -111,7 +129,7 @@ class Tuning:
                 continue
             runs = len(context.digests) * per_candidate
             judges = self.rules.judges(is_choice=context.is_choice)
-            together = max(together, run + runs if BY_LAUNCH in judges else run)
+            together = max(together, run + runs if BY_LAUNCH in judges else run + 1)
             in_turn += runs if BY_RUN in judges else 0
         return together + in_turn + (DUEL_RUNS if self.rules.objective == "thunk" else 0) + 1
 
@@ -130,6 +148,38 @@ class Tuning:
             for name, context in sorted(self.contexts.items())
             if context.settled
         )
+
+    # -- one name for one kernel ---------------------------------------------------------------------------
+
+    def unite(self, merged: Payload) -> tuple[Payload, dict[str, str]]:
+        """Return the payload with one name for what is one context; and the new names by the old.
+
+        Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,
+        those of all ranks are one kernel, whose candidates meet in their intersection.
+        """
+        announced = {
+            name: part.announcement
+            for name, part in sorted(merged.parts.items())
+            if part.announcement is not None and part.announcement.family and name not in self.contexts
+        }
+        for announcement in sorted(announced.values(), key=lambda a: (a.rank, a.kernel_id)):
+            family = self._families.setdefault(announcement.family, Family())
+            family.siblings = max(family.siblings, announcement.siblings)
+            if announcement.kernel_id not in family.kernels:
+                family.kernels.append(announcement.kernel_id)
+        for family in self._families.values():
+            if family.siblings == 1:
+                self.aliases.update(dict.fromkeys(family.kernels[1:], family.kernels[0]))
+        names = {
+            name: context_name(self.aliases[announcement.kernel_id], announcement.slot)
+            for name, announcement in announced.items()
+            if announcement.kernel_id in self.aliases
+        }
+        parts: dict[str, Part] = {}
+        for name, part in sorted(merged.parts.items()):
+            name = names.get(name, name)
+            parts[name] = parts[name].merged(part) if name in parts else part
+        return dataclasses.replace(merged, parts=parts), names
 
     # -- what happens to it --------------------------------------------------------------------------------
 
@@ -197,7 +247,7 @@ class Tuning:
 
     def _begin(self, context: Context) -> None:
         """Start a search; one that is judged by the whole run waits for its turn."""
-        self._admitted[context.name] = self.runs
+        self._admitted[context.name] = max(self.runs - 1, 0)
         self._defaults.setdefault(context.name, context.incumbent)
         context.status = ""
         if context.judge == BY_LAUNCH:

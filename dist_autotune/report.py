@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .text import WALL_CLOCK, WALL_CLOCK_NOTE, align, context_label, counted, format_ms
+from .text import WALL_CLOCK, WALL_CLOCK_NOTE, align, config_label, context_label, counted, format_ms
 
 
 @dataclass(frozen=True)
@@ -17,22 +17,33 @@ class TunedContext:
     key: Any
     config: Any  # the winning triton.Config, or the winning option of a `tunable`
     ms: float | None = None  # agreed over the ranks; None: never timed
+    fastest_rank_ms: float | None = None  # of the winner; `ms` is that of the slowest, or the mean
     status: str = "tuned"  # "tuned" | "cached" | "starved" | "partial"
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
 
     def __str__(self) -> str:
         counts = f"{len(self.timings)} timed, {len(self.banned)} banned"
-        return f"{self._label}: {self.config}, {format_ms(self.ms)} ms, {self.status} ({counts})"
+        return (
+            f"{self._label}: {config_label(self.config)}, {format_ms(self.ms)} ms, {self.status} ({counts})"
+        )
 
     @property
     def _label(self) -> str:
         key = self.key if isinstance(self.key, tuple) else (self.key,)
         return context_label(self.kernel, ", ".join(map(str, key)))
 
+    @property
+    def spread_percent(self) -> float | None:
+        """How much faster the fastest rank is than the agreed time of the winner; None: not timed."""
+        if not self.ms or self.fastest_rank_ms is None:
+            return None
+        return 100 * (self.ms - self.fastest_rank_ms) / self.ms
+
     def _row(self) -> tuple[str, ...]:
-        figures = format_ms(self.ms), self.status, str(len(self.timings)), str(len(self.banned))
-        return (self._label, *figures, str(self.config))
+        spread = "-" if self.spread_percent is None else f"{self.spread_percent:.1f} %"
+        figures = format_ms(self.ms), spread, self.status, str(len(self.timings)), str(len(self.banned))
+        return (self._label, *figures, config_label(self.config))
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,9 @@ class TuningReport:
         if self.clock == WALL_CLOCK:
             lines.append(WALL_CLOCK_NOTE)
         if self.contexts:
-            columns = ("context", "ms", "status", "timed", "banned", "winner")
+            columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
             rows = [context._row() for context in self.contexts]
-            lines += align(columns, rows, right={"ms", "timed", "banned"})
+            lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
         if self.warning:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:

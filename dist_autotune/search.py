@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import NoValidConfig, TuningError
-from .flows import Flow, Strategy, Warmup
+from .flows import TIES, Flow, Strategy, Warmup
 from .payload import Announcement, Part
+from .text import context_label
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # what a candidate is judged by: its launches, or the whole run
 _ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
@@ -59,6 +63,9 @@ class Context:
         self.texts = tuple(text for _, text in announcement.order)
         self.banned: dict[int, tuple[int, str]] = {}  # index -> (rank, reason)
         self.timings: dict[int, float] = {}  # index -> agreed ms so far
+        self.warmup_ms: dict[
+            int, float
+        ] = {}  # index -> agreed ms of a warm-up run: no sample, but something known
         self.fastest_ms: dict[int, float] = {}  # index -> the fastest rank's ms
         self.status = ""  # "": under way
         self.winner: int | None = None
@@ -91,8 +98,7 @@ class Context:
 
     @property
     def title(self) -> str:
-        key = self.key.replace("'", "").replace("torch.", "")
-        return f"{self.kernel}[{key}]" if key else self.kernel
+        return context_label(self.kernel, self.key)
 
     @property
     def incumbent(self) -> int:
@@ -120,6 +126,11 @@ class Context:
     def count(self) -> int:
         """Return which warm-up or sample of its candidate the trial is, from 1."""
         return self._times_asked.get(self._asked, 0)
+
+    def known_ms(self) -> list[tuple[int, float]]:
+        """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
+        known = {**self.warmup_ms, **self.timings}
+        return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
 
     # -- candidates ----------------------------------------------------------------------------------------
 
@@ -161,9 +172,10 @@ class Context:
         if self._flow is not None:
             self._ask(self._asked)
             return
-        self._flow = rules.strategy(
-            range(len(self.digests)), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat
-        )
+        with self._named_errors():
+            self._flow = rules.strategy(
+                range(len(self.digests)), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat
+            )
         if not hasattr(self._flow, "send"):
             raise TuningError(f"search={rules.search}: returned {self._flow!r}, expected a generator")
         self._resume(None)
@@ -186,10 +198,12 @@ class Context:
         outcome = Outcome(kind, index, self.count, self._planned_asks(kind), self.judge)
         if kind == "sample":
             self._record(index, judged)
-            self._resume(self.timings.get(index, math.inf))
+            self._resume(self.timings.get(index, math.nan))
         else:
-            ms = self.timings.get(index, self.reduced_ms(judged))
-            self._resume(math.nan if ms is None else ms)
+            ms = self.reduced_ms(judged)
+            if ms is not None:
+                self.warmup_ms[index] = ms
+            self._resume(self.timings.get(index, math.nan if ms is None else ms))
         return outcome
 
     def settle(self, status: str, winner: int | None = None) -> None:
@@ -218,7 +232,8 @@ class Context:
         for _ in range(_ASKS_PER_CANDIDATE * len(self.digests)):
             self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
             try:
-                asked = next(self._flow) if value is None else self._flow.send(value)
+                with self._named_errors():
+                    asked = next(self._flow) if value is None else self._flow.send(value)
             except StopIteration as stop:
                 self._finish(stop.value)
                 return
@@ -240,7 +255,7 @@ class Context:
         incumbent = self.incumbent
         if winner not in self.timings:  # banned, or unmeasured on some rank
             winner = None
-        elif self.timings[winner] == self.timings.get(incumbent):
+        elif self._are_equal(self.timings[winner], self.timings.get(incumbent, math.inf)):
             winner = incumbent
         self.settle("tuned", winner)
         if len(self._judges) > 1:
@@ -248,9 +263,25 @@ class Context:
             self.status, self._flow, self._asked = "", None, None
             self.timings, self.fastest_ms, self._times_asked = {}, {}, {}
 
+    def _are_equal(self, first_ms: float, second_ms: float) -> bool:
+        """Return whether two times are equal by what the search can tell."""
+        less, more = sorted((first_ms, second_ms))
+        return more <= less * (1 + TIES.get(self._rules.search, 0.0))
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say of an exception in the user's strategy that it comes from there."""
+        try:
+            yield
+        except (StopIteration, TuningError):
+            raise
+        except Exception as error:
+            raise TuningError(f"search={self._rules.search}: {type(error).__name__}: {error}") from error
+
     def _checked(self, index: Any, verb: str) -> int:
-        if isinstance(index, int) and 0 <= index < len(self.digests):
-            return index
+        with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
+            if 0 <= operator.index(index) < len(self.digests):
+                return operator.index(index)
         raise TuningError(
             f"search={self._rules.search}: {verb} {index!r}, which is none of {len(self.digests)} candidates"
         )

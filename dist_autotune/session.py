@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +62,7 @@ class Session:
         self._untold: list[Record] = []  # exchanges, written with the next record
         self._run_watch = Stopwatch(domain.clock, domain.options.statistic)
         self._judged: tuple[str, str] | None = None
+        self._is_stepping = False  # the state is between two runs
         self._launched: set[str] = set()
         self._admitted: set[str] = set()
         options = domain.options
@@ -69,24 +72,26 @@ class Session:
 
     def replay(self, thunk: Callable[[], T]) -> T:
         """Run `thunk` until every context is settled, then once more; return what that last run returned."""
-        snapshot = Snapshot(self.domain.options.preserve)
-        first = True
-        while True:
-            if not first:
-                snapshot.restore()
-            first = False
-            result = self.run_once(thunk)
-            if self.domain.tuning.done:
-                self.close()
-                return result
-            del result  # a trial's outputs must not add to the memory of the next
+        with self._telling_failures():
+            snapshot = Snapshot(self.domain.options.preserve)
+            first = True
+            while True:
+                if not first:
+                    snapshot.restore()
+                first = False
+                result = self._run_once(thunk)
+                if self.domain.tuning.done:
+                    self.close()
+                    return result
+                del result  # a trial's outputs must not add to the memory of the next
 
     def online(self, thunk: Callable[[], T]) -> T:
         """Run `thunk` once, as one trial of the session."""
-        result = self.run_once(thunk)
-        if not any(self.domain.tuning.unsettled):
-            self.close()
-        return result
+        with self._telling_failures():
+            result = self._run_once(thunk)
+            if not any(self.domain.tuning.unsettled) and self.domain.tuning.duel is None:
+                self.close()
+            return result
 
     # -- opening, one run, closing -------------------------------------------------------------------------
 
@@ -97,43 +102,47 @@ class Session:
         """
         if self._id:
             return
-        domain, agreement = self.domain, self.domain.agreement
+        domain = self.domain
         domain.on_ban = self._log_ban
-        try:
+        with self._telling_failures():
             payload = domain.opening()
-            proposed = f"{uuid.uuid4().hex[:12]}"
-            payload.facts["session"] = {proposed: agreement.rank}
-        except BaseException as error:
-            agreement.fail(error)
-            raise
-        merged = self._exchange(payload, "the opening of a session")
-        names = merged.facts.pop("session")
-        session_id = min(names, key=lambda name: (names[name], name))
-        try:
-            remarks = domain.open(merged)
-        except TuningError as error:  # the same on every rank
-            self.close(error)
-            raise
-        self._id = session_id
-        self._write(self._opened())
-        for remark in remarks:
-            self._write(Note(text=remark))
+            payload.facts["session"] = {uuid.uuid4().hex[:12]: domain.agreement.rank}
+            merged = self._exchange(payload, "the opening of a session")
+            try:
+                remarks = domain.open(merged)
+            except TuningError as error:  # the same on every rank
+                self.close(error)
+                raise
+            names = merged.facts["session"]
+            self._id = min(names, key=lambda name: (names[name], name))
+            self._write(self._opened())
+            for remark in remarks:
+                self._write(Note(text=remark))
 
-    def run_once(self, thunk: Callable[[], T]) -> T:
+    def _run_once(self, thunk: Callable[[], T]) -> T:
         """Make one run and agree on what follows from it."""
-        domain, tuning = self.domain, self.domain.tuning
-        try:
-            self._start_run()
-            self.executions += 1
-            with INTERCEPTION.installed(domain.launches.runner, domain.launches.choose):
-                result = self._timed(thunk)
-            payload = self._finish_run()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        merged = self._exchange(payload, f"run {tuning.runs} of {domain.name}{self._on_trial()}")
+        domain, tuning, options = self.domain, self.domain.tuning, self.domain.options
+        self._start_run()
+        self.executions += 1
+        what = f"run {tuning.runs} of {domain.name}{self._on_trial()}"
+        with (
+            domain.agreement.running(what, domain.timeout_s, options.on_stuck, diagnosis_to(self._note)),
+            INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
+        ):
+            result = self._timed(thunk)
+        merged = self._exchange(self._finish_run(), what)
         self._step(merged)
         return result
+
+    @contextlib.contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Tell the peers of an exception, unless it comes from them or is the same on every rank."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_over:
+                self._fail(error)
+            raise
 
     def close(self, error: BaseException | None = None) -> None:
         """End the session: write down how."""
@@ -155,7 +164,7 @@ class Session:
             outcome = type(error).__name__
         else:
             outcome = "partial" if any(c.status in ("partial", "starved") for c in contexts) else "settled"
-        if not self._launched:
+        if not self._launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
             self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
@@ -198,27 +207,30 @@ class Session:
     def _finish_run(self) -> Payload:
         launches = self.domain.launches
         agreement = self.domain.agreement
-        with agreement.busy("compiling"):
-            launches.preflight_new()
+        if launches.has_new:
+            with agreement.busy():
+                launches.preflight_new()
         waits = self.domain.options.mode == "replay"
         parts = launches.end_run(waits=waits)
         run = Part()
         if self._judged is not None or self._run_watch.report is not None:
             run = self._run_watch.tell("|".join(self._judged or ()), waits=waits)
         self._launched.update(parts)
-        facts = {
-            f"the source of kernel {name}": {text: agreement.rank}
-            for name, text in launches.new_sources().items()
-        }
+        sources = {f"the source of kernel {name}": text for name, text in launches.new_sources().items()}
+        facts = {name: {text: agreement.rank} for name, text in {**self.domain.point, **sources}.items()}
         return Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=self._elapsed_s())
 
     def _step(self, merged: Payload) -> None:
         """Take in what all ranks said of the run, and write down what follows."""
         domain, tuning = self.domain, self.domain.tuning
         run = tuning.runs
+        self._is_stepping = True
         duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
         try:
             check_facts(merged, "run")
+            merged, names = tuning.unite(merged)
+            domain.launches.rename(names)
+            self._launched = {names.get(name, name) for name in self._launched}
             outcomes = tuning.step(merged)
         except TuningError as error:  # the same on every rank: nobody is left waiting
             domain.drop_session()
@@ -237,6 +249,7 @@ class Session:
             self._log_settled(run, context)
         detail = ", ".join(context.title for context in tuning.unsettled) or domain.name
         self._progress.update(tuning.runs, tuning.planned_runs, detail[:60])
+        self._is_stepping = False
 
     def _fail(self, error: BaseException) -> None:
         """Leave a run that raised: the peers learn of it, the next call goes on or starts anew."""
@@ -244,7 +257,7 @@ class Session:
         domain.launches.abandon_run()
         self._run_watch.abandon()
         self._write(RunFailed(run=domain.tuning.runs, by_rank=domain.agreement.rank, error=_one_line(error)))
-        if len(domain.agreement.ranks) > 1 or isinstance(error, TuningError):
+        if len(domain.agreement.ranks) > 1 or isinstance(error, TuningError) or self._is_stepping:
             domain.agreement.fail(error)
             domain.drop_session()
             self.close(error)
@@ -277,6 +290,11 @@ class Session:
         if len(domain.agreement.ranks) > 1:
             self._untold.append(exchanged)
         return Payload.decode(received)
+
+    def _note(self, text: str) -> None:
+        """Write down a remark; may be called on another thread."""
+        rank, elapsed_s = self.domain.agreement.rank, self._elapsed_s()
+        self._log.write(Note(session=self._id, rank=rank, elapsed_s=elapsed_s, text=text))
 
     def _on_trial(self) -> str:
         """Return what the run under way tries, for messages."""
@@ -425,29 +443,46 @@ class Session:
         return {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
 
 
-def settled_call(domain: Domain, thunk: Callable[[], T], *, votes: bool) -> tuple[T, bool]:
+def settled_call(
+    domain: Domain, thunk: Callable[[], T], note: Callable[[str], None], *, votes: bool
+) -> tuple[T, bool]:
     """Run `thunk` with what is settled; return its result and whether some rank wants a session.
 
     `votes`: ask the peers. A rank that raises tells them instead, so that they do not wait for it.
     """
     launches, agreement = domain.launches, domain.agreement
     launches.begin_run(tunes=False)
-    try:
-        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
-            result = thunk()
-    except BaseException as error:
-        if votes:
-            agreement.fail(error)
-        raise
-    wants = bool(launches.met)
     launches.met.clear()
-    if votes:
-        payload = Payload("vote", agreement.rank, wants_session=wants)
-        received = agreement.exchange(payload.encode(), merge, domain.timeout_s, f"a call of {domain.name}")
-        merged = Payload.decode(received)
-        check_facts(merged, "vote")
-        wants = merged.wants_session
-    return result, wants
+    if not votes:
+        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
+            return thunk(), bool(launches.met)
+    what = f"a call of {domain.name}"
+    try:
+        with (
+            agreement.running(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note)),
+            INTERCEPTION.installed(launches.settled.runner, launches.choose),
+        ):
+            result = thunk()
+        facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
+        payload = Payload("vote", agreement.rank, facts=facts, wants_session=bool(launches.met)).encode()
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+    merged = Payload.decode(agreement.exchange(payload, merge, domain.timeout_s, what))
+    check_facts(merged, "vote")
+    return result, merged.wants_session
+
+
+def diagnosis_to(note: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what says why this process may be stuck: by `note`, and where it is seen if it never ends."""
+
+    def write(text: str) -> None:
+        note(text)
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+            sys.stderr.write(f"dist_autotune: {text}\n")
+            sys.stderr.flush()
+
+    return write
 
 
 def _one_line(error: BaseException) -> str:

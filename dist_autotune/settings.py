@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,15 @@ TORCH_INDEX = "DIST_AUTOTUNE_TORCH_INDEX"
 TEST_GPU = "DIST_AUTOTUNE_TEST_GPU"
 
 KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, TORCH_INDEX, TEST_GPU)
+# Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
+OTHERS_VARIABLES = (
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_NVLS_ENABLE",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "NVSHMEM_DISABLE_NVLS",
+)
 MODES = ("tune", "cached", "off")
 
 log_directory_default = ".autotune_logs"
@@ -71,6 +80,12 @@ class Options:
         _at_least("max_runs", self.max_runs, 1)
         _positive("timeout_s", self.timeout_s)
         _positive("budget_s", self.budget_s)
+        for name in ("is_dist", "share", "watch"):
+            _one_of(name, getattr(self, name), (True, False), bool)
+        _one_of("progress", self.progress, (True, False, None), bool | None)
+        _is_a("name", self.name, str | None, "a string")
+        _is_a("log_dir", self.log_dir, str | os.PathLike | None, "a directory, or None for no logs")
+        _is_a("cache", self.cache, bool | str | os.PathLike, "True, False or a directory")
         for method in ("start", "stop", "read_ms"):
             if self.clock is not None and not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
@@ -154,6 +169,26 @@ def cache_directory() -> Path:
     return default_directory()
 
 
+def variables() -> dict[str, str]:
+    """Return the variables that are set: those named DIST_AUTOTUNE_..., and others that matter here."""
+    names = [name for name in os.environ if name.startswith("DIST_AUTOTUNE_")]
+    return {name: os.environ[name] for name in [*sorted(names), *OTHERS_VARIABLES] if name in os.environ}
+
+
+def check_variables() -> None:
+    """Raise InvalidOption for a name or a value of a DIST_AUTOTUNE_... variable that cannot be used."""
+    _check_variables()
+    run_mode()
+    Options().resolved_timeout_s()
+
+
+def environment_of_helpers(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment for a helper process: this one's without our own settings, then `changes`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DIST_AUTOTUNE_")}
+    merged = {**kept, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
 def digest(text: str) -> str:
     """Return 16 hexadecimal digits that stand for `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -169,9 +204,14 @@ def _check_variables() -> None:
         )
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...], kind: Any = str) -> None:
+    if not isinstance(value, kind) or value not in allowed:
         raise InvalidOption(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _is_a(name: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidOption(f"{name}={value!r}: expected {expected}")
 
 
 def _at_least(name: str, value: Any, least: int) -> None:

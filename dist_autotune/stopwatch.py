@@ -58,6 +58,10 @@ class Stopwatch:
             self.report = self._read(self.report)
         return self.report
 
+    def retell(self, candidate: str) -> Part | None:
+        """Return what to tell of a candidate that this rank has launched before, but not in this run."""
+        return self._statistic_of(candidate, Part()) if candidate in self.samples else None
+
     def take(self, *, waiting: bool, counts: bool) -> None:
         """Learn what the told run was: `counts` as a sample, or not; `waiting`: to be told again."""
         if self.report is None or waiting:
@@ -84,7 +88,11 @@ class Stopwatch:
         if usable and report.ran != MIXED:
             self.sample_ms = statistics.fmean(usable)
             samples.append(self.sample_ms)
+        return self._statistic_of(str(report.ran), replace(report, pending=0))
+
+    def _statistic_of(self, candidate: str, report: Part) -> Part:
+        samples = self.samples[candidate]
         if not samples:
-            return replace(report, pending=0, unmeasured=1)
+            return replace(report, unmeasured=1)
         ms = self._statistic(samples)
-        return replace(report, pending=0, worst_ms=ms, best_ms=ms, total_ms=ms, measured=1)
+        return replace(report, worst_ms=ms, best_ms=ms, total_ms=ms, measured=1)

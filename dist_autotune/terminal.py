@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -19,6 +20,11 @@ def open_console() -> Console:
     """Return the console of standard output."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def busy(what: str) -> contextlib.AbstractContextManager[object]:
+    """Say on standard error, if it is a terminal, that something takes time."""
+    return Console(stderr=True).status(f"{what} ...")
 
 
 def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:

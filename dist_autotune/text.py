@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
@@ -34,8 +35,13 @@ def one_line(text: str) -> str:
 
 
 def context_label(kernel: str, key: str) -> str:
-    """Return `kernel[key]`, the name of a context for people."""
-    return f"{kernel}[{key}]"
+    """Return `kernel[key]`, the name of a context for people: dtypes short, without quotes."""
+    return f"{kernel}[{key}]".replace("'", "").replace("torch.", "").removesuffix("[]")
+
+
+def config_label(config: object) -> str:
+    """Return a config's text without the options that are not set."""
+    return re.sub(r", \w+: None\b", "", str(config))
 
 
 def align(

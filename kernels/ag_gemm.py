@@ -4,8 +4,8 @@ What a rank holds, W ranks:
 
     gather   [W, m_per_rank, K], symmetric. Chunk p is rank p's shard; the own chunk is `op.shard`, read
              in place by the own GEMM and copied by the peers
-    words    int32 [4, W], symmetric; column p is written by rank p alone
-    arrived  int32 [W], of this rank alone, written by its side stream
+    words    int32 [5, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
+             alone writes, and ARRIVED, which this rank's side stream writes
 
 What call e does on rank r (e is the epoch: 1, 2, 3, ... and never reset):
 
@@ -14,18 +14,18 @@ What call e does on rank r (e is the epoch: 1, 2, 3, ... and never reset):
     fork                               -->    READY[r] of every peer := e
     GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
         chunk r at once,                          wait until READY[p] >= e
-        chunk p once arrived[p] >= e,             chunk p of rank p to chunk p here
-        at last waits for FETCHED[p] >= e         arrived[p] := e, FETCHED[r] of rank p := e
+        chunk p once ARRIVED[p] >= e,             chunk p of rank p to chunk p here
+        at last waits for FETCHED[p] >= e         ARRIVED[p] := e, FETCHED[r] of rank p := e
     join                               <--
 
 **It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM
 of call e: neither a full chip nor a shared hardware queue can hold them back behind it. They wait for the
 fork, that is for the caller's earlier work, and for the peers' READY, which follows the peers' forks.
 Nothing of call e on any side stream waits for any GEMM of call e. So if all GEMMs of call e - 1 end, then
-all forks of e happen, all READY are written, all chunks are copied, all `arrived` and FETCHED are
-written, and all GEMMs of call e end.
+all forks of e happen, all READY are written, all chunks are copied, all ARRIVED and FETCHED are written,
+and all GEMMs of call e end.
 
-**It reads no stale data.** `arrived[p] := e` follows the copy on one stream, and the copy follows READY.
+**It reads no stale data.** ARRIVED[p] := e follows the copy on one stream, and the copy follows READY.
 
 **Nothing is overwritten while it is read.** Chunk p here is written by the copy of call e + 1, behind the
 fork of e + 1, behind the GEMM of e, its only reader. Chunk r is written by the caller behind the GEMM of
@@ -87,6 +87,7 @@ class AllGatherGemm:
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
         self.rank, self.world_size = self._memory.rank, self._memory.world_size
         self.device = self._memory.device
+        self.backend = f"{self._memory.name}: {self._memory.reason}"
         self._is_closed, self._broken_by = False, ""
         self._calls, self._rows = 0, 0
         self._gathered: torch.Tensor | None = None
@@ -102,12 +103,11 @@ class AllGatherGemm:
         world, on_gpu = self.world_size, self.device.type == "cuda"
         self._gather = self._memory.allocate((world, m_per_rank, k), dtype)
         self._shard = self._gather.local[self.rank]
-        self._arrived = torch.zeros(world, dtype=torch.int32, device=self.device)
         # Pinned, not on the device: the host looks for failures without waiting for the GPU.
         self._errors = torch.zeros(world, dtype=torch.int64, pin_memory=on_gpu)
         self._error_words = self._errors.numpy()
-        self._words = self._memory.allocate((4, world), torch.int32)
-        self._producer = ChunkProducer(self._memory, self._gather, self._words, self._arrived)
+        self._words = self._memory.allocate((5, world), torch.int32)
+        self._producer = ChunkProducer(self._memory, self._gather, self._words)
 
     def _read_device(self, timeout_s: float) -> None:
         """Set what depends on the device and is the same in every call."""
@@ -148,7 +148,7 @@ class AllGatherGemm:
         if out is None:
             out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
         if a_shard.data_ptr() != self._shard.data_ptr():
-            self._shard[:rows].copy_(a_shard)
+            self._shard[:rows].copy_(a_shard.detach())
         self._calls += 1
         self._rows, self._gathered = rows, None
         try:
@@ -194,16 +194,22 @@ class AllGatherGemm:
             return
         try:
             self.check()
-            self._is_closed = True
             self._memory.close()
         except BaseException:
             self.abandon()
             raise
+        self._forget()
 
     def abandon(self) -> None:
         """Close without meeting the peers: the way out of a rank that has failed."""
+        if not self._is_closed:
+            self._memory.abandon()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the memory, which a closed operation that somebody still holds must not keep."""
         self._is_closed = True
-        self._memory.abandon()
+        del self._gather, self._shard, self._gathered, self._words, self._errors, self._producer
 
     def __enter__(self) -> Self:
         return self
@@ -235,7 +241,6 @@ class AllGatherGemm:
             self._gather.local,
             weight,
             out,
-            self._arrived,
             self._words.local,
             self._errors,
             world * rows,

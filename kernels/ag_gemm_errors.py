@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .ag_gemm_kernel import NOT_ARRIVED, NOT_FETCHED
+from .ag_gemm_kernel import NOT_COPIED, NOT_FETCHED, NOT_READY, OTHER_ROWS
 from .signals import Failure, read_failure
 
 
@@ -22,15 +22,19 @@ def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception 
     texts = [_describe(peer, failure, rank, last_call) for peer, failure in failures.items()]
     text = f"AllGatherGemm, rank {rank}: {'; '.join(texts)}"
     next_step = "Close it on all ranks and open another"
-    if any(failure.kind in (NOT_ARRIVED.value, NOT_FETCHED.value) for failure in failures.values()):
+    if any(failure.kind != OTHER_ROWS.value for failure in failures.values()):
         return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
     return ValueError(f"{text}. Every rank must pass as many rows. {next_step}")
 
 
 def _describe(peer: int, failure: Failure, rank: int, last_call: int) -> str:
     call = last_call - (last_call - failure.epoch) % 2**28
-    if failure.kind == NOT_ARRIVED.value:
-        return f"chunk {peer} of call {call} did not arrive from rank {peer} in time"
+    if failure.kind == NOT_READY.value:
+        return (
+            f"rank {peer} did not offer chunk {peer} of call {call} in time (its last: call {failure.seen})"
+        )
+    if failure.kind == NOT_COPIED.value:
+        return f"chunk {peer} of call {call} was offered by rank {peer} and not copied in time"
     if failure.kind == NOT_FETCHED.value:
         return f"rank {peer} did not fetch chunk {rank} of call {call} in time"
     return f"in call {call} rank {peer} passed {failure.seen} rows, not as many as this rank"

@@ -6,18 +6,20 @@ import triton
 import triton.language as tl
 
 from .ag_gemm_candidates import CANDIDATES, do_bench, prune
-from .signals import GIVEN_UP, record_failure, wait_until
+from .signals import give_up, poll_until, record_failure, wait_until
 from .tiles import grouped_tile, rotated_chunk
 
-# Rows of the int32 [4, WORLD] signal words of a rank; rank p writes column p.
+# Rows of a rank's int32 [5, WORLD] words. Column p is about rank p, which writes it, save ARRIVED.
 READY = tl.constexpr(0)  # the epoch whose shard p has put in place
 FETCHED = tl.constexpr(1)  # the epoch whose shard p has copied from this rank
 ROWS = tl.constexpr(2)  # and 3: how many rows p's shards of even and of odd epochs have
+ARRIVED = tl.constexpr(4)  # the epoch whose chunk p is here; written by this rank's side stream
 
 # What a failure record says about a peer.
-NOT_ARRIVED = tl.constexpr(1)
-NOT_FETCHED = tl.constexpr(2)
-OTHER_ROWS = tl.constexpr(3)
+NOT_READY = tl.constexpr(1)
+NOT_COPIED = tl.constexpr(2)
+NOT_FETCHED = tl.constexpr(3)
+OTHER_ROWS = tl.constexpr(4)
 
 
 @triton.autotune(
@@ -31,8 +33,7 @@ def all_gather_gemm(
     a_ptr,  # gather buffer [WORLD, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
     c_ptr,  # out [M, N], rows stride_cm apart
-    arrived_ptr,  # int32 [WORLD]: the epoch of each chunk of the gather buffer
-    words_ptr,  # int32 [4, WORLD]: READY, FETCHED, ROWS
+    words_ptr,  # int32 [5, WORLD]: READY, FETCHED, ROWS, ARRIVED
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
@@ -78,9 +79,7 @@ def all_gather_gemm(
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
         if chunk != here:
-            _wait_for_chunk(
-                chunk, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD, FENCE and USE_TMA
-            )
+            _wait_for_chunk(chunk, rank, words_ptr, errors_ptr, epoch, budget, WORLD, FENCE and USE_TMA)
             here = chunk
         if USE_TMA:
             acc = _multiply_tma(
@@ -109,26 +108,52 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            _part_from(peer, m, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD)
+            _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, budget, WORLD)
 
 
 @triton.jit
 def _wait_for_chunk(
-    chunk, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr, FENCE: tl.constexpr
+    chunk, rank, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr, FENCE: tl.constexpr
 ):
-    """Return when the chunk may be read; whoever's patience ends also lets the side stream go on."""
-    if not wait_until(arrived_ptr + chunk, epoch, errors_ptr + chunk, NOT_ARRIVED, budget, FENCE):
-        tl.atomic_xchg(words_ptr + READY * WORLD + chunk, epoch + GIVEN_UP, sem="release", scope="sys")
+    """Return `epoch` when the chunk may be read; another value if it is given up."""
+    arrived_ptr = words_ptr + ARRIVED * WORLD + chunk
+    value = poll_until(arrived_ptr, epoch, budget, FENCE)
+    if value - epoch < 0:
+        _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD)
+        give_up(arrived_ptr, epoch)
+    return value
 
 
 @triton.jit
-def _part_from(peer, m, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr):
+def _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
+    """Record why the chunk has not arrived, and let the side stream, which nobody else watches, run through.
+
+    Chunks are fetched in order, so a peer that is not ready also holds up the chunks behind its own.
+    """
+    known = 0
+    for peer in range(0, WORLD):
+        if peer != rank:
+            ready = tl.atomic_add(words_ptr + READY * WORLD + peer, 0, sem="acquire", scope="sys")
+            if ready - epoch < 0:
+                record_failure(errors_ptr + peer, NOT_READY, epoch, ready)
+                give_up(words_ptr + READY * WORLD + peer, epoch)
+            known += (tl.load(errors_ptr + peer) != 0).to(tl.int32)
+    if known == 0:
+        record_failure(errors_ptr + chunk, NOT_COPIED, epoch, 0)
+
+
+@triton.jit
+def _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once it no longer needs our shard."""
-    _wait_for_chunk(peer, arrived_ptr, words_ptr, errors_ptr, epoch, budget, WORLD, False)
-    rows = tl.load(words_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
-    if rows != m:
-        record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
-    wait_until(words_ptr + FETCHED * WORLD + peer, epoch, errors_ptr + peer, NOT_FETCHED, budget, False)
+    value = _wait_for_chunk(peer, rank, words_ptr, errors_ptr, epoch, budget, WORLD, False)
+    if value == epoch:
+        rows = tl.load(words_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
+        if rows != m:
+            record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
+        # Twice the patience: the peer may be held up by a third rank, on which its own kernel gives up first.
+        wait_until(
+            words_ptr + FETCHED * WORLD + peer, epoch, errors_ptr + peer, NOT_FETCHED, 2 * budget, False
+        )
 
 
 @triton.jit

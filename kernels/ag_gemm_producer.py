@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ag_gemm_kernel import FETCHED, READY, ROWS
+from .ag_gemm_kernel import ARRIVED, FETCHED, READY, ROWS
 from .signals import GIVEN_UP, as_epoch
 from .symm import SymmetricMemory, SymmetricTensor
 
@@ -31,9 +31,7 @@ class ChunkProducer:
     operations, on which the proof in `ag_gemm` rests, is this one source for both.
     """
 
-    def __init__(
-        self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor, arrived: torch.Tensor
-    ) -> None:
+    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
         self._memory = memory
         self._stream = memory.side_stream()
         self._announced_rows = [0, 0]
@@ -47,7 +45,7 @@ class ChunkProducer:
                 _Peer(
                     chunk_here=gather.local[peer],
                     chunk_there=gather.peers[peer][peer],
-                    arrived=arrived[peer],
+                    arrived=words.local[ARRIVED.value, peer],
                     ready=words.local[READY.value, peer],
                     our_ready=theirs[READY.value],
                     our_fetched=theirs[FETCHED.value],

@@ -33,8 +33,8 @@ class Failure:
 
 
 def polls(timeout_s: float, device_type: str) -> int:
-    """Return the budget that lasts about `timeout_s` on a device, at most what an int32 holds."""
-    return max(1, min(2**31 - 1, int(timeout_s * POLLS_PER_SECOND[device_type])))
+    """Return the budget that lasts about `timeout_s` on a device, such that its double fits an int32."""
+    return max(1, min(2**30 - 1, int(timeout_s * POLLS_PER_SECOND[device_type])))
 
 
 def as_epoch(count: int) -> int:
@@ -52,15 +52,16 @@ def read_failure(word: int) -> Failure | None:
 
 @triton.jit
 def record_failure(error_ptr, kind, epoch, seen):
-    """Write one failure as a single int64, so that readers never see half of it."""
-    low = tl.cast(seen, tl.int64) & 0xFFFFFFFF
-    middle = (tl.cast(epoch, tl.int64) & 0xFFFFFFF) << 32
-    tl.store(error_ptr, (tl.cast(kind, tl.int64) << 60) | middle | low)
+    """Write a failure as one int64, so that nobody reads half of it; the first one stands."""
+    if tl.load(error_ptr) == 0:
+        low = tl.cast(seen, tl.int64) & 0xFFFFFFFF
+        middle = (tl.cast(epoch, tl.int64) & 0xFFFFFFF) << 32
+        tl.store(error_ptr, (tl.cast(kind, tl.int64) << 60) | middle | low)
 
 
 @triton.jit
-def wait_until(signal_ptr, epoch, error_ptr, kind, budget, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM):
-    """Spin until the signal has reached `epoch`; return whether it has, rather than been given up.
+def poll_until(signal_ptr, epoch, budget, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM):
+    """Spin until the signal has reached `epoch` or the budget is spent; return its value.
 
     What its writer wrote before it is visible afterwards, to TMA loads only with FENCE (NVIDIA: data that
     arrived through the generic proxy, read through the async proxy). A kernel must wait outside of its
@@ -72,14 +73,27 @@ def wait_until(signal_ptr, epoch, error_ptr, kind, budget, FENCE: tl.constexpr, 
     while (value - epoch < 0) & (spent < budget):
         value = tl.atomic_add(signal_ptr, 0, sem="acquire", scope=SCOPE)
         spent += 1
-    reached = value - epoch >= 0
-    if not reached:
-        record_failure(error_ptr, kind, epoch, value)
-        tl.atomic_xchg(signal_ptr, epoch + GIVEN_UP, sem="release", scope=SCOPE)
     if FENCE:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+    return value
+
+
+@triton.jit
+def give_up(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
+    """Let everybody pass who waits for the signal, now or later; to be called after recording the failure."""
+    tl.atomic_xchg(signal_ptr, epoch + GIVEN_UP, sem="release", scope=SCOPE)
+
+
+@triton.jit
+def wait_until(signal_ptr, epoch, error_ptr, kind, budget, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM):
+    """Do `poll_until`; where it fails, record that as `kind` and give up. Return whether it succeeded."""
+    value = poll_until(signal_ptr, epoch, budget, FENCE, SCOPE)
+    reached = value - epoch >= 0
+    if not reached:
+        record_failure(error_ptr, kind, epoch, value)
+        give_up(signal_ptr, epoch, SCOPE)
     return reached
 
 

@@ -294,6 +294,9 @@ def _join(job: _Job, rank: int) -> None:
         else dist.TCPStore("127.0.0.1", job.store_port, job.world_size, is_master=False, timeout=timeout)
     )
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    # A rank whose fn ends at once must not leave while gloo still connects others to it.
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{other}" for other in range(job.world_size)], timeout)
 
 
 def _failure(error: BaseException) -> dict[str, str]:

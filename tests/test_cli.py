@@ -36,7 +36,7 @@ def test_report_shows_winners_spread_stragglers_and_each_rank_alone(tmp_path: Pa
     result = run("report", "logs")
     assert result.exit_code == 0
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert "matmul[4096, 'fp16'] BLOCK=128 2.000 tuned 3 1 +33.3 +100.0" in rows
+    assert "matmul[4096, fp16] BLOCK=128 2.000 tuned 3 1 +33.3 +100.0" in rows
     assert "1 6 6 +33.3" in rows  # rank 1: slowest in 6 of 6
     assert f"0 0 {CONFIGS[0]} 1.000 4.000 +100.0" in rows  # rank 0 alone
     assert "Best agreed time: 4.000 ms after run 0, 2.000 ms after run 2; last trial in run 5." in rows

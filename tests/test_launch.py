@@ -81,7 +81,7 @@ def machine(tmp_path):
 def test_ranks_run_on_gpus(machine, gpus, options, ranks):
     result = machine.run(*options, "program.py", gpus=gpus)
     assert result.stdout.startswith("interpret=0 devices=all -m torch.distributed.run --standalone")
-    assert result.stdout.endswith(f" --nproc-per-node {ranks} program.py\n")
+    assert result.stdout.endswith(f" --nproc-per-node {ranks} -- program.py\n")
     assert result.stderr == ""
 
 
@@ -99,7 +99,7 @@ def test_ranks_run_on_gpus(machine, gpus, options, ranks):
 def test_ranks_run_on_the_cpu_and_one_line_says_why(machine, gpus, options, ranks, reason):
     result = machine.run(*options, "program.py", gpus=gpus)
     assert result.stdout.startswith("interpret=1 devices= -m torch.distributed.run --standalone")
-    assert result.stdout.endswith(f" --nproc-per-node {ranks} program.py\n")
+    assert result.stdout.endswith(f" --nproc-per-node {ranks} -- program.py\n")
     assert result.stderr.startswith(f"launch.sh: {reason}: {ranks} CPU ranks (gloo, ")
     assert result.stderr.count("\n") == 1
 
@@ -125,7 +125,7 @@ def test_hidden_gpus_do_not_count(machine, visible):
 def test_torchrun_options_pass_through_for_several_hosts(machine, gpus, options):
     result = machine.run(*options, "program.py", "--nnodes", "mine", gpus=gpus)
     expected = (
-        f"-m torch.distributed.run {' '.join(options)} --nproc-per-node {gpus} program.py --nnodes mine\n"
+        f"-m torch.distributed.run {' '.join(options)} --nproc-per-node {gpus} -- program.py --nnodes mine\n"
     )
     assert result.stdout.endswith(expected)
 
@@ -137,7 +137,7 @@ def test_a_cpu_build_of_torch_leaves_the_gpus_alone(machine):
 
 def test_other_torchrun_options_leave_the_ranks_on_one_host(machine):
     result = machine.run("--tee", "3", "program.py", gpus=2)
-    assert "--tee 3 --standalone --nproc-per-node 2 program.py" in result.stdout
+    assert "--tee 3 --standalone --nproc-per-node 2 -- program.py" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_torchrun_starts_two_cpu_ranks_and_a_failing_rank_fails_the_command(tmp_
         environ = dict(os.environ, VIRTUAL_ENV=sys.prefix)
         return subprocess.run([LAUNCH, "--cpu", program, *arguments], env=environ, timeout=120).returncode
 
-    assert launch("one", "two words") == 0
-    expected = ["2", "1", sys.prefix, "one", "two words"]
+    assert launch("one", "two words", "--m", "3") == 0  # torchrun alone calls --m an ambiguous abbreviation
+    expected = ["2", "1", sys.prefix, "one", "two words", "--m", "3"]
     assert [Path(f"rank-{rank}").read_text().split("|") for rank in range(2)] == [
         ["0", *expected],
         ["1", *expected],

@@ -53,7 +53,7 @@ def test_a_trial_line_names_context_config_sample_and_best_so_far() -> None:
     for record in session_records("s1", 0, "layer", "EventClock"):
         out.line(record)
     assert out.line(dataclasses.replace(TRIAL, key="4096, 'fp16'")) == (
-        "[  12.4s] rank 0   matmul[4096, 'fp16']      config 1/4  BLOCK=128  sample 2/5      0.3124 ms"
+        "[  12.4s] rank 0   matmul[4096, fp16]        config 1/4  BLOCK=128  sample 2/5      0.3124 ms"
         "  (best 2.000, #1)"
     )
 

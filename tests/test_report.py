@@ -33,8 +33,8 @@ def load_context(directory: Path) -> ContextHistory:
 # ---- TuningReport
 
 CONTEXT = TunedContext(
-    kernel="matmul", key=(4096, "fp16"), config="BLOCK: 128", ms=0.25, status="tuned",
-    timings={"BLOCK=64": 0.5, "BLOCK=128": 0.25}, banned={"BLOCK=512": "out of resource"},
+    kernel="matmul", key=(4096, "fp16"), config="BLOCK: 128", ms=0.25, fastest_rank_ms=0.2,
+    status="tuned", timings={"BLOCK=64": 0.5, "BLOCK=128": 0.25}, banned={"BLOCK=512": "out of resource"},
 )  # fmt: skip
 
 
@@ -43,9 +43,9 @@ def test_a_report_reads_as_a_table() -> None:
     report = TuningReport(runs=12, contexts=(CONTEXT, other), world_size=2, seconds=3.25, log_dir="logs")
     assert str(report).splitlines() == [
         "2 contexts in 12 runs on 2 ranks, 3.2 s",
-        "context                 ms  status   timed  banned  winner",
-        "matmul[4096, fp16]  0.2500  tuned        2       1  BLOCK: 128",
-        "add[7]                   -  starved      0       0  BLOCK: 8",
+        "context                 ms  spread  status   timed  banned  winner",
+        "matmul[4096, fp16]  0.2500  20.0 %  tuned        2       1  BLOCK: 128",
+        "add[7]                   -       -  starved      0       0  BLOCK: 8",
         "Logs: logs",
     ]
 
@@ -83,7 +83,7 @@ def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) ->
     assert (session.thunk, session.ranks, session.runs, session.outcome) == ("layer", (0, 1), 7, "settled")
     context = load_context(tmp_path)
     assert (context.label, context.status, context.winner, context.ms) == (
-        "matmul[4096, 'fp16']",
+        "matmul[4096, fp16]",
         "tuned",
         1,
         2.0,
@@ -239,7 +239,7 @@ def test_the_html_report_is_one_file_with_tables_and_a_plot_per_context(tmp_path
     assert page.tags.count("svg") == 2
     assert len(page.ids) == len(set(page.ids))
     for text in (
-        "matmul[4096, 'fp16']",
+        "matmul[4096, fp16]",
         CONFIGS[1],
         "shared memory <48>",
         "Stragglers",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import assert_all_ok, run_ranks
-
 from dist_autotune.kernels import symm
-from dist_autotune.kernels.symm import SymmetricMemoryError, open_symmetric_memory
+from dist_autotune.kernels.symm import SymmetricMemoryError, nvshmem, open_symmetric_memory
 from dist_autotune.kernels.symm import shm as shm_module
+from dist_autotune.kernels.symm.ranks import RankGroup
+
+from ranks import assert_all_ok, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 PROCESS_GROUP = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
@@ -164,7 +167,7 @@ def test_different_shapes_raise_on_every_rank_and_leave_the_memory_usable(backen
 def leave_by_exception(rank, backend):
     started = time.monotonic()
     if rank == 1:
-        with pytest.raises(KeyError), open_symmetric_memory(backend=backend) as memory:
+        with contextlib.suppress(KeyError), open_symmetric_memory(backend=backend) as memory:
             memory.allocate((4,), torch.int32)
             raise KeyError("the user's own")
         return time.monotonic() - started
@@ -222,17 +225,21 @@ def test_a_group_across_hosts_is_refused_on_every_rank(tmp_path):
         assert message.startswith("the group spans several hosts (rank 0 on ")
 
 
-def stay_away(rank):
+def stay_away(rank, done):
+    dist.barrier()
     if rank == 1:
+        while not done.exists():
+            time.sleep(0.01)
         return None
     started = time.monotonic()
     with pytest.raises(SymmetricMemoryError, match="rank 0 of 2 got no answer") as caught:
         open_symmetric_memory(timeout_s=0.5)
+    done.touch()
     return str(caught.value), time.monotonic() - started
 
 
-def test_a_peer_that_does_not_come_ends_the_wait():
-    (message, elapsed_s), _ = ranks(stay_away, 2)
+def test_a_peer_that_does_not_come_ends_the_wait(tmp_path):
+    (message, elapsed_s), _ = ranks(stay_away, 2, tmp_path / "done")
     assert elapsed_s < 5, message
 
 
@@ -245,7 +252,9 @@ def test_a_peer_that_does_not_come_ends_the_wait():
         pytest.param("mpi", None, "backend 'mpi' is none of 'auto', 'shm', 'nvshmem', 'torch'", id="unknown"),
         pytest.param("shm", "meta", "for cpu and cuda devices, not for meta", id="no such device"),
         pytest.param("torch", "cpu", "backend 'torch' is for cuda devices, not for cpu", id="torch on cpu"),
-        pytest.param("nvshmem", "cpu", "backend 'nvshmem' is for cuda devices, not for cpu", id="nvshmem on cpu"),
+        pytest.param(
+            "nvshmem", "cpu", "backend 'nvshmem' is for cuda devices, not for cpu", id="nvshmem on cpu"
+        ),
     ],
 )
 def test_a_choice_that_cannot_work_is_refused(backend, device, message):
@@ -257,6 +266,14 @@ def test_a_choice_that_cannot_work_is_refused(backend, device, message):
 def test_gpu_backends_without_a_gpu_raise_and_the_process_lives(backend):
     with pytest.raises(SymmetricMemoryError, match=f"'{backend}' needs a GPU and torch sees none"):
         open_symmetric_memory(backend=backend)
+
+
+def test_nvshmem_that_is_not_installed_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it is asked about before anything else
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    reason = nvshmem.why_unusable(RankGroup())
+    assert reason == "nvshmem4py is not installed; " + nvshmem.INSTALL
 
 
 def test_the_choice_is_explained_and_logged(caplog):
@@ -317,7 +334,10 @@ def test_a_rank_without_space_fails_the_allocation_on_every_rank(shm_directory):
 
 
 def test_too_little_space_is_an_error_and_no_bus_error():
-    with open_symmetric_memory(backend="shm") as memory, pytest.raises(SymmetricMemoryError, match="no space for"):
+    with (
+        open_symmetric_memory(backend="shm") as memory,
+        pytest.raises(SymmetricMemoryError, match="no space for"),
+    ):
         memory.allocate((2**50,), torch.int8)
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from dist_autotune.kernels.tiles import grouped_tile, on_host, rotated_chunk, row_major_tile
 from hypothesis import given
 from hypothesis import strategies as st
-
-from dist_autotune.kernels.tiles import grouped_tile, on_host, rotated_chunk, row_major_tile
 
 # Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -39,7 +38,8 @@ def test_grouped_goes_down_a_group_before_the_next_column():
 @given(tiles_m=sizes, tiles_n=sizes, group_m=sizes)
 def test_a_group_is_finished_before_the_next_begins(tiles_m, tiles_n, group_m):
     groups = [
-        on_host(grouped_tile)(tile, tiles_m, tiles_n, group_m)[0] // group_m for tile in range(tiles_m * tiles_n)
+        on_host(grouped_tile)(tile, tiles_m, tiles_n, group_m)[0] // group_m
+        for tile in range(tiles_m * tiles_n)
     ]
     assert groups == sorted(groups)
 

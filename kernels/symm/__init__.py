@@ -61,15 +61,20 @@ def open_symmetric_memory(
     chosen, reason = backend, "asked for"
     if backend == "auto":
         chosen, reason = _choose(device, reasons)
-    memory: SymmetricMemory
-    if chosen == "shm":
-        memory = ShmMemory(ranks, reason)
-    elif chosen == "torch":
-        memory = TorchMemory(ranks, device, reason)
-    else:
-        memory = NvshmemMemory(ranks, device, reason)
-    _log.info("%s: symmetric memory %s on %s: %s", ranks, chosen, device, reason)
+    try:
+        memory = _open(chosen, ranks, device, reason)
+    except SymmetricMemoryError as error:  # raised on all ranks or on none
+        if backend != "auto" or chosen != "nvshmem":
+            raise
+        memory = _open("torch", ranks, device, f"not nvshmem: {error}")
+    _log.info("%s: symmetric memory %s on %s: %s", ranks, memory.name, device, memory.reason)
     return memory
+
+
+def _open(backend: str, ranks: RankGroup, device: torch.device, reason: str) -> SymmetricMemory:
+    if backend == "shm":
+        return ShmMemory(ranks, reason)
+    return TorchMemory(ranks, device, reason) if backend == "torch" else NvshmemMemory(ranks, device, reason)
 
 
 def _device(backend: str, device: torch.device | str | None) -> torch.device:

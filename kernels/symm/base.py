@@ -50,6 +50,7 @@ class SymmetricMemory(abc.ABC):
         self.device = device
         self.reason = reason  # why this backend was chosen
         self._ranks = ranks
+        self._allocations: list[SymmetricTensor] = []
         self._is_closed = False
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
@@ -64,7 +65,9 @@ class SymmetricMemory(abc.ABC):
             )
         if min(shape, default=1) <= 0:
             raise ValueError(f"cannot allocate shape {list(shape)}: every dimension must be at least 1")
-        return self._map(tuple(shape), dtype)
+        tensor = self._map(tuple(shape), dtype)
+        self._allocations.append(tensor)
+        return tensor
 
     def barrier(self) -> None:
         """Return when every rank has come here and this rank's device has done all it was given."""
@@ -87,6 +90,7 @@ class SymmetricMemory(abc.ABC):
             raise
         self._is_closed = True
         self._release()
+        self._allocations.clear()
 
     def abandon(self) -> None:
         """Stop using the memory without meeting the peers: the way out of a rank that has failed."""
@@ -122,7 +126,7 @@ class SymmetricMemory(abc.ABC):
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Give back what `_map` took; every rank is here."""
+        """Give back `_allocations`, last first; every rank is here."""
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 
-from .base import SideStream, SymmetricMemory
+from .base import SideStream, SymmetricMemory, SymmetricTensor
 from .ranks import RankGroup, SymmetricMemoryError
 
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a system-scope barrier comes before the write
+
+
+# What was abandoned. Streams, a peer's among them, may still write there: it is never used for anything else.
+_abandoned: list[SymmetricTensor] = []
 
 
 class CudaStream:
@@ -64,6 +68,11 @@ class CudaMemory(SymmetricMemory):
         self._succeed(
             self._driver.cuStreamWaitValue32(_handle(stream), word.data_ptr(), value, GREATER_OR_EQUAL)
         )
+
+    def abandon(self) -> None:
+        if not self._is_closed:
+            _abandoned.extend(self._allocations)
+        super().abandon()
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 from typing import Any
 
@@ -12,8 +12,7 @@ from .base import SymmetricTensor
 from .cuda import CudaMemory
 from .ranks import RankGroup, SymmetricMemoryError
 
-INSTALL = "install nvshmem4py-cu13>=0.3.1,<0.5 (it brings nvidia-nvshmem-cu13 and cuda-core)"
-UNIQUE_ID_BYTES = 128
+INSTALL = "install 'nvshmem4py-cu13>=0.3.1,<0.5' (for CUDA 12: nvshmem4py-cu12)"
 INITIALIZED = 2  # nvshmem.core.init_status() from here on
 
 
@@ -24,7 +23,6 @@ class NvshmemMemory(CudaMemory):
 
     def __init__(self, ranks: RankGroup, device: torch.device, reason: str = "asked for") -> None:
         super().__init__(ranks, device, reason)
-        self._allocations: list[torch.Tensor] = []
         _library.enter(ranks, device)
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
@@ -33,7 +31,6 @@ class NvshmemMemory(CudaMemory):
         error: Exception | None = None
         try:
             local = nvshmem.tensor(shape, dtype)  # collective, and not zeroed
-            self._allocations.append(local)
             local.zero_()
             self._synchronize()  # a peer may use it as soon as the next exchange is over
             # Its own entry is `local`: asking for it as a peer's would leak it, by one reference too many.
@@ -47,8 +44,8 @@ class NvshmemMemory(CudaMemory):
         return SymmetricTensor(peers[self.rank], peers)
 
     def _release(self) -> None:
-        while self._allocations:
-            _library.module.free_tensor(self._allocations.pop())  # collective: the same order on all ranks
+        for tensor in reversed(self._allocations):
+            _library.module.free_tensor(tensor.local)  # collective: the same order on all ranks
         _library.leave()
 
 
@@ -57,16 +54,14 @@ def why_unusable(ranks: RankGroup) -> str | None:
     # Without a device, NVSHMEM does not raise: it ends the process with exit(255).
     if not torch.cuda.is_available():
         return "NVSHMEM needs a CUDA device and torch sees none"
-    try:
-        version = importlib.metadata.version("nvshmem4py-cu13")
-    except importlib.metadata.PackageNotFoundError:
+    if importlib.util.find_spec("nvshmem") is None:
         return f"nvshmem4py is not installed; {INSTALL}"
     try:
         import nvshmem.core
 
         nvshmem.core.get_version()  # loads libnvshmem_host
-    except Exception as error:  # import errors, missing libraries, clashing cuda packages
-        return f"nvshmem4py {version} cannot be used ({type(error).__name__}: {error}); {INSTALL}"
+    except Exception as error:  # missing libraries, cuda packages of other versions
+        return f"nvshmem4py cannot be used ({type(error).__name__}: {error}); {INSTALL}"
     return _library.why_closed_to(ranks)
 
 
@@ -98,7 +93,12 @@ class _Library:
             text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
             raise SymmetricMemoryError(f"the nvshmem backend cannot be used. {text}")
         if self._users == 0:
-            self._initialize(ranks, device)
+            error: Exception | None = None
+            try:
+                self._initialize(ranks, device)
+            except Exception as caught:  # NVSHMEM's own classes
+                error = caught
+            ranks.raise_together("initialising NVSHMEM", error)
         self._users += 1
 
     def leave(self) -> None:

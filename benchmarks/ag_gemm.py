@@ -1,0 +1,395 @@
+"""All-gather + GEMM: ours against NCCL and cuBLAS in sequence, torch's fused operation, and the parts alone.
+
+    ./launch.sh benchmarks/ag_gemm.py [--m M] [--n N] [--k K] [--shapes public] [--json FILE]
+
+M is the number of rows of all ranks together, N that of columns on each rank. Ours is `AllGatherGemm`, tuned
+first, inside `contextual_autotune(is_dist=True)`; in place means that the caller has written `op.shard`.
+
+    ours                 in place, eager
+    ours, copied         the shard lies elsewhere and is copied first
+    ours, graph          in place, as a CUDA graph; and copied
+    NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
+    torch fused          torch.ops.symm_mem.fused_all_gather_matmul
+    GEMM                 torch.matmul on data that is gathered already
+    copies               the all-gather by copy engines alone: no signals between the ranks
+    NCCL gather          all_gather_into_tensor alone
+
+Protocol and traps: `common.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
+
+from common import (
+    ON_GPU,
+    Arm,
+    Plan,
+    Ranks,
+    Unsupported,
+    clocks_seen,
+    describe_run,
+    measure,
+    run_on_ranks,
+    write_json,
+)
+from dist_autotune import contextual_autotune
+from render import summary
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PATIENCE_S = 60.0  # of a rank for its peers inside our operation
+LIMIT_S = 900.0  # for everything about one shape, tuning and compiling included
+OURS = "ours"
+
+Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int  # rows of all ranks
+    n: int  # columns of each rank
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+PUBLIC = (
+    Shape(8192, 14336, 8192),
+    Shape(8192, 3584, 8192),
+    Shape(8192, 1792, 4096),
+    Shape(8192, 6656, 16384),
+    Shape(2048, 3584, 8192),
+    Shape(512, 3584, 8192),
+)
+DEFAULT = Shape(8192, 3584, 8192) if ON_GPU else Shape(64, 48, 32)
+
+# The name was new in torch 2.13, which warns of the old one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Problem:
+    """The tensors of one shape on this rank, and what the right results are."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.rows = shape.m // ranks.world_size
+        options = {"dtype": dtype, "device": ranks.device}
+        self.a = torch.empty(self.rows, shape.k, **options)
+        self.weight = torch.randn(shape.n, shape.k, **options)
+        self.gathered = torch.empty(shape.m, shape.k, **options)
+        self.reference = torch.empty_like(self.gathered)  # the shards of all ranks, of the present inputs
+        self.out = torch.empty(shape.m, shape.n, **options)
+        self.places: list[torch.Tensor] = []  # where else the shard of this rank is wanted
+        # Rounding the result costs at most eps; adding K products in float32 about sqrt(K) of its eps.
+        explained = shape.k**0.5 * torch.finfo(torch.float32).eps
+        self.limit = torch.finfo(dtype).eps + explained
+        self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
+        self.fetched_mb = 1e-6 * (shape.m - self.rows) * shape.k * dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.a.normal_()
+        for place in self.places:
+            place.copy_(self.a)
+        all_gather(self.reference, self.a)
+
+    def gather_error(self, result: torch.Tensor) -> float:
+        return float((result.float() - self.reference.float()).norm() / self.reference.float().norm())
+
+    def product_error(self, result: torch.Tensor) -> float:
+        """Return the error against float32, block by block: the whole could be too large."""
+        weight = self.weight.float()
+        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
+        for block, wanted in zip(result.split(1024), self.reference.split(1024), strict=True):
+            right = wanted.float() @ weight.T
+            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
+        return float((squares[0] / squares[1]).sqrt())
+
+    def product(self, name: str, prepare: Prepare) -> Arm:
+        """Return an arm that computes the product, into `out` or into a tensor of its own."""
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.product_error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: self.out.fill_(math.nan),
+        )
+
+    def gather(self, name: str, prepare: Prepare, poison: Callable[[], object]) -> Arm:
+        """Return an arm that gathers, and no more."""
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.gather_error,
+            limit=0.0,
+            work=self.fetched_mb,
+            rate="GB/s",
+            poison=poison,
+        )
+
+
+# ---- ours
+
+
+class Ours:
+    """`AllGatherGemm` in place and copied, tuned in context."""
+
+    def __init__(self, problem: Problem, backend: str, *, retune: bool) -> None:
+        self._problem = problem
+        self.op = AllGatherGemm(
+            problem.rows, problem.a.shape[1], problem.a.dtype, backend=backend, timeout_s=PATIENCE_S
+        )
+        problem.places.append(self.op.shard)
+
+        @contextual_autotune(is_dist=True, watch=False, name="ag_gemm benchmark")
+        def call(a_shard: torch.Tensor) -> torch.Tensor:
+            return self.op(a_shard, problem.weight, problem.out)
+
+        self.call = call
+        if retune:
+            call.retune()
+
+    def eager(self, a_shard: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Tune what is not tuned yet; return the call."""
+        for _ in range(3):  # a session may leave candidates for the next one
+            self.call(a_shard)
+            if self.call.settled:
+                break
+        self.op.check()
+        return lambda: self.call(a_shard)
+
+    def graph(self, a_shard: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Capture one call, if the operation can be captured; return the replay."""
+        if not ON_GPU:
+            raise Unsupported("CUDA graphs need a GPU")
+        self.eager(a_shard)  # nothing is compiled or loaded during the capture
+        graph, refusal = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                try:
+                    self.call(a_shard)
+                except RuntimeError as error:
+                    refusal = error
+        except RuntimeError:  # the end of a capture in which nothing was captured
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise Unsupported(str(refusal)) from refusal
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return self._problem.out
+
+        return replay
+
+    def tuned(self) -> dict[str, Any]:
+        """Return what the record says of the tuning."""
+        report = self.call.report
+        if report is None:
+            return {"contexts": [], "runs": 0, "seconds": 0.0}
+        contexts = [
+            {
+                "kernel": context.kernel,
+                "config": str(context.config),
+                "ms": context.ms if context.ms is not None and math.isfinite(context.ms) else None,
+                "status": context.status,
+                "timed": len(context.timings),  # the search drops slow candidates in its warm-up runs
+                "banned": len(context.banned),
+            }
+            for context in report.contexts
+        ]
+        return {"contexts": contexts, "runs": report.runs, "seconds": round(report.seconds, 1)}
+
+
+# ---- baselines
+
+
+class CopyEngines:
+    """The all-gather as copies from the peers' memory, in the order rank + 1, rank + 2, ..."""
+
+    def __init__(self, memory: SymmetricMemory, elements: int, dtype: torch.dtype) -> None:
+        self.backend = memory.name
+        self._memory = memory
+        self._flat = memory.allocate((elements,), dtype)
+        self._stream = memory.side_stream()
+
+    def gather(self, problem: Problem) -> Arm:
+        """Return the arm; the shard goes to its place in the gathered rows."""
+        memory, shape = self._memory, (self._memory.world_size, *problem.a.shape)
+        elements = problem.a.numel() * memory.world_size
+        here = self._flat.local[:elements].view(shape)
+        there = [peer[:elements].view(shape) for peer in self._flat.peers]
+        problem.places.append(here[memory.rank])
+        peers = [(memory.rank + step) % memory.world_size for step in range(1, memory.world_size)]
+
+        def poison() -> None:
+            for peer in peers:
+                here[peer].fill_(math.nan)
+
+        def call() -> torch.Tensor:
+            self._stream.fork()
+            for peer in peers:
+                memory.copy(here[peer], there[peer][peer], self._stream)
+            self._stream.join()
+            return here.view(-1, shape[2])
+
+        return problem.gather("copies", lambda: call, poison)
+
+
+def gather_then_matmul(problem: Problem) -> Callable[[], torch.Tensor]:
+    def call() -> torch.Tensor:
+        all_gather(problem.gathered, problem.a)
+        return torch.matmul(problem.gathered, problem.weight.T, out=problem.out)
+
+    return call
+
+
+def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
+    if not ON_GPU:
+        raise Unsupported("torch's symmetric memory needs GPUs")
+    import torch.distributed._symmetric_memory  # registers the operation
+
+    group = dist.group.WORLD
+    assert group is not None
+    fused, columns = torch.ops.symm_mem.fused_all_gather_matmul, problem.weight.T
+
+    def call() -> torch.Tensor:
+        _, (product,) = fused(problem.a, [columns], gather_dim=0, group_name=group.group_name)
+        return product
+
+    return call
+
+
+def matmul_alone(problem: Problem) -> Callable[[], torch.Tensor]:
+    return lambda: torch.matmul(problem.reference, problem.weight.T, out=problem.out)
+
+
+def gather_alone(problem: Problem) -> Callable[[], torch.Tensor]:
+    def call() -> torch.Tensor:
+        all_gather(problem.gathered, problem.a)
+        return problem.gathered
+
+    return call
+
+
+# ---- the program
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, text in (("m", "rows of all ranks"), ("n", "columns of each rank"), ("k", "inner dimension")):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
+    parser.add_argument("--shapes", choices=["public"], help="the list of published shapes, instead of one")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--backend", default="auto", help="symmetric memory of ours: auto, torch, nvshmem, shm"
+    )
+    parser.add_argument("--warm-ups", type=int, default=120 if ON_GPU else 8, help="launches of all arms")
+    parser.add_argument("--iterations", type=int, default=40 if ON_GPU else 3, help="timed calls of each arm")
+    parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
+    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
+    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    options = parser.parse_args()
+    if options.shapes and not ON_GPU:
+        parser.error("--shapes public needs GPUs: the interpreter would take days")
+    options.shapes = PUBLIC if options.shapes else (Shape(options.m, options.n, options.k),)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    uneven = [str(shape) for shape in options.shapes if shape.m % ranks]
+    if uneven:
+        parser.error(f"M must be a multiple of the {ranks} ranks; {', '.join(uneven)} is not")
+    return options
+
+
+def run_shape(
+    shape: Shape, options: argparse.Namespace, engines: CopyEngines, ranks: Ranks
+) -> dict[str, Any]:
+    """Return the record of one shape."""
+    problem = Problem(shape, DTYPES[options.dtype], ranks)
+    ours = Ours(problem, engines.backend, retune=options.retune)
+    # Apart from the eager one: a capture that fails in the middle would break that too.
+    captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
+    gathers = ranks.collectives
+    arms = [
+        problem.product(OURS, lambda: ours.eager(ours.op.shard)),
+        problem.product("ours, copied", lambda: ours.eager(problem.a)),
+        problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
+        problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
+        problem.product(f"{gathers} + GEMM", lambda: gather_then_matmul(problem)),
+        problem.product("torch fused", lambda: torch_fused(problem)),
+        problem.product("GEMM", lambda: matmul_alone(problem)),
+        engines.gather(problem),
+        problem.gather(
+            f"{gathers} gather", lambda: gather_alone(problem), lambda: problem.gathered.fill_(math.nan)
+        ),
+    ]
+    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+    measured = measure(arms, ranks, problem.refresh, plan)
+    clocks = clocks_seen(ranks)
+    closed = [ranks.attempt(each.op.close) for each in (captured, ours)]
+    return {
+        "case": str(shape),
+        "dtype": options.dtype,
+        "rows_per_rank": problem.rows,
+        **measured,
+        "tuned": ours.tuned(),
+        "clocks": clocks,
+        "trouble_at_closing": [reason for reason in closed if reason],
+    }
+
+
+def _has_failed(case: dict[str, Any]) -> bool:
+    """Return whether our own operation, the eager one at least, did not work."""
+    ours = next(arm for arm in case["arms"] if arm["name"] == OURS)
+    return "unavailable" in ours or bool(case["trouble_at_closing"])
+
+
+def main() -> None:
+    options = parse()
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        record = describe_run(
+            ranks, op="ag_gemm", title="All-gather + GEMM", commit=options.commit, plan=plan
+        )
+        record["case_title"] = "M x N x K"
+        sequence = f"{ranks.collectives} + GEMM"
+        record["ratios"] = [
+            {"name": f"{sequence} / ours", "of": sequence, "to": OURS},
+            {"name": "fused / ours", "of": "torch fused", "to": OURS},
+            {"name": "ours / GEMM", "of": OURS, "to": "GEMM"},
+            {"name": "graph / GEMM", "of": "ours, graph", "to": "GEMM"},
+        ]
+        record["cases"] = []
+        elements = max(shape.m * shape.k for shape in options.shapes)
+        # Open as long as the program runs, so that NVSHMEM is set up once.
+        with open_symmetric_memory(None, options.backend, ranks.device, timeout_s=PATIENCE_S) as memory:
+            record["symmetric_memory"] = {"backend": memory.name, "reason": memory.reason}
+            engines = CopyEngines(memory, elements, DTYPES[options.dtype])
+            for shape in options.shapes:
+                record["cases"].append(run_shape(shape, options, engines, ranks))
+                ranks.say(f"{shape}: done")
+                if options.json is not None and ranks.rank == 0:
+                    write_json(options.json, record)
+        ranks.say(f"\n{summary(record)}")
+        return 1 if any(map(_has_failed, record["cases"])) else 0
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

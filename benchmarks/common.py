@@ -1,0 +1,395 @@
+"""What the benchmarks share: ranks, checks before timing, interleaved timing, the record that a run leaves.
+
+Protocol: every arm is checked against a reference on fresh random inputs, before the timing and, with other
+inputs, after it. Then all arms are timed in one process group, in rounds: each arm once, every second round
+in reverse order, new inputs in every round. On GPUs a time is what CUDA events around one call say. Before
+each call, of every arm alike, the device sleeps while the host runs ahead, so that what is timed is the
+device's work and not the host's, and an all-reduce lets the ranks start together. The figure of an arm is
+the median of each rank's times, then the slowest rank.
+
+Traps: figures of different processes differ by more than what is looked for (clocks, power), so compare
+inside one run; zeros as inputs are up to 40 % too fast on an H200; a result that is checked once may be a
+stale one.
+
+On CPU ranks the same code runs with wall clocks. Such figures show behaviour, not speed, and are labelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, as launch.sh does
+
+import triton
+
+from dist_autotune.domain import Device
+from dist_autotune.examination import versions
+from dist_autotune.settings import variables
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA_VERSION = 1
+ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+COLLECTIVE_LIMIT_S = 120
+NOT_MEASURED = ("--json", "--commit")  # options, each with a value, that a record's command leaves out
+INTERPRETER_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
+
+CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz; at lower clocks a sleep lasts longer
+FIRST_LEAD_MS, SHORTEST_LEAD_MS, LONGEST_LEAD_MS = 1.0, 0.2, 5.0
+
+
+class Unsupported(RuntimeError):
+    """An arm that cannot run here; its text is the reason that the table gives."""
+
+
+# ---- ranks
+
+
+class Ranks:
+    """The ranks that torchrun started."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
+        self.collectives = "NCCL" if ON_GPU else "gloo"
+        torch.manual_seed(
+            1000 + self.rank
+        )  # torch's own start is equal on all ranks, and hides mixed-up shards
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def attempt(self, action: Callable[[], object]) -> str:
+        """Do `action` on all ranks; return why it failed, the same on all; empty: it worked everywhere."""
+        reason = ""
+        try:
+            action()
+            self.synchronize()
+        except Exception as error:  # of any arm; it is told, and the other arms go on
+            if not isinstance(error, Unsupported):
+                traceback.print_exc()
+            reason = f"{'' if isinstance(error, Unsupported) else f'{type(error).__name__}: '}{error}"
+        reasons = [text.strip().partition("\n")[0] for text in self.gather(reason)]
+        failed = [rank for rank, text in enumerate(reasons) if text]
+        if not failed:
+            return ""
+        where = "" if len(set(reasons)) == 1 else f"rank {failed[0]}: "
+        return f"{where}{reasons[failed[0]]}"
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if ON_GPU:
+            torch.cuda.synchronize(self.device)
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def run_on_ranks(body: Callable[[Ranks], int]) -> None:
+    """Join the ranks of torchrun, run `body` and leave the process with the exit code that it returns."""
+    try:
+        if ON_GPU:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        limit = datetime.timedelta(seconds=COLLECTIVE_LIMIT_S)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo", timeout=limit)
+        code = body(Ranks())
+        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # no tear-down: it could wait for a peer; torchrun ends the other ranks
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End this process, with its stack on stderr, if the block takes longer; torchrun ends its peers."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+# ---- arms and their times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One thing to time.
+
+    `prepare` does once what need not be timed and returns the call to time, which works on the current
+    stream and returns its result. It raises Unsupported where this arm cannot run.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], torch.Tensor]]
+    error: Callable[[torch.Tensor], float]  # of a result, relative to the reference
+    limit: float  # of that error
+    work: float = 0.0  # of one call, in units of `rate` times milliseconds
+    rate: str = ""  # "TFLOP/s" or "GB/s"
+    poison: Callable[[], object] = lambda: None  # fills what a call writes with NaN, before a check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How often each arm is called."""
+
+    warm_ups: int  # calls of all arms together
+    iterations: int  # timed calls of each arm
+    limit_s: float  # of everything together
+
+
+def measure(arms: Sequence[Arm], ranks: Ranks, refresh: Callable[[], None], plan: Plan) -> dict[str, Any]:
+    """Check all arms, time those that work, interleaved, and return what a record holds of them."""
+    with time_limit(plan.limit_s):
+        unavailable: dict[str, str] = {}
+        calls: dict[str, Callable[[], torch.Tensor]] = {}
+        errors: dict[str, float] = {}
+        _renew(refresh, ranks)
+        for arm in arms:
+
+            def prepare(arm: Arm = arm) -> None:
+                calls[arm.name] = arm.prepare()
+
+            unavailable[arm.name] = ranks.attempt(prepare) or _check(arm, calls, errors, ranks)
+        live = [arm for arm in arms if not unavailable[arm.name]]
+        times, lead_ms = _time([calls[arm.name] for arm in live], ranks, refresh, plan)
+        _renew(refresh, ranks)
+        for arm in live:
+            unavailable[arm.name] = _check(arm, calls, errors, ranks)
+        timed = dict(zip((arm.name for arm in live), times, strict=True))
+        rows = [
+            {"name": arm.name, "unavailable": unavailable[arm.name]}
+            if unavailable[arm.name]
+            else _row(arm, timed[arm.name], max(ranks.gather(errors[arm.name])), lead_ms, ranks)
+            for arm in arms
+        ]
+    return {"arms": rows, "lead_ms": lead_ms}
+
+
+def _check(
+    arm: Arm, calls: dict[str, Callable[[], torch.Tensor]], errors: dict[str, float], ranks: Ranks
+) -> str:
+    """Return what is wrong with the arm's result on some rank, if anything."""
+
+    def call() -> None:
+        error = arm.error(calls[arm.name]())
+        errors[arm.name] = max(error, errors.get(arm.name, 0.0))
+        if not error <= arm.limit:  # NaN too
+            raise Unsupported(
+                f"wrong result: relative error {error:.1e}, at most {arm.limit:.1e} is explained"
+            )
+
+    return ranks.attempt(arm.poison) or ranks.attempt(call)
+
+
+def _time(
+    calls: Sequence[Callable[[], torch.Tensor]], ranks: Ranks, refresh: Callable[[], None], plan: Plan
+) -> tuple[list[list[tuple[float, float]]], float]:
+    """Return (ms, host ms) of each timed call of each arm, and how far ahead the host was."""
+    clock = GpuClock() if ON_GPU else WallClock(ranks)
+    warm_ups = _rounds(calls, clock, refresh, ranks, math.ceil(plan.warm_ups / max(1, len(calls))))
+    clock.settle(max(ranks.gather(max((times[-1][1] for times in warm_ups if times), default=0.0))))
+    times = _rounds(calls, clock, refresh, ranks, plan.iterations)
+    return times, clock.lead_ms
+
+
+def _rounds(
+    calls: Sequence[Callable[[], torch.Tensor]],
+    clock: GpuClock | WallClock,
+    refresh: Callable[[], None],
+    ranks: Ranks,
+    count: int,
+) -> list[list[tuple[float, float]]]:
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    for number in range(count):
+        _renew(refresh, ranks)
+        for index in order if number % 2 == 0 else reversed(order):
+            times[index].append(clock.time(calls[index]))
+    return times
+
+
+def _renew(refresh: Callable[[], None], ranks: Ranks) -> None:
+    """Change the inputs, which a peer may have been reading until now and may read from now on."""
+    ranks.gather(None)
+    refresh()
+    ranks.synchronize()
+    ranks.gather(None)
+
+
+class GpuClock:
+    """Times one call with CUDA events, its host part with the wall clock."""
+
+    def __init__(self) -> None:
+        self.lead_ms = FIRST_LEAD_MS
+        self._token = torch.zeros(1, device="cuda")
+
+    def time(self, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(self.lead_ms * CYCLES_PER_MS))
+        dist.all_reduce(self._token)
+        begin.record()
+        began = time.perf_counter()
+        call()
+        host_ms = (time.perf_counter() - began) * 1e3
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end), host_ms
+
+    def settle(self, slowest_host_ms: float) -> None:
+        """Choose the lead by what the slowest arm took on the slowest host."""
+        self.lead_ms = min(max(1.5 * slowest_host_ms, SHORTEST_LEAD_MS), LONGEST_LEAD_MS)
+
+
+class WallClock:
+    """Times one call that is done when it returns."""
+
+    lead_ms = 0.0
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def time(self, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
+        self._ranks.gather(None)  # the ranks start together
+        began = time.perf_counter()
+        call()
+        ms = (time.perf_counter() - began) * 1e3
+        return ms, ms
+
+    def settle(self, slowest_host_ms: float) -> None:
+        """Nothing to choose."""
+
+
+def _row(
+    arm: Arm, times: list[tuple[float, float]], error: float, lead_ms: float, ranks: Ranks
+) -> dict[str, Any]:
+    ms, host_ms = ([pair[part] for pair in times] for part in (0, 1))
+    everyone = ranks.gather((statistics.median(ms), statistics.median(host_ms), quantiles(ms)))
+    slowest_ms, slowest_host_ms = (max(of_rank[part] for of_rank in everyone) for part in (0, 1))
+    return {
+        "name": arm.name,
+        "ms": slowest_ms,
+        "host_ms": slowest_host_ms,
+        "host_bound": ON_GPU and slowest_host_ms > lead_ms,  # then gaps of the host are in the figure
+        "rate": arm.work / slowest_ms if arm.rate else None,
+        "rate_unit": arm.rate,
+        "error": error,
+        "ranks_ms": [of_rank for _, _, of_rank in everyone],
+    }
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """Return the QUANTILES of the values, interpolated."""
+    ordered = sorted(values)
+    found = []
+    for quantile in QUANTILES:
+        position = quantile * (len(ordered) - 1)
+        low = math.floor(position)
+        high = min(low + 1, len(ordered) - 1)
+        found.append(round(ordered[low] + (ordered[high] - ordered[low]) * (position - low), 6))
+    return found
+
+
+# ---- what a run leaves
+
+
+def describe_run(ranks: Ranks, *, op: str, title: str, commit: str | None, plan: Plan) -> dict[str, Any]:
+    """Return the part of a record that says what was run, on what, and how."""
+    found = {name: text for name, text in versions().items() if text is not None}
+    hardware: dict[str, Any] = {"world_size": ranks.world_size, "device": "CPU, Triton's interpreter"}
+    if ON_GPU:
+        properties = torch.cuda.get_device_properties(ranks.device)
+        hardware["device"] = properties.name
+        hardware["sms"] = properties.multi_processor_count
+        hardware["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["driver"] = Device.current().driver
+        if not torch.version.hip:
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "schema": SCHEMA_VERSION,
+        "op": op,
+        "title": title,
+        "figures": "CUDA events" if ON_GPU else INTERPRETER_NOTE,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": hardware,
+        "versions": found,
+        "variables": {name: text for name, text in variables().items() if not name.endswith("_DIR")},
+        "commit": commit or _commit(),
+        "command": _command(ranks),
+        "warm_ups": plan.warm_ups,
+        "iterations": plan.iterations,
+        "quantiles": QUANTILES,
+    }
+
+
+def clocks_seen(ranks: Ranks) -> dict[str, str]:
+    """Return what nvidia-smi says of this rank's GPU just now; empty without it."""
+    fields = ("clocks.sm", "clocks.max.sm", "power.draw", "temperature.gpu")
+    if not ON_GPU:
+        return {}
+    gpu = f"GPU-{torch.cuda.get_device_properties(ranks.device).uuid}"
+    query = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    said = _output(query)
+    return dict(zip(fields, map(str.strip, said.split(",")), strict=False)) if said else {}
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write the record; figures that JSON does not know are errors, not text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def _command(ranks: Ranks) -> str:
+    """Return the command that starts the same again from the root of the tree."""
+    program, *arguments = sys.argv
+    path = Path(program).resolve()
+    shown = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else program
+    kept: list[str] = []
+    for argument in arguments:
+        if kept and kept[-1] in NOT_MEASURED:
+            kept.pop()
+        elif argument.partition("=")[0] not in NOT_MEASURED or "=" not in argument:
+            kept.append(argument)
+    cpu = [] if ON_GPU else ["--cpu"]
+    return shlex.join(["./launch.sh", *cpu, "--nproc", str(ranks.world_size), shown, *kept])
+
+
+def _commit() -> str:
+    """Return the commit of this tree, with a mark if files that git knows have changed since."""
+    commit = _output(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])
+    return f"{commit}{' with changes' if changed else ''}" if commit else "unknown"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

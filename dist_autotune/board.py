@@ -1,0 +1,116 @@
+"""The notice board of a group: its keys in torch.distributed's default store.
+
+There stand the address of the group's hub, and what must outlive the hub: who is there, and how an
+exchange ended that could not end through the hub. An operation of torch's stores can be neither
+interrupted nor bounded in time (a stopped host blocks it for ever), so each runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+End = dict[str, Any]  # how an exchange ended: "merged", "failed" or "missing", and what belongs to it
+
+PATIENCE_S = 10.0  # for one operation
+
+
+class BoardLost(Exception):
+    """The default store does not answer."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a hub listens; `token` is asked of whoever connects."""
+
+    host: str
+    ip: str  # another way to it, for ranks on other hosts
+    port: int
+    token: str
+
+
+class Board:
+    """The keys of one group. Create it on all ranks; no method waits for a peer."""
+
+    def __init__(self, group: Any, ranks: tuple[int, ...], rank: int) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._rank = rank
+        self._known_store: Any = None
+
+    @property
+    def host(self) -> tuple[str, int] | None:
+        """Return who serves the default store, if it is a TCP store."""
+        base = dist.distributed_c10d._get_default_store()
+        while isinstance(base, dist.PrefixStore):
+            base = base.underlying_store
+        return (base.host, base.port) if isinstance(base, dist.TCPStore) else None
+
+    def put_address(self, address: Address) -> None:
+        self._do(lambda: self._store.set("address", json.dumps(asdict(address))))
+
+    def address(self) -> Address | None:
+        """Return the hub's address, if it stands here yet."""
+        found = self._do(lambda: self._read("address"))
+        return Address(**found) if found is not None else None
+
+    def publish(self, sequence: int, end: End) -> None:
+        """Let `end` stand unless there is one."""
+        self._do(lambda: self._store.compare_set(f"{sequence}/end", "", json.dumps(end)))
+
+    def end(self, sequence: int) -> End | None:
+        """Return how the exchange ended, if it says so here."""
+        found: End | None = self._do(lambda: self._read(f"{sequence}/end"))
+        return found
+
+    def sign(self, sequence: int) -> None:
+        """Say that this rank has come to an exchange."""
+        self._do(lambda: self._store.set(f"here/{self._rank}", str(sequence)))
+
+    def absent(self, sequence: int) -> list[int]:
+        """Return the ranks that have not signed for this exchange or a later one."""
+        return self._do(lambda: [rank for rank in self._ranks if self._signed(rank) < sequence])
+
+    def _signed(self, rank: int) -> int:
+        latest = self._read(f"here/{rank}")
+        return -1 if latest is None else int(latest)
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    @property
+    def _store(self) -> Any:
+        if self._known_store is None:
+            default = dist.distributed_c10d._get_default_store()
+            members = "-".join(map(str, self._ranks)) if len(self._ranks) < 17 else str(len(self._ranks))
+            name = f"dist_autotune/{self._group.group_name}/{members}"
+            # The n-th board that a rank makes for a group of this name belongs with the n-th of the others.
+            count = default.add(f"{name}/boards/{self._rank}", 1)
+            self._known_store = dist.PrefixStore(f"{name}/{count}", default)
+        return self._known_store
+
+    def _do(self, operation: Callable[[], T]) -> T:
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(operation())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="dist_autotune board", daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+        if results:
+            return results[0]
+        if not errors or isinstance(errors[0], dist.DistError):
+            raise BoardLost(str(errors[0]) if errors else f"no answer in {PATIENCE_S:g} s")
+        raise errors[0]

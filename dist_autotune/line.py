@@ -1,0 +1,151 @@
+"""A rank's line to the hub of its group: a socket, or on the hub's own rank a call."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from typing import Any, Protocol
+
+from .board import Address
+from .hub import SEND_S, Hub, Message, pack, unpack
+
+
+class HubLost(Exception):
+    """The hub has gone, and will not come back."""
+
+
+class Line(Protocol):
+    """Requests and their replies; used by one thread."""
+
+    def send(self, op: str, sequence: int, **fields: Any) -> int:
+        """Send a request and return its number."""
+
+    def receive(self, request: int, timeout_s: float) -> Message | None:
+        """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
+
+    def tell(self, op: str, sequence: int) -> None:
+        """Send a message that has no reply."""
+
+    def close(self) -> None:
+        """Forget all replies under way."""
+
+
+class LocalLine:
+    """The line of the rank that runs the hub."""
+
+    def __init__(self, hub: Hub, position: int) -> None:
+        self._hub = hub
+        self._position = position
+        self._numbers = itertools.count()
+        self._replies: dict[int, Message] = {}
+        self._arrived = threading.Condition()
+
+    def send(self, op: str, sequence: int, **fields: Any) -> int:
+        request = next(self._numbers)
+        self._handle({"op": op, "id": request, "sequence": sequence, **fields})
+        return request
+
+    def receive(self, request: int, timeout_s: float) -> Message | None:
+        with self._arrived:
+            self._arrived.wait_for(lambda: request in self._replies, max(timeout_s, 0))
+            return self._replies.pop(request, None)
+
+    def tell(self, op: str, sequence: int) -> None:
+        self._handle({"op": op, "sequence": sequence})
+
+    def close(self) -> None:
+        self._replies.clear()
+
+    def _handle(self, message: Message) -> None:
+        self._hub.handle({**message, "position": self._position}, self._reply)
+
+    def _reply(self, message: Message) -> None:
+        with self._arrived:
+            self._replies[int(message["id"])] = message
+            self._arrived.notify_all()
+
+
+class SocketLine:
+    """The line of any other rank. An interrupted reply leaves it closed; the next request connects anew."""
+
+    def __init__(self, address: Address, position: int) -> None:
+        self._address = address
+        self._position = position
+        self._numbers = itertools.count()
+        self._replies: dict[int, Message] = {}
+        self._buffer = bytearray()
+        self._socket: socket.socket | None = None
+
+    def send(self, op: str, sequence: int, **fields: Any) -> int:
+        request = next(self._numbers)
+        self._send({"op": op, "id": request, "sequence": sequence, **fields})
+        return request
+
+    def tell(self, op: str, sequence: int) -> None:
+        self._send({"op": op, "sequence": sequence})
+
+    def receive(self, request: int, timeout_s: float) -> Message | None:
+        until = time.monotonic() + timeout_s
+        while request not in self._replies:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return None
+            try:
+                self._read(left_s)
+            except TimeoutError:
+                continue
+            except BaseException as error:
+                self.close()  # a part of a message may be lost
+                if isinstance(error, OSError):
+                    raise HubLost(str(error)) from None
+                raise
+        return self._replies.pop(request)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+        self._buffer.clear()
+        self._replies.clear()
+
+    def _read(self, timeout_s: float) -> None:
+        if self._socket is None:
+            raise ConnectionResetError("the connection to the hub is closed")
+        self._socket.settimeout(timeout_s)
+        data = self._socket.recv(1 << 18)
+        if not data:
+            raise ConnectionResetError("the hub has closed the connection")
+        self._buffer += data
+        for message in unpack(self._buffer):
+            self._replies[int(message["id"])] = message
+
+    def _send(self, message: Message) -> None:
+        data = pack({**message, "position": self._position})
+        try:
+            if self._socket is None:
+                self._socket = self._connected()
+                data = pack({"token": self._address.token}) + data
+            self._socket.settimeout(SEND_S)
+            self._socket.sendall(data)
+        except OSError as error:
+            self.close()
+            raise HubLost(str(error)) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _connected(self) -> socket.socket:
+        address = self._address
+        ways = ["127.0.0.1"] if address.host == socket.gethostname() else []
+        ways += [way for way in (address.ip, address.host) if way]
+        for way in ways:
+            try:
+                connection = socket.create_connection((way, address.port), timeout=SEND_S)
+            except OSError as error:
+                reason = error
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        raise reason

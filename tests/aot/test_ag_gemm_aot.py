@@ -1,0 +1,147 @@
+"""That every candidate of AllGatherGemm compiles, fits, and reads no chunk before it has waited for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from compiled import (
+    BLACKWELL,
+    CDNA3,
+    HOPPER,
+    REGISTERS,
+    SHARED_BYTES,
+    compile_for,
+    early_load,
+    events,
+    resources,
+)
+from dist_autotune.kernels import ag_gemm_candidates
+from dist_autotune.kernels.ag_gemm_candidates import GPU_CANDIDATES, prune
+from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+
+pytestmark = pytest.mark.aot
+
+TYPES = {
+    "a_ptr": "*bf16",
+    "b_ptr": "*bf16",
+    "c_ptr": "*bf16",
+    "words_ptr": "*i32",
+    "errors_ptr": "*i64",
+    **dict.fromkeys(("M", "N", "K", "capacity", "stride_bn", "stride_cm", "rank", "epoch", "budget"), "i32"),
+}
+TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
+
+
+def compile_candidate(config, target, dtype="bf16", **values):
+    on_nvidia = target.backend == "cuda"
+    types = {name: kind.replace("bf16", dtype) for name, kind in TYPES.items() if name not in values}
+    constexprs = {"WORLD": 8, "TMA_LEGAL": on_nvidia, "FENCE": on_nvidia, "UPCAST": False}
+    constexprs |= config.kwargs | values
+    return compile_for(
+        target,
+        all_gather_gemm.fn,
+        types,
+        constexprs,
+        any_value=("M", "rank", "epoch", "budget"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def usable_on(target, monkeypatch):
+    """Return the candidates that a large call on this device leaves in the race."""
+    monkeypatch.setattr(ag_gemm_candidates, "_shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(torch.version, "hip", "6.4" if target is CDNA3 else None)
+    a = torch.empty(1, dtype=torch.bfloat16)
+    args = {"a_ptr": a, "M": 8192, "N": 8192, "K": 8192}
+    return prune(GPU_CANDIDATES, args, WORLD=8, TMA_LEGAL=target is not CDNA3)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_every_candidate_fits_the_device_without_spills_and_waits_before_it_loads(target, monkeypatch):
+    usable = usable_on(target, monkeypatch)
+    assert len(usable) >= 4
+    for config in usable:
+        compiled = compile_candidate(config, target)
+        used = resources(compiled, target)
+        assert used["registers"] <= REGISTERS[target], config
+        assert used["spilled"] == 0, config
+        assert used["shared_bytes"] <= SHARED_BYTES[target], config
+        assert early_load(compiled.asm["ttgir"]) is None, config
+
+
+def test_float16_compiles_like_bfloat16():
+    compiled = compile_candidate(GPU_CANDIDATES[0], HOPPER, "fp16")
+    assert resources(compiled, HOPPER)["spilled"] == 0
+    assert early_load(compiled.asm["ttgir"]) is None
+
+
+@pytest.mark.parametrize("config", [GPU_CANDIDATES[0], GPU_CANDIDATES[-1]], ids=["tma", "pointers"])
+def test_sizes_of_one_compile(config):
+    ones = dict.fromkeys(("N", "K", "capacity", "stride_bn", "stride_cm"), 1)  # Triton makes them constants
+    compiled = compile_candidate(config, HOPPER, WORLD=1, TMA_LEGAL=False, **ones)
+    assert resources(compiled, HOPPER)["spilled"] == 0
+
+
+def test_the_k_loop_is_pipelined_all_the_same():
+    names = [name for _, name in events(compile_candidate(GPU_CANDIDATES[0], HOPPER).asm["ttgir"])]
+    first_multiply = names.index("multiply")
+    stages = GPU_CANDIDATES[0].num_stages
+    assert names[:first_multiply].count("load") == 2 * (stages - 1)  # of A and of B, before the first product
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def test_a_poll_is_a_load_and_the_proxy_fence_stands_between_it_and_tma(target):
+    compiled = compile_candidate(GPU_CANDIDATES[0], target)
+    assert "ld.global.sys.acquire" in compiled.asm["ptx"]
+    assert not re.search(r"atom\.\S*add", compiled.asm["ptx"])
+    # Not in PTX, whose blocks do not stand in program order.
+    names = [name for _, name in events(compiled.asm["ttgir"])]
+    first_load = names.index("load")
+    assert [name for name in names[:first_load] if name != "loop"][:3] == ["poll", "poll", "fence"]
+
+
+@pytest.mark.parametrize("config", [c for c in GPU_CANDIDATES if not c.kwargs["TMA"]][:1], ids=["pointers"])
+def test_pointer_loads_need_no_proxy_fence(config):
+    assert "fence.proxy.async.global" not in compile_candidate(config, HOPPER).asm["ptx"]
+
+
+# ---- negative control: the check above can fail
+
+
+@triton.jit
+def wait_inside_the_k_loop(
+    a_ptr, b_ptr, c_ptr, ready_ptr, M, N, K, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """A kernel as it must not be: the pipeliner lets the loads run ahead of the wait beside them."""
+    a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK, BLOCK_K])
+    b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK, BLOCK_K])
+    c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK, BLOCK])
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK), tl.num_programs(0)):
+        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for k in range(0, tl.cdiv(K, BLOCK_K)):
+            tl.inline_asm_elementwise(ASM, "=r,l", [ready_ptr + k], dtype=tl.int32, is_pure=False, pack=1)
+            a = a_desc.load([tile * BLOCK, k * BLOCK_K])
+            acc = tl.dot(a, b_desc.load([0, k * BLOCK_K]).T, acc)
+        c_desc.store([tile * BLOCK, 0], acc.to(tl.bfloat16))
+
+
+SPIN = """{
+    .reg .pred %waiting;
+    AGAIN_${:uid}:
+    ld.acquire.sys.global.b32 $0, [$1];
+    setp.eq.s32 %waiting, $0, 0;
+    @%waiting bra AGAIN_${:uid};
+}"""
+
+
+def test_a_wait_inside_the_k_loop_is_found_out():
+    types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "ready_ptr": "*i32"}
+    types |= dict.fromkeys(("M", "N", "K"), "i32")
+    constexprs = {"ASM": SPIN.replace("\n", " "), "BLOCK": 128, "BLOCK_K": 64}
+    compiled = compile_for(HOPPER, wait_inside_the_k_loop, types, constexprs, num_warps=8, num_stages=3)
+    assert early_load(compiled.asm["ttgir"]) == "a load stands above the first poll of the tile loop"

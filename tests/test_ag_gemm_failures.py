@@ -1,0 +1,221 @@
+"""That AllGatherGemm tells what went wrong, on every rank, and that every wait ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+
+from ag_gemm_runs import (
+    INTERPRETER,
+    TWO,
+    call_and_compare,
+    delay_copies,
+    error_ratio,
+    message_of,
+    results,
+    tensors,
+    values,
+)
+
+pytestmark = INTERPRETER
+
+PATIENCE_S = 1.0  # of a rank whose peer is meant to fail it
+
+
+# ---- the caller's mistakes
+
+HALF = torch.float16
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=HALF)
+
+
+A, W = zeros(4, 8), zeros(6, 8)
+MISTAKES = {
+    "m = 0": (lambda op: (zeros(0, 8), W), "a_shard has 0 rows; this operation takes 1 to m_per_rank=4"),
+    "m too large": (
+        lambda op: (zeros(5, 8), W),
+        "a_shard has 5 rows; this operation takes 1 to m_per_rank=4",
+    ),
+    "K of a": (
+        lambda op: (zeros(4, 9), W),
+        r"a_shard \[4, 9\] and weight \[6, 8\] must both have K=8 columns",
+    ),
+    "weight [K, N]": (lambda op: (A, zeros(8, 6)), r"K=8 columns; the weight is \[N, K\], not \[K, N\]"),
+    "N = 0": (lambda op: (A, W[:0]), "weight has no rows; there is nothing to compute"),
+    "dtype": (
+        lambda op: (A.float(), W),
+        "a_shard is torch.float32 on cpu; .* opened for torch.float16 on cpu",
+    ),
+    "device": (lambda op: (A.to("meta"), W), "a_shard is torch.float16 on meta"),
+    "weight not 2-D": (lambda op: (A, W[None]), r"weight has shape \[1, 6, 8\]; two dimensions are needed"),
+    "columns first": (
+        lambda op: (zeros(8, 4).T, W),
+        r"rows of a_shard are not contiguous \(strides \(1, 4\)\)",
+    ),
+    "shape of out": (lambda op: (A, W, zeros(3, 6)), r"out has shape \[3, 6\]; the result has \[4, 6\]"),
+    "dtype of out": (lambda op: (A, W, zeros(4, 6).float()), "out is torch.float32"),
+    "middle of op.shard": (lambda op: (op.shard[1:3], W), r"overlaps op.shard .* pass op.shard\[:m\]"),
+    "no tensor": (lambda op: (A.tolist(), W), "a_shard is a list; a tensor is needed"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told_with_its_values_and_costs_nothing(arguments, message):
+    with AllGatherGemm(4, 8, HALF, backend="shm") as op:
+        with pytest.raises((ValueError, TypeError), match=message):
+            op(*arguments(op))
+        a_shard, weight = tensors(4, 6, 8, HALF)
+        assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
+
+
+@pytest.mark.parametrize(
+    ("m_per_rank", "k", "dtype", "message"),
+    [
+        pytest.param(0, 8, HALF, r"shape \[1, 0, 8\]: every dimension must be at least 1", id="m_per_rank=0"),
+        pytest.param(8, 8, torch.float64, "torch.float64 is not supported on cpu; use one of", id="dtype"),
+    ],
+)
+def test_an_operation_that_cannot_be_is_refused(m_per_rank, k, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        AllGatherGemm(m_per_rank, k, dtype, backend="shm")
+
+
+def open_differently(rank):
+    return message_of(lambda: AllGatherGemm(8, 16 + rank, torch.float16))
+
+
+def test_operations_opened_differently_raise_on_every_rank():
+    for message in values(open_differently, 2):
+        assert "rank 0: [2, 8, 16] torch.float16; rank 1: [2, 8, 17] torch.float16" in message
+
+
+def test_a_closed_operation_says_so_and_closes_twice():
+    op = AllGatherGemm(4, 8, HALF, backend="shm")
+    op.close()
+    op.close()
+    for use in (lambda: op(A, W), lambda: op.shard, lambda: op.gathered, op.check):
+        with pytest.raises(RuntimeError, match="this AllGatherGemm is closed; open another on all ranks"):
+            use()
+
+
+def test_nothing_is_gathered_before_the_first_call():
+    with (
+        AllGatherGemm(4, 8, HALF, backend="shm") as op,
+        pytest.raises(RuntimeError, match="nothing has been gathered yet"),
+    ):
+        _ = op.gathered
+
+
+# ---- what goes wrong between ranks; every wait of the others ends
+
+
+def different_rows(rank):
+    op = AllGatherGemm(8, 16, torch.float16, timeout_s=20)
+    call_and_compare(op, 4, 16)
+    m = 4 if rank == 0 else 7
+
+    def call():
+        op(*tensors(m, 16, 16, torch.float16))
+        op.check()
+
+    first = message_of(call)
+    again = message_of(call)
+    return first, again == first, message_of(op.close) == first
+
+
+@pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
+def test_different_rows_raise_on_every_rank(world):
+    for rank, (message, again, at_close) in enumerate(values(different_rows, world)):
+        peer, rows = (1, 7) if rank == 0 else (0, 4)
+        wanted = f"ValueError: AllGatherGemm, rank {rank}: in call 2 rank {peer} passed {rows} rows"
+        assert message.startswith(wanted)
+        assert "Close it on all ranks and open another" in message
+        assert again
+        assert at_close
+
+
+def dead_peer(rank, last):
+    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S)
+    call_and_compare(op, 8, 16)
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def call():
+        op(*tensors(8, 16, 16, torch.float16))
+        op.check()
+
+    started = time.monotonic()
+    message = message_of(call)
+    return message, time.monotonic() - started, message_of(call) == message, message_of(op.close) == message
+
+
+@pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
+def test_a_dead_peer_is_named_and_the_wait_ends(world):
+    *survivors, dead = results(dead_peer, world, world - 1)
+    assert dead.signal is signal.SIGKILL
+    for rank, survivor in enumerate(survivors):
+        message, elapsed_s, again, at_close = survivor.value
+        lost = f"rank {world - 1} did not offer chunk {world - 1} of call 2 in time (its last: call 1)"
+        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: {lost}. Find out")
+        assert elapsed_s < 10 * PATIENCE_S
+        assert again
+        assert at_close
+
+
+def die_before_fetching(rank):
+    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S)
+    if rank == 1:
+        op._memory.copy = lambda dst, src, stream: stream.enqueue(
+            lambda: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+
+
+def test_a_peer_that_dies_before_it_has_fetched_is_named():
+    survivor, dead = results(die_before_fetching, 2)
+    assert dead.signal is signal.SIGKILL
+    assert survivor.value.startswith(
+        "PeerTimeout: AllGatherGemm, rank 0: rank 1 did not fetch chunk 0 of call 1 in time"
+    )
+
+
+def stuck_copy(rank):
+    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S / 4)
+    if rank == 0:
+        delay_copies(op, 2 * PATIENCE_S)
+    return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+
+
+def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come():
+    stuck, waiting = values(stuck_copy, 2)
+    assert "rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time. Find out" in stuck
+    assert "rank 1: rank 0 did not fetch chunk 1 of call 1 in time. Find out" in waiting
+
+
+def failing_launch(rank):
+    """Break rank 1's launch after its peers have heard of the call."""
+    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S)
+    if rank == 1:
+        all_gather_gemm.configs = []
+    started = time.monotonic()
+    first = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+    again = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+    closing = message_of(op.close)
+    return first, again, closing, time.monotonic() - started
+
+
+def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
+    peer, failed = values(failing_launch, 2)
+    assert failed[0].startswith("IndexError")
+    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: call 1 was not carried out: IndexError")
+    assert failed[2] == failed[1]
+    assert peer[1].startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1 did not offer chunk 1 of call 2")
+    assert max(peer[3], failed[3]) < 20 * PATIENCE_S

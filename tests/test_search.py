@@ -1,0 +1,385 @@
+"""One context's search: driven by what ranks agree, with no kernel behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from dist_autotune.errors import NoValidConfig, TuningError
+from dist_autotune.flows import STRATEGIES, Warmup, exhaustive
+from dist_autotune.payload import MIXED, Announcement, Part
+from dist_autotune.search import BY_LAUNCH, Context, Outcome, Rules
+
+
+def rules(strategy=exhaustive, search: str = "exhaustive", **options) -> Rules:
+    chosen = {"n_warmup": 0, "n_repeat": 1, "rank_reduce": "max", **options}
+    return Rules(strategy=strategy, search=search, **chosen)
+
+
+def announce(candidates: Sequence[str], **fields) -> Announcement:
+    order = tuple((name, f"BLOCK={name}") for name in candidates)
+    return Announcement(
+        **{"rank": 0, "kernel": "matmul", "key": "64", "order": order, "shared": tuple(candidates), **fields}
+    )
+
+
+def context(candidates: Sequence[str] = ("a", "b", "c"), *, start: bool = True, **options) -> Context:
+    made = Context("ctx", announce(candidates), rules(**options), run=0)
+    if start:
+        made.start()
+    return made
+
+
+def timed(ran: str, ms: float, **fields) -> Part:
+    return Part(ran=ran, worst_ms=ms, best_ms=ms, total_ms=ms, measured=1, **fields)
+
+
+def advance(made: Context, part: Part) -> Outcome:
+    return made.advance(part, part)
+
+
+def finish(made: Context, ms: dict[str, float]) -> list[str]:
+    """Run every trial the context asks for; return the candidates launched."""
+    ran: list[str] = []
+    while not made.settled:
+        candidate = made.digests[made.planned]
+        ran.append(candidate)
+        advance(made, timed(candidate, ms[candidate]))
+        assert len(ran) < 1000, "the search does not end"
+    return ran
+
+
+def winner(made: Context) -> str:
+    assert made.winner is not None
+    return made.digests[made.winner]
+
+
+# ---- what a run was
+
+
+def test_runs_are_warm_ups_and_samples_counted_from_one():
+    made = context(("a", "b"), n_warmup=1, n_repeat=2)
+    outcomes = [advance(made, timed(name, 1.0)) for name in "aaabbb"]
+    assert [(o.kind, o.index, o.k, o.n) for o in outcomes] == [
+        ("warm-up", 0, 1, 1),
+        ("sample", 0, 1, 2),
+        ("sample", 0, 2, 2),
+        ("warm-up", 1, 1, 1),
+        ("sample", 1, 1, 2),
+        ("sample", 1, 2, 2),
+    ]
+    assert made.status == "tuned"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [Part(), Part(ran="b", measured=1, worst_ms=1.0), Part(ran=MIXED, measured=1, worst_ms=1.0)],
+    ids=["nobody launched it", "another candidate ran", "ranks ran different candidates"],
+)
+def test_a_run_that_did_not_run_the_plan_does_not_count(part):
+    made = context()
+    assert advance(made, part).kind == "incumbent"
+    assert made.timings == {}
+    assert made.digests[made.planned] == "a"
+    assert advance(made, timed("a", 1.0)) == Outcome("sample", 0, 1, 1, BY_LAUNCH)
+
+
+def test_a_trial_whose_sample_is_not_read_yet_is_waited_for_on_the_incumbent():
+    made = context()
+    advance(made, timed("a", 1.0))
+    assert made.digests[made.planned] == "b"
+    advance(made, Part(ran="b", pending=1))
+    assert made.waiting
+    assert made.digests[made.planned] == "a"
+    advance(made, timed("b", 0.5))
+    assert not made.waiting
+    assert made.digests[made.planned] == "c"
+    assert made.timings == {0: 1.0, 1: 0.5}
+
+
+# ---- who wins
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("best", ["a", "b", "c"])
+def test_the_fastest_candidate_wins(strategy, best):
+    made = context(strategy=STRATEGIES[strategy], search=strategy, n_repeat=2)
+    finish(made, {name: 1.0 if name == best else 2.0 for name in "abc"})
+    assert winner(made) == best
+    assert made.timings[made.winner] == 1.0
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("incumbent", ["b", "c"])
+def test_a_tie_goes_to_the_incumbent_before_the_lowest_index(strategy, incumbent):
+    made = context(strategy=STRATEGIES[strategy], search=strategy, start=False)
+    made.adopt((0, incumbent, None))
+    made.start()
+    finish(made, dict.fromkeys("abc", 1.0))
+    assert winner(made) == incumbent
+
+
+@pytest.mark.parametrize(
+    "ms", [{"a": 1.0, "b": 1.001, "c": 2.0}, {"a": 1.001, "b": 1.0, "c": 2.0}], ids=["slower", "faster"]
+)
+def test_a_tie_inside_the_noise_of_racing_goes_to_the_incumbent(ms):
+    made = context(strategy=STRATEGIES["racing"], search="racing", start=False)
+    made.adopt((0, "b", None))
+    made.start()
+    finish(made, ms)
+    assert winner(made) == "b"
+
+
+def test_a_tie_without_an_incumbent_of_its_own_goes_to_the_first_viable():
+    made = context(start=False)
+    made.ban(0, 1, "out of resource")
+    made.start()
+    finish(made, dict.fromkeys("abc", 1.0))
+    assert winner(made) == "b"
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_a_candidate_that_some_rank_never_timed_cannot_win(strategy):
+    made = context(strategy=STRATEGIES[strategy], search=strategy, n_repeat=2)
+    while not made.settled:
+        candidate = made.digests[made.planned]
+        part = timed(candidate, 5.0) if candidate == "b" else timed(candidate, 0.1, unmeasured=1)
+        advance(made, part)
+    assert winner(made) == "b"
+    assert set(made.timings) == {1}
+
+
+def test_a_missing_first_sample_does_not_end_a_candidate():
+    made = context(("a", "b"), n_repeat=2)
+    advance(made, Part(ran="a", unmeasured=1))
+    assert made.digests[made.planned] == "a"
+    advance(made, timed("a", 1.0))
+    finish(made, {"b": 2.0})
+    assert winner(made) == "a"
+
+
+def test_without_any_sample_the_incumbent_stays():
+    made = context()
+    while not made.settled:
+        advance(made, Part(ran=made.digests[made.planned], unmeasured=1))
+    assert (winner(made), made.status, made.timings) == ("a", "tuned", {})
+
+
+@pytest.mark.parametrize(("rank_reduce", "best"), [("max", "a"), ("mean", "b")])
+def test_ranks_are_reduced_by_their_slowest_or_their_mean(rank_reduce, best):
+    made = context(("a", "b"), rank_reduce=rank_reduce)
+    advance(made, Part(ran="a", worst_ms=3.0, best_ms=3.0, total_ms=6.0, measured=2))
+    advance(made, Part(ran="b", worst_ms=4.0, best_ms=1.0, total_ms=5.0, measured=2))
+    assert winner(made) == best
+
+
+# ---- candidates that do not work everywhere
+
+
+def test_a_ban_in_the_middle_of_a_trial_moves_on_to_the_next_candidate():
+    made = context(n_repeat=3)
+    advance(made, timed("a", 1.0))
+    outcome = advance(made, Part(ran="b", bans={"a": (2, "OutOfResources")}))
+    assert (outcome.kind, outcome.index) == ("incumbent", 0)
+    assert made.digests[made.planned] == "b"
+    assert finish(made, {"b": 3.0, "c": 2.0}) == ["b", "b", "b", "c", "c", "c"]
+    assert winner(made) == "c"
+    assert made.banned == {0: (2, "OutOfResources")}
+    assert 0 not in made.timings
+
+
+def test_a_ban_of_a_candidate_that_is_not_on_trial_keeps_it_from_ever_being_tried():
+    made = context()
+    advance(made, timed("a", 2.0, bans={"b": (0, "PTXASError")}))
+    assert finish(made, {"c": 1.0}) == ["c"]
+    assert winner(made) == "c"
+
+
+def test_a_banned_winner_is_replaced_by_the_next_fastest():
+    made = context()
+    finish(made, {"a": 3.0, "b": 1.0, "c": 2.0})
+    made.ban(1, 0, "OutOfResources")
+    assert winner(made) == "c"
+    assert made.digests[made.planned] == "c"
+
+
+def test_candidates_that_not_every_rank_has_are_banned():
+    made = context(start=False)
+    made.narrow(announce(("a", "c"), rank=3))
+    assert made.banned == {1: (3, "not a candidate on every rank")}
+    made.start()
+    assert finish(made, {"a": 1.0, "c": 2.0}) == ["a", "c"]
+
+
+def test_when_all_are_banned_the_error_names_kernel_key_and_every_reason():
+    made = context(("a", "b"))
+    with pytest.raises(NoValidConfig) as caught:
+        advance(made, Part(ran="a", bans={"a": (0, "OutOfResources: smem"), "b": (3, "PTXASError: x")}))
+    assert str(caught.value) == (
+        "matmul[64]: all 2 configs failed on some rank. "
+        "Rank 0, BLOCK=a: OutOfResources: smem. Rank 3, BLOCK=b: PTXASError: x."
+    )
+
+
+# ---- results that are there already, and searches that go on
+
+
+@pytest.mark.parametrize(
+    ("claim", "adopted"),
+    [(None, None), ((0, "b", 1.5), "b"), ((0, "b", None), "b"), ((0, "z", 1.0), None), ((0, "c", 1.0), None)],
+    ids=["none", "with its time", "without a time", "of no candidate", "of a banned one"],
+)
+def test_a_claim_is_adopted_when_every_rank_can_use_it(claim, adopted):
+    made = context(start=False)
+    made.ban(2, 1, "does not load")
+    assert made.adopt(claim) is (adopted is not None)
+    assert (made.winner is not None and winner(made)) == (adopted or False)
+
+
+def test_a_search_that_was_ended_early_goes_on_where_it_was():
+    made = context(n_repeat=2)
+    for name in "aab":
+        advance(made, timed(name, {"a": 2.0, "b": 1.0}[name]))
+    made.settle("partial")
+    assert (winner(made), made.provisional) == ("b", True)
+    made.start()
+    assert made.digests[made.planned] == "b"
+    assert finish(made, {"b": 1.0, "c": 3.0}) == ["b", "c", "c"]
+    assert (winner(made), made.status) == ("b", "tuned")
+
+
+# ---- strategies of the user's own
+
+
+def test_a_strategy_of_the_users_own_decides_what_is_tried():
+    def backwards(candidates, *, n_warmup, n_repeat):
+        ms = {}
+        for index in reversed(candidates):
+            ms[index] = yield index
+        return min(ms, key=ms.__getitem__)
+
+    made = context(strategy=backwards, search="backwards")
+    assert finish(made, {"a": 2.0, "b": 1.0, "c": 3.0}) == ["c", "b", "a"]
+    assert winner(made) == "b"
+
+
+def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban():
+    told = []
+
+    def listening(candidates, *, n_warmup, n_repeat):
+        for request in (0, Warmup(0), 0, 1):
+            told.append((yield request))
+        return 0
+
+    made = context(strategy=listening, search="listening")
+    advance(made, timed("a", 2.0))
+    advance(made, timed("a", 9.0))  # a warm-up is no sample
+    advance(made, timed("a", 3.0))
+    advance(made, Part(ran="a", bans={"b": (0, "PTXASError")}))
+    assert told == [2.0, 2.0, 3.0, math.inf]
+
+
+def test_a_strategy_may_prefer_a_slower_candidate_to_the_incumbent():
+    def cautious(candidates, *, n_warmup, n_repeat):
+        for index in candidates:  # noqa: UP028  a range has no send()
+            yield index
+        return 1
+
+    made = context(strategy=cautious, search="cautious")
+    finish(made, {"a": 1.0, "b": 1.001, "c": 2.0})
+    assert winner(made) == "b"
+
+
+def test_numpy_integers_are_indices_too():
+    numpy = pytest.importorskip("numpy")
+
+    def with_numpy(candidates, *, n_warmup, n_repeat):
+        ms = []
+        for index in numpy.arange(len(candidates)):
+            ms.append((yield index))
+        return numpy.argmin(ms)
+
+    made = context(strategy=with_numpy, search="with_numpy")
+    finish(made, {"a": 2.0, "b": 1.0, "c": 3.0})
+    assert winner(made) == "b"
+
+
+def yields(*requests):
+    def strategy(candidates, *, n_warmup, n_repeat):
+        yield from requests
+        return 0
+
+    return strategy
+
+
+def returns(value):
+    def strategy(candidates, *, n_warmup, n_repeat):
+        yield 0
+        return value
+
+    return strategy
+
+
+def asks_for_a_banned_one_for_ever(candidates, *, n_warmup, n_repeat):
+    while True:
+        yield 1
+
+
+def raises_at_once(candidates, *, n_warmup, n_repeat):
+    raise KeyError("no such threshold")
+    yield 0
+
+
+def raises_later(candidates, *, n_warmup, n_repeat):
+    yield 0
+    raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (lambda candidates, *, n_warmup, n_repeat: 1, "returned 1, expected a generator"),
+        (lambda candidates: iter(()), "TypeError"),
+        (yields(3), "asked for 3, which is none of 3 candidates"),
+        (yields(-1), "asked for -1"),
+        (yields("a"), "asked for 'a'"),
+        (yields(1.0), "asked for 1.0"),
+        (yields(None), "asked for None"),
+        (yields(Warmup(7)), "asked for 7"),
+        (returns(None), "returned None"),
+        (returns(3), "returned 3"),
+        (asks_for_a_banned_one_for_ever, "keeps asking for candidates that are banned"),
+        (raises_at_once, "KeyError: 'no such threshold'"),
+        (raises_later, "ZeroDivisionError: division by zero"),
+    ],
+    ids=[
+        "is no generator", "takes other arguments", "too large", "negative", "text", "float", "None",
+        "warm-up of none", "no winner", "winner too large", "banned for ever", "raises at once",
+        "raises later",
+    ],
+)  # fmt: skip
+def test_a_strategy_that_breaks_the_contract_gets_an_error_with_its_name(strategy, message):
+    made = context(strategy=strategy, search="mine", start=False)
+    made.ban(1, 0, "PTXASError")
+
+    def search():
+        made.start()
+        while not made.settled:
+            advance(made, timed("a", 1.0))
+
+    with pytest.raises(TuningError, match="search=mine") as caught:
+        search()
+    assert message in str(caught.value)
+
+
+def test_a_winner_that_was_banned_or_never_timed_is_replaced_by_the_best_known():
+    def insists(candidates, *, n_warmup, n_repeat):
+        yield 0
+        yield 1
+        return 2
+
+    made = context(strategy=insists, search="insists")
+    finish(made, {"a": 2.0, "b": 1.0})
+    assert winner(made) == "b"

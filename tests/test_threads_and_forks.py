@@ -1,0 +1,299 @@
+"""The active call belongs to the whole process, one at a time, and never to a forked child."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import is_tuning, tunable
+from dist_autotune.records import SessionClosed, SessionOpened
+from kernels_for_tests import Bench, double, launch, numbers, only, records
+from ranks import assert_all_ok, run_ranks
+
+STOCK_RUN = Autotuner.run
+LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def on_thread(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns on a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(LONG_S)
+
+
+# ---- threads that work for the call
+
+
+def test_a_launch_on_another_thread_is_part_of_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: on_thread(lambda: launch(kernel, numbers())))
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 32, 32]
+    assert only(tuned.report).status == "tuned"
+
+
+def test_launches_of_many_threads_at_once_share_the_config_of_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk():
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda n: launch(kernel, numbers(n)), [64] * 16))
+
+    tuned = bench.tune(thunk)
+    assert all(torch.equal(y, numbers() + 1) for y in tuned())
+    assert bench.blocks() == [16] * 16 + [32] * 16 + [64] * 16 + [32] * 16
+    assert len(tuned.report.contexts) == 1
+
+
+class Backward(torch.autograd.Function):
+    """Its backward calls whatever it was given."""
+
+    @staticmethod
+    def forward(ctx, x, in_backward):
+        ctx.in_backward = in_backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.in_backward()
+        return gradient, None
+
+
+def backward(in_backward: Callable[[], Any]) -> None:
+    Backward.apply(numbers().requires_grad_(), in_backward).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "threaded", [False, True], ids=["on the thread of the call", "on a thread of its own"]
+)
+def test_a_kernel_that_backward_launches_is_tuned(bench, threaded):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def step():
+        backward(lambda: launch(kernel, numbers()))
+
+    tuned = bench.tune(lambda: on_thread(step) if threaded else step())
+    tuned()
+    assert bench.blocks() == [16, 32, 32]
+
+
+def test_a_tuned_function_that_backward_calls_on_its_own_thread_joins_the_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner")
+    outer = bench.tune(lambda: on_thread(lambda: backward(inner)), name="outer")
+    outer()
+    assert bench.blocks() == [16, 32, 32]
+    assert [record.thunk for record in records(SessionOpened)] == ["outer"]
+
+
+def test_a_choice_asked_for_on_another_thread_is_that_of_the_run(bench):
+    def thunk():
+        chosen = on_thread(lambda: tunable("slices", [1, 2]))
+        bench.spend({1: 2.0, 2: 1.0}[chosen])
+        return chosen
+
+    assert bench.tune(thunk)() == 2
+
+
+# ---- threads that have calls of their own
+
+
+def test_a_call_on_another_thread_waits_its_turn(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
+    order: list[str] = []
+    about_to_call = threading.Event()
+    second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
+
+    def call_second():
+        about_to_call.set()
+        second()
+
+    thread = threading.Thread(target=call_second)
+
+    def first_thunk():
+        if not order:
+            thread.start()
+            assert about_to_call.wait(LONG_S)
+        order.append("first")
+        return launch(one, numbers())
+
+    first = bench.tune(first_thunk, name="first")
+    first()
+    thread.join(LONG_S)
+    assert order == ["first"] * 3 + ["second"] * 3
+    assert [context.kernel for context in first.report.contexts] == ["add"]
+    assert [context.kernel for context in second.report.contexts] == ["double"]
+
+
+def test_settled_calls_take_turns_too(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inside = []
+
+    def thunk():
+        inside.append(1)
+        most = len(inside)
+        launch(kernel, numbers())
+        inside.pop()
+        return most
+
+    tuned = bench.tune(thunk)
+    tuned()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: tuned(), range(50))) == {1}
+    assert Autotuner.run is STOCK_RUN
+
+
+def test_a_call_that_raises_lets_the_next_thread_in(bench):
+    def thunk():
+        raise KeyError("mine")
+
+    tuned = bench.tune(thunk)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            on_thread(tuned)
+    with pytest.raises(KeyError):
+        tuned()
+
+
+def test_one_function_called_by_many_threads_is_tuned_once(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda x: launch(kernel, x))
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(tuned, [numbers() + i for i in range(12)]))
+    assert all(torch.equal(y, numbers() + i + 1) for i, y in enumerate(results))
+    assert bench.blocks() == [16, 32, 64] + [32] * 12
+    assert len(records(SessionClosed)) == 1
+
+
+# ---- forked children
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns in a process forked here."""
+    (value,) = assert_all_ok(run_ranks(lambda rank: function(), 1, init="none", fresh=False))
+    return value
+
+
+def fork_in_first_run(bench: Bench, kernel: Any, in_the_child: Callable[[], Any]) -> tuple[Any, Any]:
+    """Tune `kernel`, forking in the first run; return what the child returned, and the tuned function."""
+    values = []
+
+    def thunk():
+        if not values:
+            values.append(in_child(in_the_child))
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    tuned()
+    return values[0], tuned
+
+
+def test_a_child_forked_during_a_session_finds_the_stock_function(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    seen, _ = fork_in_first_run(
+        bench, kernel, lambda: (Autotuner.run is STOCK_RUN, is_tuning(), tunable("in a child", [1, 2]))
+    )
+    assert seen == (True, False, 1)
+    assert bench.blocks() == [16, 32, 32]
+
+
+def test_launches_in_a_child_are_stock_launches(bench):
+    benched = []
+    kernel = bench.kernel(
+        {16: 3.0, 32: 1.0}, double, do_bench=lambda call, quantiles: benched.append(call()) or [1.0] * 3
+    )
+
+    def child():
+        y = launch(kernel, numbers())
+        return torch.equal(y, numbers() * 2), len(benched), bench.clock.marks
+
+    assert fork_in_first_run(bench, bench.kernel({16: 3.0, 32: 1.0}), child)[0] == (True, 2, 0)
+    assert benched == []
+
+
+def test_a_child_writes_no_logs_of_the_session(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    log = Path(".autotune_logs/rank-0.jsonl").absolute()
+
+    def child():
+        before = log.read_bytes()
+        with pytest.raises(KeyError):
+            raise_in_session()
+        return log.read_bytes() == before
+
+    sessions = []
+
+    def raise_in_session():
+        sessions[0]()
+
+    def thunk():
+        if os.getpid() != parent:
+            raise KeyError("the child's own run")
+        launch(kernel, numbers())
+        if len(bench.blocks()) == 1:
+            assert in_child(child)
+
+    parent = os.getpid()
+    tuned = bench.tune(thunk)
+    sessions.append(tuned)
+    tuned()
+    assert [record.outcome for record in records(SessionClosed)] == ["settled"]
+
+
+def test_a_child_forked_between_calls_tunes_on_its_own(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+
+    def child():
+        y = tuned()
+        return torch.equal(y, numbers() + 1), bench.blocks(), Autotuner.run is STOCK_RUN
+
+    assert in_child(child) == (True, [16, 32, 32], True)
+    assert bench.blocks() == []
+    tuned()
+    assert Autotuner.run is STOCK_RUN
+
+
+def test_a_child_may_call_while_its_parent_is_in_the_middle_of_a_call(bench):
+    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
+    second = bench.tune(lambda: launch(other, numbers()), name="second")
+
+    def child():
+        result = on_thread(second)  # on any thread: the turn that the parent holds is not the child's
+        return torch.equal(result, numbers() * 2), Autotuner.run is STOCK_RUN
+
+    assert fork_in_first_run(bench, kernel, child)[0] == (True, True)
+    assert second.report is None
+
+
+def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):
+    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
+    second = bench.tune(lambda: launch(other, numbers()), name="second")
+    inside, forked = threading.Event(), threading.Event()
+
+    def thunk():
+        inside.set()
+        assert forked.wait(LONG_S)
+        return launch(kernel, numbers())
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(bench.tune(thunk, name="first"))
+        assert inside.wait(LONG_S)
+        try:
+            free = in_child(lambda: (Autotuner.run is STOCK_RUN, torch.equal(second(), numbers() * 2)))
+        finally:
+            forked.set()
+        assert torch.equal(first.result(LONG_S), numbers() + 1)
+    assert free == (True, True)
