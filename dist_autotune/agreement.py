@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
@@ -90,7 +91,8 @@ class GroupAgreement:
     """The ranks of one process group. Create it on all ranks of the group."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        # Not `self.group = group`: a gloo group that outlives destroy_process_group() can abort the
+        # process at exit (its thread then finds no interpreter; torch 2.13).
         self.rank = dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.pid = os.getpid()
@@ -172,7 +174,7 @@ class GroupAgreement:
         end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
         with contextlib.suppress(BoardLost):  # for who has not found the hub yet, or finds it gone
             self.board.publish(sequence, end)
-        with contextlib.suppress(BoardLost, HubLost):
+        with contextlib.suppress(BoardLost, HubLost, OSError):
             if self.is_lost or not self.find_hub():
                 return
             assert self.line is not None
@@ -288,7 +290,9 @@ class _Exchange:
         agreement, board = self._agreement, self._agreement.board
         host_rank = agreement.ranks[0]
         board.sign(self._sequence)
-        until = max(self._deadline, time.monotonic() + SIGNING_S)
+        until = self._deadline
+        if agreement.line is not None:  # the others may still be finding out about the hub
+            until = max(until, time.monotonic() + SIGNING_S)
         pauses = _pauses()
         while (end := board.end(self._sequence)) is None:
             absent = [rank for rank in board.absent(self._sequence) if rank != host_rank]
@@ -334,7 +338,7 @@ class Agreements:
     """The agreements of this process, one per process group, shared by all tuned functions."""
 
     def __init__(self) -> None:
-        self._by_group: dict[str, GroupAgreement] = {}
+        self._by_group: weakref.WeakKeyDictionary[Any, GroupAgreement] = weakref.WeakKeyDictionary()
         self._alone: dict[int, Alone] = {}
 
     def alone(self) -> Agreement:
@@ -358,13 +362,12 @@ class Agreements:
             )
         if dist.get_world_size(group) == 1:
             return self.alone()
-        known = self._by_group.get(group.group_name)
+        known = self._by_group.get(group)
         if known is not None and known.pid != os.getpid():
             return self.alone()
-        if known is None or known.group is not group:
-            if known is not None:
-                known.close()
-            known = self._by_group[group.group_name] = GroupAgreement(group)
+        if known is None:
+            known = self._by_group[group] = GroupAgreement(group)
+            weakref.finalize(group, known.close).atexit = False
         return known
 
 

@@ -72,19 +72,21 @@ class Attendant:
 
     def _attend(self) -> None:
         line: Line | None = None
-        with contextlib.suppress(BoardLost, HubLost):  # then there is nobody to act for
-            while True:
-                time.sleep(self._heartbeat_s)
-                beats_at, watch = self._beats_at, self._watch
-                is_long = watch is not None and time.monotonic() - watch.began > self._heartbeat_s
-                if line is None and (is_long or beats_at is not None):
-                    line = self._new_line()
-                if line is None:
-                    continue
-                if beats_at is not None:
+        while True:
+            time.sleep(self._heartbeat_s)
+            beats_at, watch = self._beats_at, self._watch
+            if watch is not None and time.monotonic() - watch.began < self._heartbeat_s:
+                watch = None
+            if beats_at is None and watch is None:
+                continue
+            try:
+                line = line or self._new_line()
+                if line is not None and beats_at is not None:
                     line.tell("beat", beats_at)
-                if watch is not None and is_long:
+                if line is not None and watch is not None:
                     self._look(watch, line)
+            except (BoardLost, HubLost):
+                line = None
 
     def _look(self, watch: Watch, line: Line) -> None:
         """Say once that the peers have gone on without this rank; later, if so asked, end the process."""

@@ -99,8 +99,8 @@ class ContextualAutotuner(Generic[P, R]):
             votes = self.options.watch and not is_alone and mode == "tune"
             try:
                 result, wants = settled_call(domain, thunk, self._note, votes=votes)
-            except RankMismatch:  # the same on every rank, so all start anew
-                self._wants_session = True
+            except RankMismatch as error:
+                self._wants_session = error.starts_anew
                 raise
             self._wants_session = wants and mode == "tune" and (votes or is_alone)
             if wants and not self._wants_session:

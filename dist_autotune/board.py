@@ -40,7 +40,7 @@ class Board:
     """The keys of one group. Create it on all ranks; no method waits for a peer."""
 
     def __init__(self, group: Any, ranks: tuple[int, ...], rank: int) -> None:
-        self._group = group
+        self._group_name = str(group.group_name)
         self._ranks = ranks
         self._rank = rank
         self._known_store: Any = None
@@ -90,7 +90,7 @@ class Board:
         if self._known_store is None:
             default = dist.distributed_c10d._get_default_store()
             members = "-".join(map(str, self._ranks)) if len(self._ranks) < 17 else str(len(self._ranks))
-            name = f"dist_autotune/{self._group.group_name}/{members}"
+            name = f"dist_autotune/{self._group_name}/{members}"
             # The n-th board that a rank makes for a group of this name belongs with the n-th of the others.
             count = default.add(f"{name}/boards/{self._rank}", 1)
             self._known_store = dist.PrefixStore(f"{name}/{count}", default)

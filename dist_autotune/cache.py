@@ -41,7 +41,7 @@ class EntryKey:
     capability: str
     triton_version: str
     world_size: int
-    scope: str = ""  # the function's name when contexts are not shared between functions
+    scope: str = ""  # the function, when contexts are not shared between functions
     agree: str = "key"
     driver: str = ""
 

@@ -6,6 +6,7 @@ A domain outlives its sessions: a later one takes up what an earlier one left un
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import re
 import weakref
@@ -32,6 +33,8 @@ from .search import Context, Rules
 from .settings import Options, digest
 from .tunable import CHOICES
 from .version import __version__
+
+SOURCE_OF = "the source of kernel "  # and its name: a fact that ranks tell
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Domain:
         self.options = options
         self.name = name
         self.agreement = agreement
-        self.scope = "" if options.share else name
+        # Many functions are called `step`, and all lambdas `<lambda>`: a name of the user's own is enough.
+        self.scope = "" if options.share else options.name or f"{name}#{function_digest}"
         self.timeout_s = options.resolved_timeout_s()
         self.clock: Clock = options.clock or default_clock(
             self.timeout_s, interpreted=intercept.is_interpreted()
@@ -78,6 +82,7 @@ class Domain:
         self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
+        self._sources: dict[str, dict[str, int]] = {}  # as told: name -> texts -> lowest rank
         self._offers: dict[str, tuple[int, str, float]] = {}  # disk entries that all ranks use
         self._published: dict[str, tuple[str, int | None]] = {}
         self.reset(tunes=tunes)
@@ -109,7 +114,9 @@ class Domain:
             aliases=self.tuning.aliases,
             find_claim=self._find_claim,
             on_ban=lambda local, candidate, reason: self.on_ban(local, candidate, reason),
+            busy=self.agreement.busy,
             passes_single=isinstance(self.agreement, Alone),
+            is_frozen=not tunes,
         )
         self._published.clear()
 
@@ -156,6 +163,22 @@ class Domain:
             self.reset(tunes=self.tuning.rules.tunes)
         self.tuning.open()
         return remarks
+
+    def check_run(self, merged: Payload) -> None:
+        """Raise RankMismatch where ranks differ in what must be equal; in sources, since this state began.
+
+        One name may stand for several texts (functions made by functions), and ranks may launch different
+        ones of them: they differ when they have none in common.
+        """
+        facts = {}
+        for name, values in merged.facts.items():
+            if name.startswith(SOURCE_OF):
+                values = self._sources[name] = {**values, **self._sources.get(name, {})}
+                texts = [set(value.split()) for value in values]
+                if all(one & other for one, other in itertools.combinations(texts, 2)):
+                    continue
+            facts[name] = values
+        check_facts(Payload(merged.kind, facts=facts), "run")
 
     def look_on_disk(self) -> None:
         """Let a call outside a session use disk entries; with peers they would have to be agreed first."""

@@ -28,6 +28,7 @@ from .board import Address, End
 Message: TypeAlias = dict[str, Any]
 Reply: TypeAlias = Callable[[Message], None]
 
+STRANGERS_BYTES = 1024  # the longest message of a connection that has not shown the token
 SEND_S = 5.0  # a rank that takes nothing in for so long is dropped
 _LENGTH = struct.Struct("!I")
 
@@ -45,7 +46,10 @@ def unpack(buffer: bytearray) -> Iterator[Message]:
             return
         body = bytes(buffer[_LENGTH.size : end])
         del buffer[:end]
-        yield json.loads(body)
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise ValueError("a message is an object")
+        yield message
 
 
 def text_of(payload: bytes) -> str:
@@ -85,7 +89,10 @@ class Exchanges:
         self._size = size
         self._fan_out = fan_out
         self._rounds: dict[int, _Round] = {}
-        self._latest_over = -1  # of those that everybody has left
+        # The latest that everybody has been told the end of. A rank that gave up, or was interrupted, while
+        # it was told may still ask; no rank can ask about an earlier one.
+        self._latest_over = -1
+        self._latest_end: End = {}
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -96,9 +103,9 @@ class Exchanges:
     def handle(self, message: Message, reply: Reply) -> None:
         """Take in a message; `reply` is called now or later, or never for one that asks nothing."""
         number, position = int(message["sequence"]), int(message["position"])
-        if number not in self._rounds and number <= self._latest_over:  # everybody, this rank too, has left
+        if number not in self._rounds and number <= self._latest_over:
             if "id" in message:
-                reply({"id": message["id"], "end": {"merged": ""}})
+                reply({"id": message["id"], "end": self._latest_end})
             return
         exchange = self._rounds.setdefault(number, _Round())
         match message["op"]:
@@ -118,8 +125,9 @@ class Exchanges:
                 exchange.requests.append(_Request(position, op == "collect", message["id"], reply))
         self._answer(exchange)
         if len(exchange.told) == self._size:
-            del self._rounds[number]
-            self._latest_over = max(self._latest_over, number)
+            assert exchange.end is not None
+            self._latest_over, self._latest_end = number, exchange.end
+            self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
     def forget(self, reply: Reply) -> None:
         """Drop the requests of a connection that has closed."""
@@ -245,6 +253,8 @@ class _Connection:
         if not data:
             raise ConnectionResetError
         self._buffer += data
+        if not self.is_known and int.from_bytes(self._buffer[: _LENGTH.size]) > STRANGERS_BYTES:
+            raise ValueError("no rank of ours")
         return unpack(self._buffer)
 
     def _send(self, message: Message) -> None:

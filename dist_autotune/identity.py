@@ -19,6 +19,7 @@ import numpy as np
 from .errors import TuningError
 from .settings import digest
 
+_UNKNOWN = object()
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -35,6 +36,7 @@ class KernelSource:
     short_name: str
     text_digest: str
     digest: str
+    texts: tuple[tuple[str, str], ...] = ()  # (name, digest of its own text) of each function it is made of
 
 
 _SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelSource] = weakref.WeakKeyDictionary()
@@ -50,7 +52,8 @@ def kernel_source(function: Callable[..., Any]) -> KernelSource:
     text = "\n".join(sorted(part.text for part in parts.values()))
     captured = "\n".join(sorted(constant for part in parts.values() for constant in part.constants))
     name = _full_name(function)
-    source = KernelSource(name, function.__name__, digest(name + text), digest(name + text + captured))
+    texts = tuple(sorted((part.name, digest(part.text)) for part in parts.values()))
+    source = KernelSource(name, function.__name__, digest(name + text), digest(name + text + captured), texts)
     return _SOURCES.setdefault(function, source)
 
 
@@ -157,6 +160,7 @@ def _python_function(value: Any) -> types.FunctionType | None:
 class _Part:
     """One function that a kernel is made of."""
 
+    name: str
     text: str
     constants: list[str] = field(default_factory=list)  # it captures
 
@@ -166,7 +170,7 @@ def _collect(function: Callable[..., Any], parts: dict[Any, _Part]) -> None:
     if function in parts:
         return
     name, source = _full_name(function), _source(function)
-    part = parts[function] = _Part(f"{name}\n{source}")
+    part = parts[function] = _Part(name, f"{name}\n{source}")
     for reference, value in _references(function, source):
         callee = _python_function(value)
         if callee is not None:
@@ -185,12 +189,21 @@ def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str
     except SyntaxError:
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in scope:
-            yield node.id, scope[node.id]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            owner = scope.get(node.value.id)
-            if isinstance(owner, types.ModuleType) and hasattr(owner, node.attr):
-                yield f"{node.value.id}.{node.attr}", getattr(owner, node.attr)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            value = _resolved(node, scope)
+            if value is not _UNKNOWN:
+                yield ast.unparse(node), value
+
+
+def _resolved(node: ast.expr, scope: dict[str, Any]) -> Any:
+    """Return what a name, or a name in modules, stands for."""
+    if isinstance(node, ast.Name):
+        return scope.get(node.id, _UNKNOWN)
+    if isinstance(node, ast.Attribute):
+        owner = _resolved(node.value, scope)
+        if isinstance(owner, types.ModuleType):
+            return getattr(owner, node.attr, _UNKNOWN)
+    return _UNKNOWN
 
 
 def _source(function: Callable[..., Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +39,14 @@ class Launches:
         aliases: Mapping[str, str],
         find_claim: Callable[[Local, Autotuner | None], Claim | None],
         on_ban: Callable[[Local, str, str], None],
+        busy: Callable[[], AbstractContextManager[None]],
         *,
         passes_single: bool,
+        is_frozen: bool,
     ) -> None:
         self.contexts: dict[str, Local] = {}
         self.clock = clock
-        self.settled = SettledLaunches(self.handle)
+        self.settled = SettledLaunches(self.handle, self._replaces, passes_single=passes_single)
         self.tunes = False  # True while a launch may be a trial
         self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
         self._agree = agree
@@ -53,6 +56,8 @@ class Launches:
         self._aliases = aliases
         self._find_claim = find_claim
         self._on_ban = on_ban
+        self._busy = busy  # while this rank compiles, its peers are to wait on
+        self._is_frozen = is_frozen  # nothing will ever be tried: what is not settled now will never be
         self._passes_single = passes_single  # a kernel with one config is no context: no peer can have more
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
         self._ordinals: weakref.WeakKeyDictionary[Autotuner, tuple[str, int]] = weakref.WeakKeyDictionary()
@@ -90,27 +95,41 @@ class Launches:
         while True:
             try:
                 result = self._launch_once(tuner, binding, candidate, args, kwargs)
-                if not self.tunes and local.is_settled:
+                if not self.tunes and (local.is_settled or self._is_frozen):
                     self.settled.learn(tuner, binding.key, binding.configs[candidate])
                 return result
             except Exception as error:
-                hook = binding.configs[candidate].pre_hook
-                reason = intercept.load_failure(error, kwargs.get("grid"), hook)
-                if reason is None:
+                if not self._replaces(tuner, args, kwargs, error):
                     raise
-            self._ban(local, candidate, reason)
-            candidate = local.choice = local.stand_in()
+            candidate = local.choice or local.stand_in()
+
+    def _replaces(
+        self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    ) -> bool:
+        """Return whether a launch failed because of its config; then that is banned and another chosen."""
+        binding = self._binding(tuner, args, kwargs)
+        local = binding.local
+        candidate = local.choice or local.choose()
+        hook = binding.configs[candidate].pre_hook
+        reason = intercept.load_failure(error, kwargs.get("grid"), hook)
+        if reason is None:
+            return False
+        self._ban(local, candidate, reason)
+        self.settled.forget()
+        if not self.tunes:
+            self.met.add(local.name)  # the peers are to know
+        local.choice = local.stand_in()
+        return True
 
     def choose(self, name: str, key: Key, key_text: str, options: dict[str, Any]) -> Any:
         """Answer `tunable`: return the option that this run plans."""
         kernel = digest(f"tunable|{name}|{list(options)}")
-        context_name = digest(f"{kernel}|{key_text}")
         with self._lock:
-            local = self.contexts.get(context_name)
+            local, slot = self._known(kernel, key_text)
             if local is None:
-                local = self._admit_choice(
-                    context_name, kernel, KernelSource(name, name, "", ""), key, key_text, options
-                )
+                source = KernelSource(name, name, "", "")
+                local = self._admit_choice(context_name(kernel, slot), kernel, source, key, key_text, options)
+                local.slot = slot
         if intercept.is_capturing():
             return local.bindings[0].configs[local.stand_in()]
         candidate = self._candidate(local)
@@ -136,8 +155,9 @@ class Launches:
     ) -> Any:
         local, config = binding.local, binding.configs[candidate]
         intercept.run_pre_hook(tuner, config, args, kwargs)
-        if self.tunes and local.measures:
+        if self.tunes:
             self._ensure_loaded(tuner, binding, candidate, args, kwargs)
+        if self.tunes and local.measures:
             mark = local.stopwatch.start()
             result = intercept.launch(tuner, config, args, kwargs)
             local.stopwatch.stop(mark)
@@ -155,11 +175,12 @@ class Launches:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Compile and load before the first sample, so that no timed interval holds a compilation."""
+        """Compile and load before the first launch, so that no timed interval holds a compilation."""
         device = compiling.current_device()
         if device < 0 or (candidate, device) in binding.loaded:
             return
-        intercept.load(intercept.compiled(tuner, binding.configs[candidate], args, kwargs))
+        with self._busy():
+            intercept.load(intercept.compiled(tuner, binding.configs[candidate], args, kwargs))
         binding.loaded.add((candidate, device))
 
     def _quiet_config(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,14 +250,10 @@ class Launches:
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
-        slot = key_text = identity.key_text(key)
-        own = [local for local in self.contexts.values() if local.kernel == kernel]
-        for local in own:
-            if local.key_text == key_text:
-                return local
-        if self._agree == "ordinal":
-            taken = {local.slot for local in own}
-            slot = next(slot for n in range(len(own) + 1) if (slot := f"@{n}") not in taken)
+        key_text = identity.key_text(key)
+        known, slot = self._known(kernel, key_text)
+        if known is not None:
+            return known
         name = context_name(self._alias(kernel), slot)
         if name in self.contexts:  # of another Autotuner, one that shares its contexts with those of peers
             name = context_name(f"{kernel}!", slot)
@@ -266,6 +283,20 @@ class Launches:
             else:
                 local.claim = None
         return local
+
+    def _known(self, kernel: str, key_text: str) -> tuple[Local | None, str]:
+        """Return the context of a kernel's key, if there is one, and what tells it from others of the kernel.
+
+        That is the key, or with `agree="ordinal"` its order among those launched here.
+        """
+        own = [local for local in self.contexts.values() if local.kernel == kernel]
+        for local in own:
+            if local.key_text == key_text:
+                return local, local.slot
+        if self._agree == "key":
+            return None, key_text
+        taken = {local.slot for local in own}
+        return None, next(slot for n in range(len(own) + 1) if (slot := f"@{n}") not in taken)
 
     def _admit_choice(
         self, name: str, kernel: str, source: KernelSource, key: Key, key_text: str, options: dict[str, Any]
@@ -350,12 +381,19 @@ class Launches:
                 self._ban(local, candidate, reason)
 
     def new_sources(self) -> dict[str, str]:
-        """Return the source digests of the kernels that this run announces, by qualified name."""
+        """Return the source digests of the functions in the kernels that this run announces, by name."""
+        locals_ = self.contexts.values()
+        new = {
+            local.source
+            for local in locals_
+            if local.told is not None and local.told.announcement is not None
+        }
+        told = {name for source in new for name, _ in source.texts}
         texts: dict[str, set[str]] = {}
-        for local in self.contexts.values():
-            if local.told is not None and local.told.announcement is not None and not local.is_choice:
-                texts.setdefault(local.source.name, set()).add(local.source.text_digest)
-        return {name: ",".join(sorted(digests)) for name, digests in texts.items()}
+        for name, text in (pair for local in locals_ for pair in local.source.texts):
+            if name in told:
+                texts.setdefault(name, set()).add(text)
+        return {name: " ".join(sorted(digests)) for name, digests in texts.items()}
 
     def abandon_run(self) -> None:
         """Drop what the run under way has measured: it raised."""

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from .board import Address
 from .hub import SEND_S, Hub, Message, pack, unpack
 
+_LEAST_S = 1e-3  # for a reply that is there already
+
 
 class HubLost(Exception):
     """The hub has gone, and will not come back."""
@@ -87,7 +89,7 @@ class SocketLine:
         self._send({"op": op, "sequence": sequence})
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + max(timeout_s, _LEAST_S)
         while request not in self._replies:
             left_s = until - time.monotonic()
             if left_s <= 0:

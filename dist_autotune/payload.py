@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import RankMismatch
 
+WHERE = {"open": "the opening of a session", "run": "the end of a trial", "vote": "the end of a settled call"}
 MIXED = "*"  # launches of one run did not all use one candidate; payloads were not all of one kind
 
 
@@ -137,19 +138,22 @@ def merge(first: bytes, *others: bytes) -> bytes:
 
 def check_facts(merged: Payload, expected_kind: str) -> None:
     """Raise RankMismatch where ranks differ in what must be equal."""
-    if merged.kind != expected_kind:
-        raise RankMismatch(
-            f"ranks are at different points of the program: expected all at {expected_kind!r}. "
-            "Every rank of the group must call the same tuned functions in the same order."
-        )
     for name, values in merged.facts.items():
         if len(values) > 1:
             said = "; ".join(
                 f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda v: v[1])
             )
             raise RankMismatch(
-                f"ranks differ in {name}: {said}. Start all ranks with the same code and options."
+                f"ranks differ in {name}: {said}. All ranks must run the same code with the same options, "
+                "and call the tuned functions in the same order."
             )
+    if merged.kind != expected_kind:
+        raise RankMismatch(
+            f"ranks are at different points of the program: not all of them are at {WHERE[expected_kind]}. "
+            "All ranks must make the same calls of a tuned function, and of its retune(). The next call "
+            "starts anew.",
+            starts_anew=True,
+        )
 
 
 def _plain(value: Any) -> Any:

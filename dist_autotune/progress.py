@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
+
+_REFRESH_S = 0.1
 
 
 class Progress:
-    """A rich bar of the runs made; silent when `shown` is false."""
+    """A rich bar of the runs made; silent when `shown` is false.
+
+    It is drawn between runs and has no thread of its own: what the function prints, and the processes
+    that it forks, are not to be met by one.
+    """
 
     def __init__(self, title: str, *, shown: bool) -> None:
         self._bar: Any = None
+        self._drawn = 0.0
         if shown:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -21,14 +29,28 @@ class Progress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("runs"),
+                TimeElapsedColumn(),
             )
-            self._bar = Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._bar = Bar(
+                *columns,
+                console=Console(stderr=True),
+                transient=True,
+                auto_refresh=False,
+                # The user's print() goes where it always went: into a pipe, if stdout is one.
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._task = self._bar.add_task(f"tuning {title}", total=None)
             self._bar.start()
 
     def update(self, runs: int, planned: int, detail: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=runs, total=max(planned, runs), description=detail)
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        draws = now - self._drawn >= _REFRESH_S
+        self._drawn = now if draws else self._drawn
+        total = max(planned, runs)
+        self._bar.update(self._task, completed=runs, total=total, description=detail, refresh=draws)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -229,7 +229,10 @@ class Tuning:
             context.narrow(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
-        return context.advance(part, part if context.judge == BY_LAUNCH else merged.run)
+        outcome = context.advance(part, part if context.judge == BY_LAUNCH else merged.run)
+        if context.status == "cached" and context.winner is None:  # it does not work on some rank
+            self._search_or_leave(context)
+        return outcome
 
     def _admit(self, name: str, announcement: Announcement, part: Part) -> Context:
         context = self.contexts[name] = Context(name, announcement, self.rules, self.runs)
@@ -237,13 +240,17 @@ class Tuning:
         self._defaults[name] = context.incumbent  # raises NoValidConfig when nothing works on every rank
         if context.adopt(announcement.claim):
             context.settle("cached", context.winner)
-        elif len(context.digests) - len(context.banned) == 1:
+        else:
+            self._search_or_leave(context)
+        return context
+
+    def _search_or_leave(self, context: Context) -> None:
+        if len(context.digests) - len(context.banned) == 1:
             context.settle("tuned")
         elif self.closing or (self.rules.mode == "replay" and self.runs > ADMISSION_RUNS):
             context.settle("partial")
         else:
             self._begin(context)
-        return context
 
     def _begin(self, context: Context) -> None:
         """Start a search; one that is judged by the whole run waits for its turn."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 
-from .domain import Domain
+from .domain import SOURCE_OF, Domain
 from .errors import AgreementTimeout, PeerFailed, TuningError
 from .intercept import INTERCEPTION
 from .local import Local
@@ -106,15 +106,15 @@ class Session:
         domain.on_ban = self._log_ban
         with self._telling_failures():
             payload = domain.opening()
-            payload.facts["session"] = {uuid.uuid4().hex[:12]: domain.agreement.rank}
+            if domain.agreement.rank == domain.agreement.ranks[0]:
+                payload.facts["session"] = {uuid.uuid4().hex[:12]: domain.agreement.rank}
             merged = self._exchange(payload, "the opening of a session")
             try:
                 remarks = domain.open(merged)
             except TuningError as error:  # the same on every rank
                 self.close(error)
                 raise
-            names = merged.facts["session"]
-            self._id = min(names, key=lambda name: (names[name], name))
+            (self._id,) = merged.facts["session"]
             self._write(self._opened())
             for remark in remarks:
                 self._write(Note(text=remark))
@@ -216,7 +216,7 @@ class Session:
         if self._judged is not None or self._run_watch.report is not None:
             run = self._run_watch.tell("|".join(self._judged or ()), waits=waits)
         self._launched.update(parts)
-        sources = {f"the source of kernel {name}": text for name, text in launches.new_sources().items()}
+        sources = {SOURCE_OF + name: texts for name, texts in launches.new_sources().items()}
         facts = {name: {text: agreement.rank} for name, text in {**self.domain.point, **sources}.items()}
         return Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=self._elapsed_s())
 
@@ -227,7 +227,7 @@ class Session:
         self._is_stepping = True
         duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
         try:
-            check_facts(merged, "run")
+            domain.check_run(merged)
             merged, names = tuning.unite(merged)
             domain.launches.rename(names)
             self._launched = {names.get(name, name) for name in self._launched}

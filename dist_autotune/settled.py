@@ -18,8 +18,16 @@ class SettledLaunches:
     what is new. Measured costs: docs/benchmarks.
     """
 
-    def __init__(self, slow: Handler) -> None:
+    def __init__(
+        self,
+        slow: Handler,
+        fails: Callable[[Autotuner, tuple[Any, ...], dict[str, Any], Exception], bool],
+        *,
+        passes_single: bool,
+    ) -> None:
         self._slow = slow
+        self._passes_single = passes_single  # leave a kernel with one config to stock
+        self._fails = fails  # whether an exception means that the config does not work here: it is replaced
         self._ready: weakref.WeakKeyDictionary[Autotuner, dict[Key, tuple[Any, dict[str, Any]]]]
         self._ready = weakref.WeakKeyDictionary()
 
@@ -31,19 +39,29 @@ class SettledLaunches:
 
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to put in place of `stock`."""
-        ready, slow = self._ready, self._slow
+        ready, slow, fails, passes_single = self._ready, self._slow, self._fails, self._passes_single
 
         def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+            by_key = ready.get(tuner)
+            if by_key is None:
+                if passes_single and len(tuner.configs) == 1:
+                    return stock(tuner, *args, **kwargs)
+                return slow(stock, tuner, args, kwargs)
             try:
-                config, options = ready[tuner][key_of(tuner, args, kwargs)]
+                config, options = by_key[key_of(tuner, args, kwargs)]
             except (KeyError, TypeError):  # new, or a key that cannot be hashed
                 return slow(stock, tuner, args, kwargs)
             if kwargs.get("warmup"):
                 return slow(stock, tuner, args, kwargs)
             tuner.best_config = config
-            if config.pre_hook is not None:
-                named = dict(zip(tuner.arg_names, args, strict=False))
-                config.pre_hook({**named, **kwargs, **options})
-            return tuner.fn.run(*args, **kwargs, **options)
+            try:
+                if config.pre_hook is not None:
+                    named = dict(zip(tuner.arg_names, args, strict=False))
+                    config.pre_hook({**named, **kwargs, **options})
+                return tuner.fn.run(*args, **kwargs, **options)
+            except Exception as error:
+                if not fails(tuner, args, kwargs, error):
+                    raise
+            return slow(stock, tuner, args, kwargs)
 
         return run

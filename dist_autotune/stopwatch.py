@@ -83,7 +83,7 @@ class Stopwatch:
         """Read the clock: the run's sample is the mean of its usable launches."""
         times_ms = [self._clock.read_ms(mark) for mark in self._marks]
         self._marks.clear()
-        usable = [ms for ms in times_ms if math.isfinite(ms) and ms > 0]
+        usable = [float(ms) for ms in times_ms if ms is not None and math.isfinite(ms) and ms > 0]
         samples = self.samples.setdefault(str(report.ran), [])
         if usable and report.ran != MIXED:
             self.sample_ms = statistics.fmean(usable)

@@ -157,7 +157,7 @@ class AllGatherGemm:
             self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            self._producer.give_up(self._calls)
+            self._producer.finish_alone(self._calls)
             raise
         if self.device.type == "cpu":
             self._check_usable()

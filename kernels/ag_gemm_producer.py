@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +78,13 @@ class ChunkProducer:
         """Order what the caller does next behind the exchange; on the CPU, raise what went wrong in it."""
         self._stream.join()
 
-    def give_up(self, epoch: int) -> None:
-        """Let the side stream run through, though peers may not be ready and no kernel watches over it."""
+    def finish_alone(self, epoch: int) -> None:
+        """Let the exchange run to its end though no kernel watches over it and peers may not be ready.
+
+        Those that are ready still get their signals, and need not lose their patience for them.
+        """
         rescue = self._memory.side_stream()
         for peer in self._peers:
             self._memory.write_signal(peer.ready, as_epoch(epoch + GIVEN_UP.value), rescue)
+        with contextlib.suppress(Exception):  # this is the way out of an error that says more
+            self.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -91,11 +90,12 @@ def message_of(call) -> str:
     return "nothing was raised"
 
 
-def delay_copies(op: AllGatherGemm, seconds: float) -> None:
+def delay_copies(op: AllGatherGemm, delay: Callable[[], None]) -> None:
+    """Run `delay` on the CPU's side stream before each copy."""
     copy = op._memory.copy
 
     def copy_late(dst, src, stream):
-        stream.enqueue(lambda: time.sleep(seconds))
+        stream.enqueue(delay)
         copy(dst, src, stream)
 
     op._memory.copy = copy_late

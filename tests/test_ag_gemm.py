@@ -180,7 +180,7 @@ def late_producer(rank):
     with AllGatherGemm(16, 16, torch.float32) as op:
         poison(op)
         if rank == 0:
-            delay_copies(op, 0.2)
+            delay_copies(op, lambda: time.sleep(0.2))
         return [call_and_compare(op, 16, 16) for _ in range(2)]
 
 

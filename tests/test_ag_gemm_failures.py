@@ -8,8 +8,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.signals import polls
 
 from ag_gemm_runs import (
     INTERPRETER,
@@ -25,7 +27,10 @@ from ag_gemm_runs import (
 
 pytestmark = INTERPRETER
 
-PATIENCE_S = 1.0  # of a rank whose peer is meant to fail it
+
+def lose_patience(op: AllGatherGemm) -> None:
+    """Let the next calls give up after a second; those that are to succeed have had minutes."""
+    op._budget = polls(1.0, op.device.type)
 
 
 # ---- the caller's mistakes
@@ -118,7 +123,7 @@ def test_nothing_is_gathered_before_the_first_call():
 
 
 def different_rows(rank):
-    op = AllGatherGemm(8, 16, torch.float16, timeout_s=20)
+    op = AllGatherGemm(8, 16, torch.float16)
     call_and_compare(op, 4, 16)
     m = 4 if rank == 0 else 7
 
@@ -143,18 +148,20 @@ def test_different_rows_raise_on_every_rank(world):
 
 
 def dead_peer(rank, last):
-    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S)
+    survivors = dist.new_group(range(last))
+    op = AllGatherGemm(8, 16, torch.float16)
     call_and_compare(op, 8, 16)
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier(survivors)  # or one of them might take another for late
+    lose_patience(op)
 
     def call():
         op(*tensors(8, 16, 16, torch.float16))
         op.check()
 
-    started = time.monotonic()
     message = message_of(call)
-    return message, time.monotonic() - started, message_of(call) == message, message_of(op.close) == message
+    return message, message_of(call) == message, message_of(op.close) == message
 
 
 @pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
@@ -162,16 +169,18 @@ def test_a_dead_peer_is_named_and_the_wait_ends(world):
     *survivors, dead = results(dead_peer, world, world - 1)
     assert dead.signal is signal.SIGKILL
     for rank, survivor in enumerate(survivors):
-        message, elapsed_s, again, at_close = survivor.value
+        message, again, at_close = survivor.value
         lost = f"rank {world - 1} did not offer chunk {world - 1} of call 2 in time (its last: call 1)"
-        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: {lost}. Find out")
-        assert elapsed_s < 10 * PATIENCE_S
+        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
+        assert lost in message
+        assert message.count("did not offer") == 1
         assert again
         assert at_close
 
 
 def die_before_fetching(rank):
-    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S)
+    op = AllGatherGemm(8, 16, torch.float16)
+    lose_patience(op)
     if rank == 1:
         op._memory.copy = lambda dst, src, stream: stream.enqueue(
             lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -188,28 +197,37 @@ def test_a_peer_that_dies_before_it_has_fetched_is_named():
 
 
 def stuck_copy(rank):
-    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S / 4)
+    """Hold rank 0's copy back until its kernel has given up."""
+    op = AllGatherGemm(8, 16, torch.float16)
     if rank == 0:
-        delay_copies(op, 2 * PATIENCE_S)
+        lose_patience(op)
+        delay_copies(op, lambda: wait_for(op._error_words.any))
     return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
 
 
+def wait_for(condition) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
 def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come():
-    stuck, waiting = values(stuck_copy, 2)
-    assert "rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time. Find out" in stuck
-    assert "rank 1: rank 0 did not fetch chunk 1 of call 1 in time. Find out" in waiting
+    stuck, unharmed = values(stuck_copy, 2)
+    text = (
+        "PeerTimeout: AllGatherGemm, rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time."
+    )
+    assert stuck.startswith(text)
+    assert unharmed == "nothing was raised"
 
 
 def failing_launch(rank):
     """Break rank 1's launch after its peers have heard of the call."""
-    op = AllGatherGemm(8, 16, torch.float16, timeout_s=PATIENCE_S)
+    op = AllGatherGemm(8, 16, torch.float16)
     if rank == 1:
         all_gather_gemm.configs = []
-    started = time.monotonic()
     first = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+    lose_patience(op)
     again = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
-    closing = message_of(op.close)
-    return first, again, closing, time.monotonic() - started
+    return first, again, message_of(op.close)
 
 
 def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
@@ -217,5 +235,6 @@ def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
     assert failed[0].startswith("IndexError")
     assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: call 1 was not carried out: IndexError")
     assert failed[2] == failed[1]
+    assert peer[0] == "nothing was raised"
     assert peer[1].startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1 did not offer chunk 1 of call 2")
-    assert max(peer[3], failed[3]) < 20 * PATIENCE_S
+    assert peer[2] == peer[1]

@@ -7,6 +7,8 @@ import functools
 import gc
 import inspect
 import itertools
+import os
+import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,9 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from dist_autotune import NoValidConfig, TuningError, is_tuning
 from dist_autotune import compile as compiling
 from dist_autotune.flows import STRATEGIES
-from dist_autotune.records import Banned, RunFailed, SessionClosed
+from dist_autotune.records import Banned, ContextAdmitted, RunFailed, RunStarted, SessionClosed
 from kernels_for_tests import Bench, double, launch, numbers, only, out_of_resources, records
+from ranks import run_ranks
 
 STOCK_RUN = Autotuner.run
 BLOCKS = (16, 32, 64)
@@ -233,6 +236,19 @@ def test_online_a_failing_config_is_replaced_too(bench):
     assert tuned.settled
 
 
+def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[32] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    (result,) = run_ranks(lambda rank: tuned(), 1, init="none", fresh=False)
+    assert result.signal is signal.SIGKILL
+    last = records()[-1]
+    assert isinstance(last, RunStarted)
+    (admitted,) = records(ContextAdmitted)
+    assert last.plan == {admitted.context: 1}
+    assert "BLOCK: 32" in admitted.candidates[1]
+
+
 def test_stock_timings_hold_inf_for_what_failed(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     kernel.fn.failures[32] = out_of_resources
@@ -252,6 +268,30 @@ def test_a_winner_on_disk_that_fails_now_is_replaced_and_the_rest_is_tuned_anew(
     assert 32 not in bench.blocks()
     assert block_of(only(tuned.report).config) == 64
     assert only(tuned.report).status == "tuned"
+
+
+@pytest.mark.parametrize("where", ["launch", "pre_hook"])
+@every_failure
+def test_a_settled_winner_that_fails_is_replaced_in_the_same_call(bench, failure, where):
+    errors: dict[int, Callable[[], Exception]] = {}
+    hooks = {32: lambda arguments: fail(errors) if where == "pre_hook" else None}
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, pre_hooks=hooks)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    bench.forget()
+    errors[32] = failure
+    if where == "launch":
+        kernel.fn.failures[32] = failure
+    for _ in range(3):
+        assert torch.equal(tuned(), numbers() + 1)
+        assert Autotuner.run is STOCK_RUN
+    assert 32 not in bench.blocks()
+
+
+def fail(errors: dict[int, Callable[[], Exception]]) -> None:
+    for error in errors.values():
+        raise error()
 
 
 # ---- memory

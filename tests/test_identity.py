@@ -337,6 +337,24 @@ def test_a_closure_is_told_apart_by_what_it_captures():
     assert kernel_source(make(2)).digest == kernel_source(make(2)).digest
 
 
+def test_a_helper_in_a_module_of_a_module_counts(module):
+    def kernel_with(package):
+        def kernel(x):
+            return package.inner.activation(x) + package.inner.LIMIT
+
+        return kernel_source(kernel)
+
+    def package(**changes):
+        made = ModuleType("package")
+        made.inner = module(**changes)
+        return made
+
+    plain = kernel_with(package())
+    assert kernel_with(package()) == plain
+    assert kernel_with(package(helper="+ 2")).text_digest != plain.text_digest
+    assert kernel_with(package(limit=9)).digest != plain.digest
+
+
 def test_two_helpers_of_one_name_both_count():
     def helper(value):
         constant = tl.constexpr(value)

@@ -611,7 +611,7 @@ def test_facts_that_differ_are_named_with_the_ranks_that_say_so():
 
 
 def test_ranks_at_different_exchanges_are_a_mismatch():
-    with pytest.raises(RankMismatch, match="different points of the program"):
+    with pytest.raises(RankMismatch, match="different points"):
         check_facts(Payload("open", 0).merged(Payload("run", 1)), "run")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_autotune import NoValidConfig, tunable
+from dist_autotune import NoValidConfig, launches, session, tunable
 from kernels_for_tests import Bench, add, double, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, statuses_of, tune
 from ranks import assert_all_ok, run_ranks
@@ -470,6 +470,56 @@ def test_all_configs_fail(failing):
         assert then == "returned tensor"  # the next call starts anew
 
 
+def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(monkeypatch):
+    # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
+    def program(rank):
+        def preflight(tuner, configs, args, kwargs):
+            return {
+                digest: "no room"
+                for digest, config in configs.items()
+                if config.kwargs["BLOCK"] == 32 and rank
+            }
+
+        monkeypatch.setattr(launches.intercept, "is_interpreted", lambda: False)
+        monkeypatch.setattr(launches.compiling, "current_device", lambda: -1)
+        monkeypatch.setattr(launches.compiling, "preflight", preflight)
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        return bench.blocks(), list(step.report.contexts[0].banned.values())
+
+    assert assert_all_ok(run_ranks(program, 2)) == [([16, 64, 64], ["rank 1: no room"])] * 2
+
+
+# ---- when there is no time for all
+
+
+@pytest.mark.parametrize("limit", ["runs", "seconds"])
+def test_a_budget_ends_the_search_on_all_ranks_at_once_and_the_next_call_goes_on(limit, monkeypatch):
+    def program(rank):
+        if limit == "seconds" and rank == 1:  # on this rank alone, time flies
+            elapsed_s = iter(range(0, 1000, 5))
+            monkeypatch.setattr(session.Session, "_elapsed_s", lambda self: next(elapsed_s))
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
+        options = {"max_runs": 3} if limit == "runs" else {"budget_s": 60.0}
+        step = tune(bench, lambda: launch(kernel, x), n_repeat=2, **options)
+        seen = []
+        while not step.settled:
+            step()
+            seen.append((step.report.runs, *blocks_of(step).values(), *statuses_of(step).values()))
+            assert len(seen) < 9
+        return seen
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    if limit == "runs":
+        assert zero[:2] == [(3, 16, "partial"), (3, 32, "partial")]
+    assert zero[0][2] == "partial"
+    assert zero[-1][1:] == (64, "tuned")
+
+
 # ---- judged by the whole run
 
 
@@ -489,6 +539,22 @@ def test_a_choice_of_the_host_is_agreed():
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one
     assert (zero[0], zero[2], zero[3]) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(("agree", "chosen"), [("key", [1, 4]), ("ordinal", [4, 4])], ids=["key", "ordinal"])
+def test_choices_of_local_sizes_agree_by_key_or_by_order(agree, chosen):
+    def program(rank):
+        bench = Bench()
+
+        def thunk():
+            chunks = tunable("chunks", [1, 4], key=(64 + rank,))
+            bench.spend({1: 9.0 if rank else 1.0, 4: 4.0}[chunks])
+            return chunks
+
+        return tune(bench, thunk, agree=agree)()
+
+    # By key they are tuned one after the other: for that of rank 0, both runs take rank 1's 9 ms.
+    assert assert_all_ok(run_ranks(program, 2)) == chosen
 
 
 def test_the_slowest_rank_judges_the_whole_run():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import AgreementTimeout, PeerFailed, TuningError, agreement, is_tuning
+from dist_autotune import AgreementTimeout, PeerFailed, TuningError, agreement, is_tuning, launches
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import SHORT_S, blocks_of, ending, is_gone, statuses_of, tune, wait_for
 from ranks import assert_all_ok, run_ranks
@@ -175,8 +175,10 @@ def test_a_killed_rank_is_named_by_the_others_in_time(init, killed):
         assert f"rank-{killed}.jsonl" in text
 
 
-def test_a_stopped_rank_is_named_by_the_others_and_everybody_goes_on_when_it_wakes():
+def test_a_stopped_rank_is_named_by_the_others_and_everybody_goes_on_when_it_wakes(monkeypatch):
     # SIGSTOP on the rank that runs the hub: nothing there answers, and nothing is closed.
+    monkeypatch.setattr(agreement, "SILENCE_S", 1.0)
+
     def program(rank, directory):
         def stop():
             (directory / "pid").write_text(str(os.getpid()))
@@ -365,6 +367,36 @@ def test_the_logs_say_who_failed_and_what_was_tried():
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == ([("run_failed", 1), ("session_closed", None)], ["rank 1: Boom: no more"])
     assert one == ([("run_failed", 1), ("session_closed", None)], ["Boom: no more"])
+
+
+# ---- slow, because it compiles
+
+
+@pytest.mark.parametrize("where", ["preflight", "first launch"])
+def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbeats):
+    # Nothing compiles in the interpreter: the two places where it would are made slow on one rank.
+    def program(rank):
+        def compiles(*args, **kwargs):
+            time.sleep(4 * SHORT_S if rank == 1 and not slow else 0)
+            slow.append(None)
+            return {}
+
+        slow = []
+        if where == "preflight":
+            monkeypatch.setattr(launches.intercept, "is_interpreted", lambda: False)
+            monkeypatch.setattr(launches.compiling, "preflight", compiles)
+            monkeypatch.setattr(launches.compiling, "current_device", lambda: -1)
+        else:
+            monkeypatch.setattr(launches.compiling, "current_device", lambda: 0)
+            monkeypatch.setattr(launches.intercept, "compiled", compiles)
+        step, _, x = failing_step(rank, fails={}, at_run=0, timeout_s=SHORT_S)
+        began = time.monotonic()
+        winners = assert_next_call_works(step, x)
+        return winners, time.monotonic() - began
+
+    (zero, waited_s), (one, _) = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert waited_s > 3 * SHORT_S
 
 
 # ---- stuck in a collective of the user's own

@@ -188,6 +188,16 @@ def test_without_sharing_each_function_has_its_own_winner(bench):
     assert bench.blocks() == [16, 32]
 
 
+def test_without_sharing_functions_of_one_name_are_told_apart_by_their_source(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    one = bench.tune(lambda: launch(kernel, numbers()), share=False)
+    other = bench.tune(lambda: [launch(kernel, numbers())], share=False)
+    assert one.__qualname__ == other.__qualname__
+    one()
+    other()
+    assert bench.blocks() == [16, 32, 32] * 2
+
+
 @pytest.mark.parametrize("shares_first", [True, False], ids=["shared first", "own first"])
 def test_what_belongs_to_one_function_alone_is_neither_given_nor_taken(bench, shares_first):
     kernel = bench.kernel({16: 3.0, 32: 1.0})

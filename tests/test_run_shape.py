@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune import is_tuning, tunable
+from dist_autotune import contextual_autotune, is_tuning, tunable
 from dist_autotune.flows import STRATEGIES
 from dist_autotune.records import Note, RunFailed, RunStarted, SessionClosed, SessionOpened
 from kernels_for_tests import Bench, accumulate, double, launch, numbers, only, records
@@ -670,7 +670,72 @@ def test_online_never_waits_for_the_device(bench):
     assert any(not tried for tried in plan)  # while a sample is awaited the incumbent runs
 
 
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_online_kernels_and_choices_are_tuned_over_the_calls(bench, objective):
+    kernel = bench.kernel({16: 2.0, 32: 1.0})
+
+    def thunk():
+        slices = tunable("slices online", [1, 2])
+        launch(kernel, numbers())
+        bench.spend({1: 2.0, 2: 1.0}[slices])
+        return slices
+
+    tuned = bench.tune(thunk, mode="online", objective=objective)
+    calls = 0
+    while not tuned.settled:
+        tuned()
+        calls += 1
+        assert calls < 50
+    assert (tuned(), bench.blocks()[-1]) == (2, 32)
+    assert tuned.report.runs == calls
+
+
 # ---- other shapes
+
+
+@pytest.mark.parametrize("agree", ["key", "ordinal"])
+def test_alone_both_ways_to_agree_find_the_same(bench, agree):
+    def start():
+        kernel = bench.kernel({16: lambda made: 1.0 * made.n, 32: lambda made: 100.0})
+        tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 256)], agree=agree)
+        tuned()
+        return {context.key[0]: winner(context) for context in tuned.report.contexts}, tuned.report.runs
+
+    assert start() == ({64: 16, 256: 32}, 3)
+    assert start() == ({64: 16, 256: 32}, 1)
+
+
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_all_defaults_work_in_the_interpreter(bench, objective):
+    kernel = bench.kernel({16: 1.0, 32: 1.0}, interpreted=True)
+    tuned = contextual_autotune(lambda x: launch(kernel, x), objective=objective)
+    assert torch.equal(tuned(numbers()), numbers() + 1)
+    assert torch.equal(tuned(numbers() + 1), numbers() + 2)
+    assert tuned.settled
+    context = only(tuned.report)
+    assert context.status == "tuned"
+    assert context.config in kernel.configs
+    assert all(ms > 0 for ms in context.timings.values())
+    assert tuned.report.clock == "WallClock"
+
+
+def test_an_exception_in_the_final_comparison_of_plans_leaves_no_half_plan(bench):
+    kernel = bench.kernel({16: 2.0, 32: 1.0})
+    fails = iter([False] * 7 + [True])
+
+    def thunk():
+        launch(kernel, numbers())
+        if next(fails, False):
+            raise Mine
+
+    tuned = bench.tune(thunk, objective="thunk")
+    with pytest.raises(Mine):
+        tuned()
+    tuned()
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 32)
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [32]
 
 
 def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench):

@@ -112,6 +112,22 @@ def test_a_strategy_goes_by_its_name():
     assert Options(search=functools.partial(exhaustive)).search_name == "partial"
 
 
+def test_every_public_name_is_exported_once():
+    documented = {
+        "contextual_autotune", "ContextualAutotuner", "is_tuning", "TuningReport", "TunedContext", "Clock",
+        "EventClock", "WallClock", "tunable", "TuningError", "NoValidConfig", "RankMismatch",
+        "AgreementTimeout", "PeerFailed", "CacheWarning", "__version__",
+    }  # fmt: skip
+    assert set(dist_autotune.__all__) == documented
+    assert len(dist_autotune.__all__) == len(documented)
+    assert all(hasattr(dist_autotune, name) for name in documented)
+
+
+@pytest.mark.parametrize("error", ["NoValidConfig", "RankMismatch", "AgreementTimeout", "PeerFailed"])
+def test_every_error_is_a_tuning_error(error):
+    assert issubclass(getattr(dist_autotune, error), TuningError)
+
+
 # ---- decorating
 
 
@@ -210,6 +226,25 @@ async def async_generator():
 def test_what_cannot_be_tuned_is_refused_with_what_to_do(wrong, message):
     with pytest.raises(TuningError, match=message):
         contextual_autotune(wrong)
+
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.options = "its own attribute"
+        self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        """Scale x."""
+        return self.scale * x
+
+
+def test_a_module_can_be_decorated():
+    module = Module()
+    decorated = contextual_autotune(module)
+    assert decorated(2) == 6
+    assert decorated(2) == 6
+    assert module.options == "its own attribute"
 
 
 @pytest.mark.parametrize("value", [None, (), (1, "two"), 3.5], ids=["None", "()", "tuple", "float"])

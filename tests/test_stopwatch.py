@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
-from dist_autotune.payload import MIXED, Part
+from dist_autotune.payload import MIXED, Part, Payload
 from dist_autotune.stopwatch import Stopwatch
 
 
@@ -66,13 +69,22 @@ def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected
     assert [sample(stopwatch).worst_ms for _ in range(3)] == expected
 
 
+@pytest.mark.parametrize(
+    "kind", [np.float32, np.int64, torch.tensor, Fraction], ids=lambda kind: kind.__name__
+)
+def test_a_clock_may_read_any_kind_of_number_and_it_can_be_told(kind):
+    stopwatch = Stopwatch(ListClock(kind(2), kind(4)), "mean")
+    payload = Payload("run", parts={"context": sample(stopwatch, launches=2)})
+    assert Payload.decode(payload.encode()).parts["context"].worst_ms == 3.0
+
+
 def test_each_candidate_has_samples_of_its_own():
     stopwatch = Stopwatch(ListClock(1.0, 9.0, 3.0), "mean")
     told = [sample(stopwatch, ran=ran).worst_ms for ran in ("a", "b", "a")]
     assert told == [1.0, 9.0, 2.0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0, None])
 def test_a_time_that_cannot_be_is_left_out(bad):
     stopwatch = Stopwatch(ListClock(bad, 2.0, 4.0), "median")
     assert sample(stopwatch, launches=3).worst_ms == 3.0

@@ -53,8 +53,9 @@ def test_launches_of_many_threads_at_once_share_the_config_of_the_run(bench):
 
     tuned = bench.tune(thunk)
     assert all(torch.equal(y, numbers() + 1) for y in tuned())
-    assert bench.blocks() == [16] * 16 + [32] * 16 + [64] * 16 + [32] * 16
-    assert len(tuned.report.contexts) == 1
+    runs = [set(bench.blocks()[begin : begin + 16]) for begin in range(0, 64, 16)]
+    best = only(tuned.report).config.kwargs["BLOCK"]  # any: the scripted times of launches at once add up
+    assert runs == [{16}, {32}, {64}, {best}]
 
 
 class Backward(torch.autograd.Function):

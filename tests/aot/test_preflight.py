@@ -1,4 +1,4 @@
-"""Candidates are compiled and loaded before they are tried: with Triton's own compiler, and a pretended device.
+"""Candidates are compiled and loaded before they are tried: with Triton's compiler, and a pretended device.
 
 The compiler is real, failures included. Loading a binary and launching it do nothing, so every launch
 leaves its output alone; what a device would refuse, too much shared memory, Triton refuses by itself.
@@ -6,6 +6,7 @@ leaves its output alone; what a device would refuse, too much shared memory, Tri
 
 from __future__ import annotations
 
+import gc
 import types
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from compiled import HOPPER
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from compiled import HOPPER
 from dist_autotune import NoValidConfig, contextual_autotune
 from dist_autotune import compile as compiling
 
@@ -33,6 +34,7 @@ class PretendedDevice(DriverBase):
         self.utils = types.SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
             load_binary=lambda name, *args: ("module", name, 32, 0, 1024),
+            unload_module=lambda *args: None,
         )
 
     def get_current_device(self) -> int:
@@ -75,6 +77,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     square.device_caches.clear()
     yield made
     shared_memory.cache_clear()
+    square.device_caches.clear()
+    gc.collect()  # kernels unload themselves from the device they were loaded on: now
 
 
 @triton.jit
