@@ -29,8 +29,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
 
 from common import (
     ON_GPU,
@@ -45,6 +43,8 @@ from common import (
     write_json,
 )
 from dist_autotune import contextual_autotune
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
 from render import summary
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,9 +1,9 @@
 """How often two ranks pick different configs: stock `triton.autotune` on each rank, and here. Needs 2 GPUs.
 
-Protocol: one matmul kernel with 15 candidates and 24 keys (M x N x K). Each rank first tunes every key with
+Protocol: one matmul kernel with 18 candidates and 24 keys (M x N x K). Each rank first tunes every key with
 stock Triton, by itself, as a data-parallel job does; then the same keys are tuned in one function with
-`contextual_autotune(is_dist=True)`. Picks of all ranks are compared key by key; each result is checked against
-torch.matmul. Both arms are repeated, to see whether a pick is stable from one tuning to the next.
+`contextual_autotune(is_dist=True)`. Picks of all ranks are compared key by key; each result is checked
+against torch.matmul. Both arms are repeated, to see whether a pick is stable from one tuning to the next.
 
 Trap: stock's picks are compared between ranks of one run, not between runs.
 
@@ -38,20 +38,26 @@ SHAPES = [
 def make_kernel() -> Any:
     """Return a fresh tunable kernel: nothing is known of any key."""
     configs = [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-        for m, n, k in ((128, 256, 64), (128, 128, 64), (256, 128, 64), (64, 256, 64), (64, 128, 64))
-        for warps, stages in ((4, 3), (8, 3), (4, 4))
+        triton.Config(
+            {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 64, "GROUP_M": group}, num_warps=8, num_stages=stages
+        )
+        for m, n in ((128, 256), (128, 128), (64, 256))
+        for group in (4, 8, 16)  # close to each other, as the candidates of a real kernel are
+        for stages in (3, 4)
     ]
 
     @triton.autotune(configs, key=["M", "N", "K"])
     @triton.jit
     def matmul(
-        a_ptr, b_ptr, c_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-    ):
+        a_ptr, b_ptr, c_ptr, M, N, K,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ):  # fmt: skip
         pid = tl.program_id(0)
-        tiles_n = tl.cdiv(N, BLOCK_N)
-        offs_m = (pid // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-        offs_n = (pid % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+        first_m = pid // (GROUP_M * tiles_n) * GROUP_M
+        rows = min(tiles_m - first_m, GROUP_M)
+        offs_m = (first_m + pid % (GROUP_M * tiles_n) % rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = (pid % (GROUP_M * tiles_n) // rows) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_m, mask_n = offs_m[:, None] < M, offs_n[None, :] < N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -133,9 +139,8 @@ def main() -> None:
             )
     if dist.get_rank() == 0:
         for row in rows:
-            print(
-                f"{row['arm']:24} repeat {row['repeat']}: {len(row['differing'])} of {row['keys']} keys differ"
-            )
+            differing = f"{len(row['differing'])} of {row['keys']} keys differ"
+            print(f"{row['arm']:24} repeat {row['repeat']}: {differing}")
         if chosen.json:
             chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
     dist.destroy_process_group()

@@ -242,10 +242,16 @@ class _Exchange:
                 return self._noted(reply["end"])
             payload = merge(payload, *map(bytes_of, reply["payloads"]))
         if position == 0:
-            request = line.send("publish", sequence, end={"merged": text_of(payload)})
+            end = self._end_while_away() or {"merged": text_of(payload)}
+            request = line.send("publish", sequence, end=end)
         else:
             request = line.send("post", sequence, payload=text_of(payload))
         return self._noted(self._reply(line, request)["end"])
+
+    def _end_while_away(self) -> End | None:
+        """Return the end that the others have given this exchange while the hub's process was stopped."""
+        hub = self._agreement.hub
+        return self._agreement.board.end(self._sequence) if hub is not None and hub.was_away() else None
 
     def _reply(self, line: Line, request: int) -> Message:
         """Return the reply to a request, or when the time is up the end that the hub makes of it."""

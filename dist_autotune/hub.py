@@ -18,6 +18,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ Message: TypeAlias = dict[str, Any]
 Reply: TypeAlias = Callable[[Message], None]
 
 STRANGERS_BYTES = 1024  # the longest message of a connection that has not shown the token
+TICK_S = 0.5
 SEND_S = 5.0  # a rank that takes nothing in for so long is dropped
 _LENGTH = struct.Struct("!I")
 
@@ -189,6 +191,8 @@ class Hub:
         self._token = os.urandom(16).hex()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._was_away = False
+        self._ticked_at = time.monotonic()
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._server = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
@@ -207,9 +211,18 @@ class Hub:
     def close(self) -> None:
         self._is_closed = True
 
+    def was_away(self) -> bool:
+        """Return, once, whether this process has been stopped: peers may have gone on without it."""
+        away, self._was_away = self._was_away, False
+        return away or time.monotonic() - self._ticked_at > 2 * TICK_S
+
     def _serve(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select(timeout=1.0):
+            events = self._selector.select(timeout=TICK_S)
+            now = time.monotonic()
+            self._was_away |= now - self._ticked_at > 2 * TICK_S
+            self._ticked_at = now
+            for key, _ in events:
                 if key.data is None:
                     self._accept()
                 else:

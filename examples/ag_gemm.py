@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import triton
 from dist_autotune import TuningReport, contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 
+UNSET = re.compile(r", \w+: None")  # options that a config leaves to Triton
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
 
 
@@ -61,7 +63,7 @@ def show(report: TuningReport) -> None:
             f"{len(context.timings) + len(context.banned)} candidates, {report.runs} runs, all of them right:"
         )
         for config, ms in sorted(context.timings.items(), key=lambda item: item[1]):
-            print(f"  {ms:9.3f} ms  {config.replace(', maxnreg: None', '')}")
+            print(f"  {ms:9.3f} ms  {UNSET.sub('', config)}")
         for config, reason in context.banned.items():
             print(f"     banned    {config}: {reason}")
     print(report)
@@ -86,7 +88,8 @@ def main() -> None:
         assert report is not None
         if dist.get_rank() == 0:
             show(report)
-            print(f"equals all_gather + matmul: relative error {error:.1e} on {dist.get_world_size()} ranks")
+            ranks = f"{dist.get_world_size()} ranks, symmetric memory: {op.backend}"
+            print(f"equals all_gather + matmul: relative error {error:.1e} on {ranks}")
         if error > 2e-2:  # bf16 rounds to 3 digits; a wrong or stale tile is off by 1
             raise SystemExit(f"wrong result: relative error {error:.1e}")
     dist.destroy_process_group()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
-
 from ranks import Result, assert_all_ok, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"

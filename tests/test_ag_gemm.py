@@ -22,9 +22,6 @@ if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # as conftest does; before triton is imported
 
 import pytest
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES, CPU_CANDIDATES
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
 
 from ag_gemm_runs import (
     GPU_BACKENDS,
@@ -40,6 +37,9 @@ from ag_gemm_runs import (
     tensors,
     values,
 )
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES, CPU_CANDIDATES
+from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
 
 pytestmark = INTERPRETER
 

@@ -9,9 +9,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
-from dist_autotune.kernels.signals import polls
 
 from ag_gemm_runs import (
     INTERPRETER,
@@ -24,6 +21,9 @@ from ag_gemm_runs import (
     tensors,
     values,
 )
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.signals import polls
 
 pytestmark = INTERPRETER
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+
 from dist_autotune.kernels.signals import (
     GIVEN_UP,
     Failure,
@@ -21,7 +22,6 @@ from dist_autotune.kernels.signals import (
     record_failure,
     wait_until,
 )
-
 from ranks import assert_all_ok, run_ranks
 
 # Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.

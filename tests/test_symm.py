@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from dist_autotune.kernels import symm
 from dist_autotune.kernels.symm import SymmetricMemoryError, nvshmem, open_symmetric_memory
 from dist_autotune.kernels.symm import shm as shm_module
 from dist_autotune.kernels.symm.ranks import RankGroup
-
 from ranks import assert_all_ok, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"

@@ -8,9 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dist_autotune.kernels.tiles import grouped_tile, on_host, rotated_chunk, row_major_tile
 from hypothesis import given
 from hypothesis import strategies as st
+
+from dist_autotune.kernels.tiles import grouped_tile, on_host, rotated_chunk, row_major_tile
 
 # Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")

@@ -19,6 +19,7 @@ from compiled import (
     events,
     resources,
 )
+
 from dist_autotune.kernels import ag_gemm_candidates
 from dist_autotune.kernels.ag_gemm_candidates import GPU_CANDIDATES, prune
 from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
