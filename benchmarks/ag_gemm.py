@@ -147,10 +147,15 @@ class Problem:
 class Ours:
     """`AllGatherGemm` in place and copied, tuned in context."""
 
-    def __init__(self, problem: Problem, backend: str, *, retune: bool) -> None:
+    def __init__(self, problem: Problem, backend: str, *, retune: bool, graphs: bool) -> None:
         self._problem = problem
         self.op = AllGatherGemm(
-            problem.rows, problem.a.shape[1], problem.a.dtype, backend=backend, timeout_s=PATIENCE_S
+            problem.rows,
+            problem.a.shape[1],
+            problem.a.dtype,
+            backend=backend,
+            timeout_s=PATIENCE_S,
+            graphs=graphs,
         )
         problem.places.append(self.op.shard)
 
@@ -172,7 +177,10 @@ class Ours:
         return lambda: self.call(a_shard)
 
     def graph(self, a_shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Capture one call, if the operation can be captured; return the replay."""
+        """Capture one call, if the driver lets us; return the replay.
+
+        The capture is of a settled call: the candidate that the eager calls run, its binary loaded.
+        """
         if not ON_GPU:
             raise Unsupported("CUDA graphs need a GPU")
         self.eager(a_shard)  # nothing is compiled or loaded during the capture
@@ -320,9 +328,9 @@ def run_shape(
 ) -> dict[str, Any]:
     """Return the record of one shape."""
     problem = Problem(shape, DTYPES[options.dtype], ranks)
-    ours = Ours(problem, engines.backend, retune=options.retune)
-    # Apart from the eager one: a capture that fails in the middle would break that too.
-    captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
+    ours = Ours(problem, engines.backend, retune=options.retune, graphs=False)
+    # Apart from the eager one, which a replay that fails would break too.
+    captured = Ours(problem, engines.backend, retune=False, graphs=True) if ON_GPU else ours
     gathers = ranks.collectives
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),

@@ -24,7 +24,7 @@ from .attendant import Attendant
 from .board import Board, BoardLost, End
 from .errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig, TuningError, name_ranks
 from .hub import Hub, Message, bytes_of, children, text_of
-from .line import HubLost, Line, LocalLine, SocketLine
+from .line import HubLost, HubSilent, Line, LocalLine, SocketLine
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
@@ -123,7 +123,7 @@ class GroupAgreement:
         if self.line is None:
             yield
             return
-        with contextlib.suppress(HubLost):
+        with contextlib.suppress(HubLost, HubSilent):
             self.line.tell("beat", self._sequence)
         with self._own_attendant().beating(self._sequence):
             yield
@@ -149,8 +149,9 @@ class GroupAgreement:
         return self.line is not None
 
     def close(self) -> None:
-        """Let go of the hub: the process group has ended."""
-        for closes in (self.line, self.hub):
+        """Let go of hub and store: the process group has ended."""
+        self.is_lost = True
+        for closes in (self.line, self.hub, self.board):
             if closes is not None:
                 closes.close()
 
@@ -174,7 +175,7 @@ class GroupAgreement:
         end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
         with contextlib.suppress(BoardLost):  # for who has not found the hub yet, or finds it gone
             self.board.publish(sequence, end)
-        with contextlib.suppress(BoardLost, HubLost, OSError):
+        with contextlib.suppress(BoardLost, HubLost, HubSilent, OSError):
             if self.is_lost or not self.find_hub():
                 return
             assert self.line is not None
@@ -221,7 +222,7 @@ class _Exchange:
                 return self._through_hub(payload, merge)
         except HubLost:
             agreement.is_lost = True
-        except _HubIsSilent:
+        except HubSilent:
             pass
         except BoardLost:
             return self._without_board()
@@ -271,7 +272,7 @@ class _Exchange:
             )
             if verdict is None:
                 line.close()
-                raise _HubIsSilent
+                raise HubSilent
             if "end" in verdict:
                 return verdict
             self._deadline = min(time.monotonic() + 3 * HEARTBEAT_S, latest)
@@ -322,15 +323,12 @@ class _Exchange:
     def _noted(self, end: End) -> End:
         """Return `end` with ranks for positions; put a bad one where it outlives the hub."""
         if "missing_positions" in end:
-            end["missing"] = [self._agreement.ranks[position] for position in end.pop("missing_positions")]
+            ranks = [self._agreement.ranks[position] for position in end["missing_positions"]]
+            end = {**end, "missing": ranks}
         if "merged" not in end and self._agreement.hub is not None:
             with contextlib.suppress(BoardLost):
                 self._agreement.board.publish(self._sequence, end)
         return end
-
-
-class _HubIsSilent(Exception):
-    """The hub's process is stopped, or holds its lock: it may come back."""
 
 
 def _pauses() -> Iterator[float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .board import BoardLost, End
-from .line import HubLost, Line
+from .line import HubLost, HubSilent, Line
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Attendant:
                     line.tell("beat", beats_at)
                 if line is not None and watch is not None:
                     self._look(watch, line)
-            except (BoardLost, HubLost):
+            except (BoardLost, HubLost, HubSilent):
                 line = None
 
     def _look(self, watch: Watch, line: Line) -> None:

@@ -44,6 +44,7 @@ class Board:
         self._ranks = ranks
         self._rank = rank
         self._known_store: Any = None
+        self._is_closed = False
 
     @property
     def host(self) -> tuple[str, int] | None:
@@ -52,6 +53,11 @@ class Board:
         while isinstance(base, dist.PrefixStore):
             base = base.underlying_store
         return (base.host, base.port) if isinstance(base, dist.TCPStore) else None
+
+    def close(self) -> None:
+        """Let go of the store: the process that serves it must be able to end it."""
+        self._known_store = None
+        self._is_closed = True
 
     def put_address(self, address: Address) -> None:
         self._do(lambda: self._store.set("address", json.dumps(asdict(address))))
@@ -87,6 +93,8 @@ class Board:
 
     @property
     def _store(self) -> Any:
+        if self._is_closed:
+            raise BoardLost("the process group has ended")
         if self._known_store is None:
             default = dist.distributed_c10d._get_default_store()
             members = "-".join(map(str, self._ranks)) if len(self._ranks) < 17 else str(len(self._ranks))
@@ -111,6 +119,6 @@ class Board:
         thread.join(PATIENCE_S)
         if results:
             return results[0]
-        if not errors or isinstance(errors[0], dist.DistError):
+        if not errors or isinstance(errors[0], (dist.DistError, BoardLost)):
             raise BoardLost(str(errors[0]) if errors else f"no answer in {PATIENCE_S:g} s")
         raise errors[0]

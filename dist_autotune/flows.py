@@ -68,6 +68,11 @@ _RACING_RUNS_PER_CANDIDATE = 4.2
 _RACING_RUNS_AT_LEAST = 26
 
 
+def racing_runs(candidates: int) -> float:
+    """Return the budget of runs for so many candidates."""
+    return max(_RACING_RUNS_PER_CANDIDATE * candidates, _RACING_RUNS_AT_LEAST)
+
+
 def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     """Try candidates in interleaved rounds of alternating order; drop each as soon as the samples allow.
 
@@ -80,7 +85,12 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     for index in candidates:
         agreed_ms[index] = yield Warmup(index)
     alive = _within(agreed_ms, list(candidates), _COLD_FACTOR)
-    runs_left = max(_RACING_RUNS_PER_CANDIDATE * len(candidates), _RACING_RUNS_AT_LEAST) - len(candidates)
+    first = candidates[0]
+    if first not in alive and agreed_ms[first] != math.inf:
+        # Its run was the session's first: ranks came to it at different times, and a kernel waits for peers.
+        agreed_ms[first] = yield Warmup(first)
+        alive = _within(agreed_ms, list(candidates), _COLD_FACTOR)
+    runs_left = racing_runs(len(candidates)) - len(candidates)
     for samples in range(1, _RACING_ROUNDS + 1):
         if runs_left < len(alive) and samples > 1:
             break

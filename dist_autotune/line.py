@@ -18,6 +18,10 @@ class HubLost(Exception):
     """The hub has gone, and will not come back."""
 
 
+class HubSilent(Exception):
+    """The hub's process is stopped, or busy beyond measure: it may come back."""
+
+
 class Line(Protocol):
     """Requests and their replies; used by one thread."""
 
@@ -131,11 +135,12 @@ class SocketLine:
                 data = pack({"token": self._address.token}) + data
             self._socket.settimeout(SEND_S)
             self._socket.sendall(data)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise HubLost(str(error)) from None
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise HubSilent from None
+            if isinstance(error, OSError):
+                raise HubLost(str(error)) from None
             raise
 
     def _connected(self) -> socket.socket:

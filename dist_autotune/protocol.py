@@ -121,13 +121,12 @@ class Tuning:
     @property
     def planned_runs(self) -> int:
         """Return how many runs the search plans, the final one included."""
-        per_candidate = self.rules.n_warmup + self.rules.n_repeat
         together, in_turn = 0, 0
         for name, run in self._admitted.items():
             context = self.contexts.get(name)
             if context is None:
                 continue
-            runs = len(context.digests) * per_candidate
+            runs = self.rules.planned_runs(len(context.digests))
             judges = self.rules.judges(is_choice=context.is_choice)
             together = max(together, run + runs if BY_LAUNCH in judges else run + 1)
             in_turn += runs if BY_RUN in judges else 0

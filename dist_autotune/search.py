@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import NoValidConfig, TuningError
-from .flows import TIES, Flow, Strategy, Warmup
+from .flows import TIES, Flow, Strategy, Warmup, racing_runs
 from .payload import Announcement, Part
 from .text import context_label
 
@@ -32,6 +32,12 @@ class Rules:
     max_runs: int | None = None
     budget_s: float | None = None
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
+
+    def planned_runs(self, candidates: int) -> int:
+        """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
+        if self.search == "racing":
+            return math.ceil(racing_runs(candidates))
+        return candidates * (self.n_warmup + self.n_repeat)
 
     def judges(self, *, is_choice: bool) -> tuple[str, ...]:
         """Return what a context is judged by, in order."""

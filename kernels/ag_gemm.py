@@ -1,10 +1,13 @@
 """`all_gather(a) @ weight.T` on every rank, with the gather hidden behind the product.
 
+This page is about eager calls. Calls that are captured in a CUDA graph take a second lane, whose words and
+slots are its own: `ag_gemm_lane`.
+
 What a rank holds, W ranks:
 
-    gather   [W, m_per_rank, K], symmetric. Chunk p is rank p's shard; the own chunk is `op.shard`, read
-             in place by the own GEMM and copied by the peers
-    words    int32 [5, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
+    gather   [W, m_per_rank, K], symmetric, the lane's slots behind it. Chunk p is rank p's shard; the own
+             chunk is `op.shard`, read in place by the own GEMM and copied by the peers
+    words    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
              alone writes, and ARRIVED, which this rank's side stream writes
 
 What call e does on rank r (e is the epoch: 1, 2, 3, ... and never reset):
@@ -55,9 +58,10 @@ import triton
 from .ag_gemm_candidates import INTERPRETED
 from .ag_gemm_errors import PeerTimeout, check_tensors, failure_error
 from .ag_gemm_kernel import all_gather_gemm
+from .ag_gemm_lane import PushLane, slots_of
 from .ag_gemm_producer import ChunkProducer
 from .signals import as_epoch, polls
-from .symm import open_symmetric_memory
+from .symm import SymmetricMemoryError, open_symmetric_memory
 
 __all__ = ["AllGatherGemm", "PeerTimeout"]
 
@@ -70,6 +74,14 @@ class AllGatherGemm:
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. Calls need
     no host synchronisation between them. `timeout_s` is how long a rank waits for a peer, roughly. Opening
     and closing are collective.
+
+    Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of
+    times among eager calls; all ranks make the same calls and replays in the same order. Before the capture,
+    call once with the same shapes, so that the kernel is tuned and loaded. Write new inputs into the tensors
+    of the capture, or `op.shard`, before a replay; a replay after `close` uses memory that is gone.
+
+    Of symmetric memory each rank holds W * m_per_rank * K elements and as many less one shard again for
+    graphs, which `graphs=False` saves.
     """
 
     def __init__(
@@ -81,6 +93,7 @@ class AllGatherGemm:
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
+        graphs: bool = True,
     ) -> None:
         # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
         device = "cpu" if INTERPRETED else None
@@ -90,24 +103,28 @@ class AllGatherGemm:
         self.backend = f"{self._memory.name}: {self._memory.reason}"
         self._is_closed, self._broken_by = False, ""
         self._calls, self._rows = 0, 0
+        self._lane_rows = 0  # of the last call that the host has put into the lane
         self._gathered: torch.Tensor | None = None
         try:
             self._check_dtype(dtype)
-            self._allocate(m_per_rank, k, dtype)
+            self._allocate(m_per_rank, k, dtype, graphs)
         except BaseException:
             self._memory.abandon()
             raise
         self._read_device(timeout_s)
 
-    def _allocate(self, m_per_rank: int, k: int, dtype: torch.dtype) -> None:
+    def _allocate(self, m_per_rank: int, k: int, dtype: torch.dtype, graphs: bool) -> None:
         world, on_gpu = self.world_size, self.device.type == "cuda"
-        self._gather = self._memory.allocate((world, m_per_rank, k), dtype)
+        self._gather = self._memory.allocate((slots_of(world, graphs=graphs), m_per_rank, k), dtype)
         self._shard = self._gather.local[self.rank]
         # Pinned, not on the device: the host looks for failures without waiting for the GPU.
         self._errors = torch.zeros(world, dtype=torch.int64, pin_memory=on_gpu)
         self._error_words = self._errors.numpy()
-        self._words = self._memory.allocate((5, world), torch.int32)
+        self._words = self._memory.allocate((6, world), torch.int32)
         self._producer = ChunkProducer(self._memory, self._gather, self._words)
+        self._lane: PushLane | None = None
+        if graphs:
+            self._lane = PushLane(self._memory, self._gather, self._memory.allocate((6, world), torch.int32))
 
     def _read_device(self, timeout_s: float) -> None:
         """Set what depends on the device and is the same in every call."""
@@ -141,24 +158,23 @@ class AllGatherGemm:
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
+        return self._call(a_shard, weight, out, in_lane=self._is_capturing())
+
+    def _call(
+        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_lane: bool
+    ) -> torch.Tensor:
         self._check_usable()
         check_tensors(a_shard, weight, out, self._shard, self.world_size)
-        self._check_stream()
+        self._check_device()
+        if in_lane and self._lane is None:
+            raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
             out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
-        self._calls += 1
-        self._rows, self._gathered = rows, None
-        try:
-            self._producer.start(rows, as_epoch(self._calls))
-            self._launch(weight, out, rows)
-            self._producer.join()
-        except BaseException as error:
-            self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            self._producer.finish_alone(self._calls)
-            raise
+        self._gathered = None
+        (self._run_in_lane if in_lane else self._run)(weight, out, rows)
         if self.device.type == "cpu":
             self._check_usable()
         return out
@@ -174,12 +190,21 @@ class AllGatherGemm:
 
     @property
     def gathered(self) -> torch.Tensor:
-        """`all_gather(a)` of the last call, [W * m, K], until the next one; a copy where m < m_per_rank."""
+        """`all_gather(a)` of the last call or replay, [W * m, K], until the next one.
+
+        A copy where m < m_per_rank, and after a replay. Where there may have been replays, of which the host
+        knows nothing, this waits for the device; read during a capture, it is a part of the graph.
+        """
         self._check_usable()
+        if self._lane is not None and self._lane_rows:
+            rows = self._lane_rows if self._is_capturing() else self._lane.last_rows()
+            if rows:
+                return self._lane.gathered(rows)
         if self._calls == 0:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
-            self._gathered = self._gather.local[:, : self._rows].reshape(-1, self._shard.shape[1])
+            chunks = self._gather.local[: self.world_size, : self._rows]
+            self._gathered = chunks.reshape(-1, self._shard.shape[1])
         return self._gathered
 
     def check(self) -> None:
@@ -209,7 +234,8 @@ class AllGatherGemm:
     def _forget(self) -> None:
         """Let go of the memory, which a closed operation that somebody still holds must not keep."""
         self._is_closed = True
-        del self._gather, self._shard, self._gathered, self._words, self._errors, self._producer
+        del self._gather, self._shard, self._gathered, self._words, self._errors
+        del self._producer, self._lane
 
     def __enter__(self) -> Self:
         return self
@@ -224,8 +250,48 @@ class AllGatherGemm:
 
     # ---- one call
 
-    def _launch(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
-        _, capacity, k = self._gather.local.shape
+    def _run(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+        self._calls += 1
+        self._rows = rows
+        epoch = as_epoch(self._calls)
+        try:
+            if self._lane is not None and self._lane_rows:
+                self._lane.note_eager_call()
+            self._producer.start(rows, epoch)
+            self._launch(weight, out, rows, self._words.local, epoch, pushed=0)
+            self._producer.join()
+        except BaseException as error:
+            self._broken_by = f"call {self._calls} was not carried out: {error!r}"
+            self._producer.finish_alone(self._calls)
+            raise
+
+    def _run_in_lane(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+        assert self._lane is not None
+        before, self._lane_rows = self._lane_rows, rows
+        try:
+            self._lane.start(rows)
+            self._launch(weight, out, rows, self._lane.words, 1, pushed=1)
+            self._lane.finish()
+        except BaseException as error:
+            if not self._is_capturing():
+                self._broken_by = f"a call was not carried out: {error!r}"
+                raise
+            self._lane_rows = before  # of what is captured nothing has happened
+            if isinstance(error, SymmetricMemoryError):
+                raise RuntimeError(f"AllGatherGemm cannot be captured here: {error}") from error
+            raise
+
+    def _launch(
+        self,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        rows: int,
+        words: torch.Tensor,
+        epoch: int,
+        *,
+        pushed: int,
+    ) -> None:
+        slots, capacity, k = self._gather.local.shape
         columns, world, programs = weight.shape[0], self.world_size, self._programs
 
         def grid(meta):
@@ -241,16 +307,18 @@ class AllGatherGemm:
             self._gather.local,
             weight,
             out,
-            self._words.local,
+            words,
             self._errors,
             world * rows,
             columns,
             k,
+            slots,
             capacity,
             weight.stride(0),
             out.stride(0),
             self.rank,
-            as_epoch(self._calls),
+            epoch,
+            pushed,
             self._budget,
             TMA_LEGAL=self._has_tma and _begin_at_16_bytes(k, weight, out),
             **self._settings,
@@ -268,17 +336,15 @@ class AllGatherGemm:
                 f"AllGatherGemm, rank {self.rank}: {self._broken_by}; close it and open another"
             )
 
-    def _check_stream(self) -> None:
-        if self.device.type == "cpu":
-            return
-        if torch.cuda.current_device() != self.device.index:
+    def _check_device(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             here = torch.cuda.current_device()
             raise ValueError(
                 f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
             )
-        if torch.cuda.is_current_stream_capturing():
-            # A graph would replay the epochs of its capture, whose signals have all been given.
-            raise RuntimeError("AllGatherGemm cannot be captured in a CUDA graph yet; call it outside")
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _begin_at_16_bytes(k: int, weight: torch.Tensor, out: torch.Tensor) -> bool:

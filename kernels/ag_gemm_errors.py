@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .ag_gemm_kernel import NOT_COPIED, NOT_FETCHED, NOT_READY, OTHER_ROWS
+from .ag_gemm_kernel import NOT_COPIED, NOT_FETCHED, NOT_PUSHED, NOT_READY, OTHER_ROWS, OTHER_ROWS_PUSHED
 from .signals import Failure, read_failure
 
 
@@ -22,12 +22,16 @@ def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception 
     texts = [_describe(peer, failure, rank, last_call) for peer, failure in failures.items()]
     text = f"AllGatherGemm, rank {rank}: {'; '.join(texts)}"
     next_step = "Close it on all ranks and open another"
-    if any(failure.kind != OTHER_ROWS.value for failure in failures.values()):
+    if any(failure.kind not in (OTHER_ROWS.value, OTHER_ROWS_PUSHED.value) for failure in failures.values()):
         return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
     return ValueError(f"{text}. Every rank must pass as many rows. {next_step}")
 
 
 def _describe(peer: int, failure: Failure, rank: int, last_call: int) -> str:
+    if failure.kind == NOT_PUSHED.value:
+        return f"rank {peer}, or one that it waits for, did not push chunk {peer} of a captured call in time"
+    if failure.kind == OTHER_ROWS_PUSHED.value:
+        return f"in a captured call rank {peer} passed {failure.seen} rows, not as many as this rank"
     call = last_call - (last_call - failure.epoch) % 2**28
     if failure.kind == NOT_READY.value:
         return (

@@ -6,20 +6,26 @@ import triton
 import triton.language as tl
 
 from .ag_gemm_candidates import CANDIDATES, do_bench, prune
-from .signals import give_up, poll_until, record_failure, wait_until
+from .signals import GIVEN_UP, give_up, poll_until, record_failure, wait_until
 from .tiles import grouped_tile, rotated_chunk
 
-# Rows of a rank's int32 [5, WORLD] words. Column p is about rank p, which writes it, save ARRIVED.
+# Rows of a rank's int32 [6, WORLD] words. Column p is about rank p, which writes it, save ARRIVED.
 READY = tl.constexpr(0)  # the epoch whose shard p has put in place
 FETCHED = tl.constexpr(1)  # the epoch whose shard p has copied from this rank
 ROWS = tl.constexpr(2)  # and 3: how many rows p's shards of even and of odd epochs have
 ARRIVED = tl.constexpr(4)  # the epoch whose chunk p is here; written by this rank's side stream
+
+# In the lane of captured calls (see `ag_gemm_lane`), where ARRIVED holds p's number of rows and p writes it.
+FREE = tl.constexpr(0)  # whether p's slot for this rank's chunk may be written
+AFTER = tl.constexpr(5)  # what ARRIVED becomes after a call: 0, or far ahead once p has been given up
 
 # What a failure record says about a peer.
 NOT_READY = tl.constexpr(1)
 NOT_COPIED = tl.constexpr(2)
 NOT_FETCHED = tl.constexpr(3)
 OTHER_ROWS = tl.constexpr(4)
+NOT_PUSHED = tl.constexpr(5)  # this and the next in the lane of captured calls
+OTHER_ROWS_PUSHED = tl.constexpr(6)
 
 
 @triton.autotune(
@@ -28,21 +34,23 @@ OTHER_ROWS = tl.constexpr(4)
     prune_configs_by={"early_config_prune": prune},
     do_bench=do_bench,
 )
-@triton.jit(do_not_specialize=["M", "rank", "epoch", "budget"])
+@triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "pushed", "budget"])
 def all_gather_gemm(
-    a_ptr,  # gather buffer [WORLD, capacity, K]; the first M / WORLD rows of each chunk count
+    a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
     c_ptr,  # out [M, N], rows stride_cm apart
-    words_ptr,  # int32 [5, WORLD]: READY, FETCHED, ROWS, ARRIVED
+    words_ptr,  # int32 [6, WORLD]: READY, FETCHED, ROWS, ARRIVED; or FREE, ARRIVED, AFTER
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
     K,
+    slots,
     capacity,
     stride_bn,
     stride_cm,
     rank,
     epoch,
+    pushed,  # 1 in the lane of captured calls, whose epoch is 1; no constexpr: what is loaded serves both
     budget,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
@@ -63,7 +71,7 @@ def all_gather_gemm(
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     if USE_TMA:
         STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
-        a_desc = tl.make_tensor_descriptor(a_ptr, [WORLD * capacity, K], [K, 1], [BLOCK_M, BLOCK_K])
+        a_desc = tl.make_tensor_descriptor(a_ptr, [slots * capacity, K], [K, 1], [BLOCK_M, BLOCK_K])
         b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
@@ -79,11 +87,14 @@ def all_gather_gemm(
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
         if chunk != here:
-            _wait_for_chunk(chunk, rank, words_ptr, errors_ptr, epoch, budget, WORLD, FENCE and USE_TMA)
+            _wait_for_chunk(
+                chunk, rank, words_ptr, errors_ptr, epoch, pushed, budget, WORLD, FENCE and USE_TMA
+            )
             here = chunk
+        slot = _slot_of(chunk, rank, pushed, WORLD)
         if USE_TMA:
             acc = _multiply_tma(
-                a_desc, b_desc, chunk * capacity + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+                a_desc, b_desc, slot * capacity + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
             )
             if EPILOGUE_SUBTILE:
                 halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, STORE_N)), (0, 2, 1))
@@ -96,7 +107,7 @@ def all_gather_gemm(
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
             # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
-            a_rows = tl.cast(chunk * capacity + tl.where(rows < m, rows, 0), tl.int64)
+            a_rows = tl.cast(slot * capacity + tl.where(rows < m, rows, 0), tl.int64)
             b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
             acc = _multiply(
                 a_ptr + a_rows * K, b_ptr + b_rows * stride_bn, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
@@ -108,18 +119,30 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, budget, WORLD)
+            _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, pushed, budget, WORLD)
+
+
+@triton.jit
+def _slot_of(chunk, rank, pushed, WORLD: tl.constexpr):
+    """Return where in the gather buffer the chunk lies; the own one is the same in both lanes."""
+    step = (chunk - rank + WORLD) % WORLD
+    return tl.where((pushed != 0) & (step != 0), WORLD - 1 + step, chunk)
 
 
 @triton.jit
 def _wait_for_chunk(
-    chunk, rank, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr, FENCE: tl.constexpr
+    chunk, rank, words_ptr, errors_ptr, epoch, pushed, budget, WORLD: tl.constexpr, FENCE: tl.constexpr
 ):
-    """Return `epoch` when the chunk may be read; another value if it is given up."""
+    """Return ARRIVED when the chunk may be read; a value below or far above if it is given up."""
     arrived_ptr = words_ptr + ARRIVED * WORLD + chunk
     value = poll_until(arrived_ptr, epoch, budget, FENCE)
     if value - epoch < 0:
-        _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD)
+        if pushed != 0:
+            record_failure(errors_ptr + chunk, NOT_PUSHED, 0, value)
+            give_up(words_ptr + AFTER * WORLD + chunk, epoch)
+            give_up(words_ptr + FREE * WORLD + chunk, epoch)
+        else:
+            _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD)
         give_up(arrived_ptr, epoch)
     return value
 
@@ -143,10 +166,17 @@ def _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, budget, WORLD: tl.constexpr):
+def _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, pushed, budget, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once it no longer needs our shard."""
-    value = _wait_for_chunk(peer, rank, words_ptr, errors_ptr, epoch, budget, WORLD, False)
-    if value == epoch:
+    value = _wait_for_chunk(peer, rank, words_ptr, errors_ptr, epoch, pushed, budget, WORLD, False)
+    if pushed != 0:
+        if (value <= 0) | (value >= GIVEN_UP):
+            # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.
+            # No other can be missing: a peer whose chunk is here has given its permit before.
+            give_up(words_ptr + FREE * WORLD + peer, epoch)
+        elif value != m:
+            record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, value)
+    elif value == epoch:
         rows = tl.load(words_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
         if rows != m:
             record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +61,14 @@ def poison(op: AllGatherGemm) -> None:
     dist.barrier()
 
 
-def call_and_compare(op: AllGatherGemm, m: int, n: int, *, in_place: bool = False, group=None) -> float:
+def call_in_lane(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, out=None) -> torch.Tensor:
+    """Do eagerly what a captured call does at each replay."""
+    return op._call(a_shard, weight, out, in_lane=True)
+
+
+def call_and_compare(
+    op: AllGatherGemm, m: int, n: int, *, in_place: bool = False, group=None, call=AllGatherGemm.__call__
+) -> float:
     """Return the error of one call with fresh inputs and an output full of NaN."""
     k, dtype = op.shard.shape[1], op.shard.dtype
     a_shard, weight = tensors(m, n, k, dtype)
@@ -68,7 +77,7 @@ def call_and_compare(op: AllGatherGemm, m: int, n: int, *, in_place: bool = Fals
     if in_place:
         op.shard[:m].copy_(a_shard)
         a_shard = op.shard[:m]
-    returned = op(a_shard, weight, out)
+    returned = call(op, a_shard, weight, out)
     assert returned is out
     assert torch.equal(op.gathered, full)
     return error_ratio(out, full, weight)
@@ -99,6 +108,29 @@ def delay_copies(op: AllGatherGemm, delay: Callable[[], None]) -> None:
         copy(dst, src, stream)
 
     op._memory.copy = copy_late
+
+
+def run_cases(cases: dict[str, Callable[[], Any]]) -> list[str]:
+    """Run the cases in turn, all in this one process; return what was wrong, the same on all ranks.
+
+    A case is right when it returns what is true, or errors that are all below 1. After one that raises, on
+    any rank, the ranks may be apart and the rest is not run.
+    """
+    failed: list[str] = []
+    for name, case in cases.items():
+        text, raised = "", False
+        try:
+            value = case()
+            right = value if isinstance(value, bool) else max(value) < 1 and not math.isnan(sum(value))
+            text = "" if right else f"returned {value}"
+        except Exception:
+            text, raised = traceback.format_exc(), True
+        ends: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ends, (text, raised))
+        failed += [f"{name}, rank {rank}: {text}" for rank, (text, _) in enumerate(ends) if text]
+        if any(raised for _, raised in ends):
+            return [*failed, f"not run: all behind {name}"]
+    return failed
 
 
 # ---- in pytest

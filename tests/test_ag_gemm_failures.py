@@ -99,7 +99,7 @@ def open_differently(rank):
 
 def test_operations_opened_differently_raise_on_every_rank():
     for message in values(open_differently, 2):
-        assert "rank 0: [2, 8, 16] torch.float16; rank 1: [2, 8, 17] torch.float16" in message
+        assert "rank 0: [3, 8, 16] torch.float16; rank 1: [3, 8, 17] torch.float16" in message
 
 
 def test_a_closed_operation_says_so_and_closes_twice():

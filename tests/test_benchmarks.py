@@ -82,7 +82,8 @@ def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
-    for name in ("ours", "ours, copied", "NCCL + GEMM", "GEMM", "copies", "NCCL gather"):
+    graphs = ("ours, graph", "ours, copied, graph")
+    for name in ("ours", "ours, copied", *graphs, "NCCL + GEMM", "GEMM", "copies", "NCCL gather"):
         assert 0 < arms[name]["ms"] < 50, arms[name]
 
 

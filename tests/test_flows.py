@@ -244,6 +244,12 @@ def test_racing_gives_a_tie_inside_the_noise_to_the_earliest(seed):
 
 
 def test_racing_ends_when_one_candidate_is_left():
+    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [1.0, 9.0, 9.0].__getitem__)
+    assert asked == [Warmup(0), Warmup(1), Warmup(2), 0]
+    assert winner == 0
+
+
+def test_racing_gives_the_first_candidate_a_second_run_before_it_is_dropped():
     asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [9.0, 1.0, 9.0].__getitem__)
-    assert asked == [Warmup(0), Warmup(1), Warmup(2), 1]
+    assert asked == [Warmup(0), Warmup(1), Warmup(2), Warmup(0), 1]
     assert winner == 1

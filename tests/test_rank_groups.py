@@ -1,9 +1,6 @@
 """Which ranks tune together: groups, subsets, none at all, one after another."""
 
-import os
-import subprocess
-import sys
-import textwrap
+import socket
 from pathlib import Path
 
 import pytest
@@ -221,6 +218,26 @@ def test_the_process_group_may_end_and_begin_again():
     assert zero == one == ([16, 32, 32], 1)
 
 
+def test_a_group_at_the_same_address_after_the_first_has_ended(monkeypatch):
+    # Rank 0 serves torch's store: it could not serve it again if something held on to the first.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def program(rank):
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
+        for _ in range(3):
+            dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+            step()
+            step()
+            dist.barrier()
+            dist.destroy_process_group()
+        return blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2, init="none")) == [{"add64": 32}] * 2
+
+
 def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
     def program(rank):
         endings = []
@@ -237,6 +254,7 @@ def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
             dist.barrier()
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.PrefixStore(str(n), store), rank=rank, world_size=2)
+            dist.barrier()
         return endings
 
     zero, one = assert_all_ok(run_ranks(program, 2, init="tcp"))
@@ -254,45 +272,21 @@ def test_the_users_device_mesh_gives_groups():
     assert assert_all_ok(run_ranks(program, 4)) == [[32], [32], [16], [16]]
 
 
-PROGRAM = """
-    import os, sys
-    os.environ["TRITON_INTERPRET"] = "1"
-    import torch.distributed as dist
-    sys.path[:0] = {path!r}
-    from kernels_for_tests import Bench, launch, numbers
-    from rank_programs import blocks_of, tune
+def test_env_init_and_a_host_that_leaves_first(monkeypatch):
+    # Rank 0 serves torch's store and the hub, and ends its process right after its last exchange.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
 
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    bench, x = Bench(), numbers()
-    kernel = bench.kernel({{16: 1.0 + rank, 32: 1.5}})
-    step = tune(bench, lambda: launch(kernel, x))
-    step()
-    print(rank, blocks_of(step))
-    sys.exit(0)
-"""
+    def program(rank):
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=3)
+        for _ in range(5):
+            step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
+            step()
+        return blocks_of(step)
 
-
-def test_env_init_in_new_processes_and_a_host_that_leaves_first():
-    # Rank 0 serves torch's store and the hub, and has nothing to do once its last exchange is over.
-    path = [entry for entry in sys.path if entry]
-    port = str(29500 + os.getpid() % 2000)
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    program = textwrap.dedent(PROGRAM.format(path=path))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    for rank, (out, err) in enumerate(outputs):
-        assert processes[rank].returncode == 0, err
-        assert out == f"{rank} {{'add64': 32}}\n"
+    assert assert_all_ok(run_ranks(program, 3, init="none")) == [{"add64": 32}] * 3
 
 
 def test_an_outsider_is_told_what_to_do():

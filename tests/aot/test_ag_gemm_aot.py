@@ -32,7 +32,8 @@ TYPES = {
     "c_ptr": "*bf16",
     "words_ptr": "*i32",
     "errors_ptr": "*i64",
-    **dict.fromkeys(("M", "N", "K", "capacity", "stride_bn", "stride_cm", "rank", "epoch", "budget"), "i32"),
+    **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_bn", "stride_cm"), "i32"),
+    **dict.fromkeys(("rank", "epoch", "pushed", "budget"), "i32"),
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 
@@ -47,7 +48,7 @@ def compile_candidate(config, target, dtype="bf16", **values):
         all_gather_gemm.fn,
         types,
         constexprs,
-        any_value=("M", "rank", "epoch", "budget"),
+        any_value=("M", "slots", "rank", "epoch", "pushed", "budget"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -1,0 +1,135 @@
+"""The second lane of `AllGatherGemm`: nothing in a call depends on its number, so a graph can replay it.
+
+A graph repeats the values that were written during its capture, so there can be no epochs. This lane's words
+go up and down again instead, once in each call, and its chunks have slots of their own: it shares with the
+eager calls only `op.shard` and the caller's tensors. Chunks are pushed by their owner: a push takes the
+receiver's permit away and brings its arrival, so each word has one who raises and one who lowers it, in turn.
+
+    slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
+    words    int32 [6, W], symmetric: FREE[p], 1 if rank p's slot for our chunk may be written; ARRIVED[p],
+             the number of rows of p's chunk once it is here, else 0; AFTER[p], 0 (but see below)
+
+Call k on rank r:
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    a_shard to chunk r, if it is not there
+    fork                               -->    FREE[r] of every peer := 1
+    GEMM, one persistent kernel:              for p = r - 1, r - 2, ... (mod W):
+        chunk r at once,                          wait until FREE[p] >= 1, FREE[p] := 0
+        chunk p once ARRIVED[p] >= 1,             chunk r to its slot on rank p
+        all ARRIVED before it ends                ARRIVED[r] of rank p := rows
+    fork                               -->    ARRIVED := AFTER
+    join                               <--
+
+Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
+
+**It ends.** The pushes of call k wait for their fork and for the peers' FREE, which follows the peers' forks;
+none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end, then all
+forks of k happen, all FREE are set, all chunks are pushed, and all GEMMs of call k end. (That the branches
+of a graph run side by side is what the hardware does, not what CUDA promises: where it did not, the GEMM
+would report it, see below.) Eager calls in between wait for forks and copies of their own alone.
+
+**Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen our
+ARRIVED of k, which follows our FREE[p] := 0 of k.
+
+**It reads no stale data.** GEMM k ends after it has seen ARRIVED[p]; then that is set to 0, then call k + 1
+gives p its permit. So what GEMM k + 1 finds in ARRIVED[p] was put there by push k + 1, behind its copy.
+
+**Nothing is overwritten while it is read.** Push k + 1 of p writes its slot here behind our fork of k + 1:
+behind GEMM k and whatever read `op.gathered` between the calls. (A permit at the end of call k would let a
+fast peer write while that is read.) Chunk r is read by GEMM k and by our pushes of k, all before the join.
+
+**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's poll has. When its budget is
+spent it records the peer and sets AFTER[p], so that later replays wait no second time. Each GEMM that finds
+p given up also sets FREE[p], so that the side stream runs through. (No other permit can be missing: a rank
+gives those of call k before it pushes its chunk of call k.) The host sees the record in `check`, `close` and
+the next eager call; replays that are enqueued already run to their end with wrong results. So may those of
+a rank that has been given up and comes back: the failure is that of the operation, on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .ag_gemm_kernel import AFTER, ARRIVED, FREE
+from .symm import SymmetricMemory, SymmetricTensor
+
+
+def slots_of(world_size: int, *, graphs: bool) -> int:
+    """Return how many chunks the gather buffer has room for: one lane's, or two that share the own chunk."""
+    return 2 * world_size - 1 if graphs else world_size
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """One peer's slot for our chunk and the words between it and this rank; views made once."""
+
+    slot_there: torch.Tensor
+    free: torch.Tensor  # here, set by the peer
+    our_free: torch.Tensor  # there
+    our_arrived: torch.Tensor  # there
+
+
+class PushLane:
+    """Pushes this rank's chunk to its peers, and takes back what the call has changed."""
+
+    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
+        self.words = words.local
+        self._memory, self._gather = memory, gather.local
+        self._stream = memory.side_stream()  # its own: an eager call's may have work that is not captured
+        # Rows of the lane's last call; 0 once an eager call has followed. Only the device knows of replays.
+        self._last_rows = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        self._arrived, self._after = words.local[ARRIVED.value], words.local[AFTER.value]
+        rank, world = memory.rank, memory.world_size
+        self._peers = []
+        for step in range(1, world):
+            peer = (rank - step) % world
+            theirs = words.peers[peer][:, rank]
+            self._peers.append(
+                _Peer(
+                    slot_there=gather.peers[peer][world - 1 + step],
+                    free=words.local[FREE.value, peer],
+                    our_free=theirs[FREE.value],
+                    our_arrived=theirs[ARRIVED.value],
+                )
+            )
+
+    def start(self, rows: int) -> None:
+        """Enqueue the pushes of one call, behind what the caller has enqueued so far."""
+        memory, stream = self._memory, self._stream
+        shard = self._gather[memory.rank, :rows]
+        stream.fork()
+        for peer in self._peers:
+            memory.write_signal(peer.our_free, 1, stream)
+        for peer in self._peers:
+            memory.wait_signal(peer.free, 1, stream)
+            memory.write_signal(peer.free, 0, stream)
+            memory.copy(peer.slot_there[:rows], shard, stream)
+            memory.write_signal(peer.our_arrived, rows, stream)
+        memory.write_signal(self._last_rows, rows, stream)
+
+    def finish(self) -> None:
+        """Enqueue what follows the GEMM, and order what the caller does next behind it."""
+        memory, stream = self._memory, self._stream
+        stream.fork()
+        memory.copy(self._arrived, self._after, stream)  # it may need an SM, which no GEMM holds any more
+        stream.join()
+
+    def note_eager_call(self) -> None:
+        """Enqueue that the last call was an eager one; to be called where nothing of the lane is running."""
+        self._stream.fork()
+        self._memory.write_signal(self._last_rows, 0, self._stream)
+        self._stream.join()
+
+    def last_rows(self) -> int:
+        """Return the rows of the last call if it went through this lane, else 0; waits for the device."""
+        return int(self._last_rows.item())
+
+    def gathered(self, rows: int) -> torch.Tensor:
+        """Return the chunks in the order of their ranks, as a copy: they do not lie in that order."""
+        rank, world = self._memory.rank, self._memory.world_size
+        steps = [(chunk - rank) % world for chunk in range(world)]
+        slots = [rank if step == 0 else world - 1 + step for step in steps]
+        return torch.cat([self._gather[slot, :rows] for slot in slots])

@@ -1,0 +1,359 @@
+"""That AllGatherGemm may be captured in CUDA graphs and replayed among eager calls.
+
+CPU ranks have no graphs: there the captured calls' own lane (see `ag_gemm_lane`) is called eagerly.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ag_gemm_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    begin,
+    call_and_compare,
+    call_in_lane,
+    delay_copies,
+    device,
+    error_ratio,
+    gathered_by_torch,
+    message_of,
+    poison,
+    results,
+    run_cases,
+    tensors,
+    values,
+)
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.signals import polls
+
+pytestmark = INTERPRETER
+HALF = torch.float16
+in_lane = functools.partial(call_and_compare, call=call_in_lane)
+
+
+def lane_calls(rank, m, n, k, capacity, backend="auto"):
+    begin(rank)
+    with AllGatherGemm(capacity, k, HALF, backend=backend) as op:
+        poison(op)
+        return [in_lane(op, m, n, in_place=call == 1) for call in range(3)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_lane_of_captured_calls_is_right_when_ranks_run_different_candidates(world):
+    for errors in values(lane_calls, world, 19, 24, 16, 24):
+        assert max(errors) < 1
+
+
+@pytest.mark.parametrize(("m", "capacity"), [(64, 64), (1, 1), (5, 64)])
+def test_the_lane_takes_the_same_shapes(m, capacity):
+    for errors in values(lane_calls, 2, m, 40, 32, capacity):
+        assert max(errors) < 1
+
+
+def mixed(rank, seed, calls=14, backend="auto"):
+    """Mix both kinds of calls at random; no rank waits for another, results are looked at in the end."""
+    begin(rank)
+    order, k, kept = random.Random(seed), 16, []
+    with AllGatherGemm(24, k, HALF, backend=backend) as op:
+        poison(op)
+        for _ in range(calls):
+            m, n = order.choice((24, 7, 16)), order.choice((24, 33))
+            kind, copied = order.choice((call_in_lane, AllGatherGemm.__call__)), order.random() < 0.5
+            if order.randrange(op.world_size) == rank:
+                time.sleep(random.random() / 10)
+            a_shard, weight = tensors(m, n, k, HALF)
+            given = a_shard if copied else op.shard[:m].copy_(a_shard)
+            out = torch.full((m * op.world_size, n), float("nan"), dtype=HALF, device=device())
+            kept.append((kind(op, given, weight, out), a_shard, weight))
+        op.check()
+        kept = [(out.clone(), a_shard, weight) for out, a_shard, weight in kept]
+    return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 1), (2, 2), (3, 3), (4, 4)])
+def test_both_lanes_mix_in_any_order_when_ranks_are_late(world, seed):
+    for errors in values(mixed, world, seed):
+        assert max(errors) < 1
+
+
+def late_pushes(rank):
+    begin(rank)
+    with AllGatherGemm(16, 16, torch.float32) as op:
+        poison(op)
+        if rank == 0:
+            delay_copies(op, lambda: time.sleep(0.2))
+        return [in_lane(op, 16, 16) for _ in range(3)]
+
+
+def test_the_kernel_waits_for_a_chunk_that_is_pushed_late():
+    for errors in values(late_pushes, 3):
+        assert max(errors) < 1
+
+
+def last_gathered(rank):
+    begin(rank)
+    right = []
+    with AllGatherGemm(16, 16, HALF) as op:
+        for call, m in (
+            (call_in_lane, 16),
+            (AllGatherGemm.__call__, 9),
+            (call_in_lane, 5),
+            (call_in_lane, 16),
+        ):
+            a_shard, weight = tensors(m, 8, 16, HALF)
+            call(op, a_shard, weight)
+            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
+    return right
+
+
+def test_gathered_is_of_the_last_call_in_whichever_lane():
+    assert values(last_gathered, 3) == [[True] * 4] * 3
+
+
+def test_an_operation_without_graphs_needs_less_memory_and_refuses_captures():
+    with AllGatherGemm(4, 8, HALF, backend="shm", graphs=False) as op:
+        a_shard, weight = tensors(4, 6, 8, HALF)
+        assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
+        with pytest.raises(RuntimeError, match="opened with graphs=False and cannot be captured"):
+            call_in_lane(op, a_shard, weight)
+
+
+# ---- what goes wrong between ranks
+
+
+def dead_peer(rank, last):
+    survivors = dist.new_group(range(last))
+    op = AllGatherGemm(8, 16, HALF)
+    in_lane(op, 8, 16)
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier(survivors)
+    op._budget = polls(1.0, op.device.type)
+    a_shard, weight = tensors(8, 16, 16, HALF)
+    message = message_of(lambda: call_in_lane(op, a_shard, weight))
+    out = torch.empty(8 * op.world_size, 16, dtype=HALF)
+    op._budget = polls(600.0, op.device.type)
+    for _ in range(2):  # what graphs that are enqueued already would do
+        op._run_in_lane(weight, out, 8)
+    return message, message_of(op.check) == message
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(world):
+    *survivors, dead = results(dead_peer, world, world - 1)
+    assert dead.signal is signal.SIGKILL
+    for rank, survivor in enumerate(survivors):
+        message, again = survivor.value
+        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
+        assert f"did not push chunk {world - 1} of a captured call in time" in message
+        assert again
+
+
+def different_rows(rank):
+    op = AllGatherGemm(8, 16, HALF)
+    return message_of(lambda: call_in_lane(op, *tensors(4 if rank == 0 else 7, 16, 16, HALF)))
+
+
+def test_different_rows_raise_on_every_rank():
+    first, second = values(different_rows, 2)
+    assert first.startswith("ValueError: AllGatherGemm, rank 0: in a captured call rank 1 passed 7 rows")
+    assert second.startswith("ValueError: AllGatherGemm, rank 1: in a captured call rank 0 passed 4 rows")
+
+
+# ---- graphs
+
+
+class Captured:
+    """A call in a graph, with the tensors that a replay reads and writes."""
+
+    def __init__(self, op, m, n, *, in_place, call=None):
+        k, dtype = op.shard.shape[1], op.shard.dtype
+        self.op = op
+        self.a_shard = op.shard[:m] if in_place else torch.empty(m, k, dtype=dtype, device=device())
+        self.weight = torch.empty(n, k, dtype=dtype, device=device())
+        self.out = torch.empty(m * op.world_size, n, dtype=dtype, device=device())
+        self.call = call or op
+        self.refresh()
+        self.call(self.a_shard, self.weight, self.out)  # loads the kernel
+
+    def capture(self):
+        self.call(self.a_shard, self.weight, self.out)
+        self.gathered = self.op.gathered
+
+    def refresh(self):
+        """Enqueue new inputs and NaN for the output."""
+        self.a_shard.normal_()
+        self.weight.normal_()
+        self.out.fill_(float("nan"))
+
+    def results(self):
+        """Return copies of the inputs and results of the last replay; waits for nothing."""
+        return self.a_shard.clone(), self.weight.clone(), self.out.clone(), self.gathered.clone()
+
+
+def graph_of(*calls):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call.capture()
+    return graph
+
+
+def errors_of(kept):
+    errors = []
+    for a_shard, weight, out, gathered in kept:
+        full = gathered_by_torch(a_shard)
+        errors.append(error_ratio(out, full, weight) if torch.equal(gathered, full) else float("inf"))
+    return errors
+
+
+def replays(rank, backend, *, in_place):
+    """Replay back to back with new inputs each; the ranks are late by turns, and run different candidates."""
+    begin(rank)
+    kept = []
+    with AllGatherGemm(136, 64, HALF, backend=backend) as op:
+        call = Captured(op, 130, 200, in_place=in_place)
+        poison(op)
+        graph = graph_of(call)
+        for replay in range(20):
+            if replay % 3 == rank:
+                torch.cuda._sleep(2_000_000)
+            call.refresh()
+            graph.replay()
+            kept.append(call.results())
+        op.check()
+        return errors_of(kept)
+
+
+def replays_among_eager_calls(rank, backend):
+    begin(rank)
+    order, kept = random.Random(7), []
+    with AllGatherGemm(136, 64, HALF, backend=backend) as op:
+        calls = [Captured(op, 130, 200, in_place=True), Captured(op, 70, 72, in_place=False)]
+        poison(op)
+        graphs = [graph_of(call) for call in calls]
+        for _ in range(40):
+            if order.randrange(4) == rank:
+                torch.cuda._sleep(1_000_000)
+            which, eager = order.randrange(2), order.random() < 0.5
+            calls[which].refresh()
+            if eager:
+                op(calls[which].a_shard, calls[which].weight, calls[which].out)
+                kept.append((*calls[which].results()[:3], gathered_by_torch(calls[which].a_shard)))
+            else:
+                graphs[which].replay()
+                kept.append(calls[which].results())
+        op.check()
+        return errors_of(kept)
+
+
+def gathered_from_outside(rank, backend):
+    begin(rank)
+    with AllGatherGemm(136, 64, HALF, backend=backend) as op:
+        call = Captured(op, 130, 200, in_place=False)
+        graph, right = graph_of(call), []
+        for replayed in (False, True, True, False, True):
+            call.refresh()
+            if replayed:
+                graph.replay()
+            else:
+                call.call(call.a_shard, call.weight, call.out)
+            right.append(torch.equal(op.gathered, gathered_by_torch(call.a_shard)))
+        return all(right)
+
+
+def two_operations_in_one_graph(rank, backend):
+    begin(rank)
+    kept = []
+    with (
+        AllGatherGemm(64, 64, HALF, backend=backend) as first,
+        AllGatherGemm(40, 32, torch.bfloat16, backend=backend) as second,
+    ):
+        calls = [
+            Captured(first, 64, 96, in_place=True),
+            Captured(second, 33, 40, in_place=False),
+            Captured(first, 17, 96, in_place=False),  # writes the shard of the one above
+        ]
+        for op in (first, second):
+            poison(op)
+        graph = graph_of(*calls)
+        for replay in range(10):
+            if replay % 2 == rank:
+                torch.cuda._sleep(1_000_000)
+            for call in calls:
+                call.refresh()
+            shard = calls[0].a_shard.clone()
+            graph.replay()
+            kept += [(shard, *calls[0].results()[1:]), calls[1].results(), calls[2].results()]
+        return errors_of(kept)
+
+
+def settled_and_captured(rank, backend):
+    from dist_autotune import contextual_autotune
+
+    begin(rank)
+    all_gather_gemm.configs = CANDIDATES[:4] + CANDIDATES[-3:]
+    kept = []
+    with AllGatherGemm(64, 64, HALF, backend=backend) as op:
+
+        @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
+        def thunk(a_shard, weight, out):
+            return op(a_shard, weight, out)
+
+        call = Captured(op, 64, 128, in_place=False, call=thunk)
+        for _ in range(5):
+            if thunk.settled:
+                break
+            thunk(call.a_shard, call.weight, call.out)
+        assert thunk.settled
+        graph = graph_of(call)
+        for _ in range(10):
+            call.refresh()
+            graph.replay()
+            kept.append(call.results())
+        return errors_of(kept)
+
+
+def cases_on_gpus(rank, backend):
+    return run_cases(
+        {
+            "the lane, called eagerly": lambda: lane_calls(rank, 19, 24, 16, 24, backend),
+            "the lane, mixed with eager calls": lambda: mixed(rank, 5, 40, backend),
+            "replays in place": lambda: replays(rank, backend, in_place=True),
+            "replays, copied": lambda: replays(rank, backend, in_place=False),
+            "replays among eager calls": lambda: replays_among_eager_calls(rank, backend),
+            "gathered": lambda: gathered_from_outside(rank, backend),
+            "two operations in one graph": lambda: two_operations_in_one_graph(rank, backend),
+            "settled and captured": lambda: settled_and_captured(rank, backend),
+        }
+    )
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_graphs_replay_right_products(backend):
+    assert values(cases_on_gpus, 2, backend, timeout_s=200) == [[], []]
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_the_soak_finds_nothing_wrong_on_cpu_ranks():
+    soak = Path(__file__).with_name("soak_ag_gemm.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    done = subprocess.run([*command, soak, "--calls", "60"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "calls=60 wrong=0 hung=0 seconds=" in done.stdout.splitlines()[-1]
