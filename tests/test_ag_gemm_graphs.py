@@ -42,12 +42,13 @@ from dist_autotune.kernels.signals import polls
 
 pytestmark = INTERPRETER
 HALF = torch.float16
+PATIENCE_S = 60.0  # less than a test has
 in_lane = functools.partial(call_and_compare, call=call_in_lane)
 
 
 def lane_calls(rank, m, n, k, capacity, backend="auto"):
     begin(rank)
-    with AllGatherGemm(capacity, k, HALF, backend=backend) as op:
+    with AllGatherGemm(capacity, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         poison(op)
         return [in_lane(op, m, n, in_place=call == 1) for call in range(3)]
 
@@ -68,7 +69,7 @@ def mixed(rank, seed, calls=14, backend="auto"):
     """Mix both kinds of calls at random; no rank waits for another, results are looked at in the end."""
     begin(rank)
     order, k, kept = random.Random(seed), 16, []
-    with AllGatherGemm(24, k, HALF, backend=backend) as op:
+    with AllGatherGemm(24, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         poison(op)
         for _ in range(calls):
             m, n = order.choice((24, 7, 16)), order.choice((24, 33))
@@ -217,7 +218,8 @@ def errors_of(kept):
     errors = []
     for a_shard, weight, out, gathered in kept:
         full = gathered_by_torch(a_shard)
-        errors.append(error_ratio(out, full, weight) if torch.equal(gathered, full) else float("inf"))
+        right = gathered is None or torch.equal(gathered, full)
+        errors.append(error_ratio(out, full, weight) if right else float("inf"))
     return errors
 
 
@@ -225,7 +227,7 @@ def replays(rank, backend, *, in_place):
     """Replay back to back with new inputs each; the ranks are late by turns, and run different candidates."""
     begin(rank)
     kept = []
-    with AllGatherGemm(136, 64, HALF, backend=backend) as op:
+    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         call = Captured(op, 130, 200, in_place=in_place)
         poison(op)
         graph = graph_of(call)
@@ -242,7 +244,7 @@ def replays(rank, backend, *, in_place):
 def replays_among_eager_calls(rank, backend):
     begin(rank)
     order, kept = random.Random(7), []
-    with AllGatherGemm(136, 64, HALF, backend=backend) as op:
+    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         calls = [Captured(op, 130, 200, in_place=True), Captured(op, 70, 72, in_place=False)]
         poison(op)
         graphs = [graph_of(call) for call in calls]
@@ -253,7 +255,7 @@ def replays_among_eager_calls(rank, backend):
             calls[which].refresh()
             if eager:
                 op(calls[which].a_shard, calls[which].weight, calls[which].out)
-                kept.append((*calls[which].results()[:3], gathered_by_torch(calls[which].a_shard)))
+                kept.append((*calls[which].results()[:3], None))
             else:
                 graphs[which].replay()
                 kept.append(calls[which].results())
@@ -263,7 +265,7 @@ def replays_among_eager_calls(rank, backend):
 
 def gathered_from_outside(rank, backend):
     begin(rank)
-    with AllGatherGemm(136, 64, HALF, backend=backend) as op:
+    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         call = Captured(op, 130, 200, in_place=False)
         graph, right = graph_of(call), []
         for replayed in (False, True, True, False, True):
@@ -280,8 +282,8 @@ def two_operations_in_one_graph(rank, backend):
     begin(rank)
     kept = []
     with (
-        AllGatherGemm(64, 64, HALF, backend=backend) as first,
-        AllGatherGemm(40, 32, torch.bfloat16, backend=backend) as second,
+        AllGatherGemm(64, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as first,
+        AllGatherGemm(40, 32, torch.bfloat16, backend=backend, timeout_s=PATIENCE_S) as second,
     ):
         calls = [
             Captured(first, 64, 96, in_place=True),
@@ -308,7 +310,7 @@ def settled_and_captured(rank, backend):
     begin(rank)
     all_gather_gemm.configs = CANDIDATES[:4] + CANDIDATES[-3:]
     kept = []
-    with AllGatherGemm(64, 64, HALF, backend=backend) as op:
+    with AllGatherGemm(64, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
 
         @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
         def thunk(a_shard, weight, out):

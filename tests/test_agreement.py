@@ -298,9 +298,11 @@ def test_an_absent_rank_of_a_tree_is_named_and_not_those_that_wait_for_it(monkey
     assert_all_ok(run_ranks(program, 7))
 
 
-@pytest.mark.parametrize("init", ["file", "tcp"])
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("first", [True, False], ids=["first exchange", "later exchange"])
+@pytest.mark.parametrize(
+    ("late", "init", "first"),
+    [(0, "file", True), (1, "file", True), (0, "tcp", True), (0, "file", False), (1, "tcp", False)],
+    ids=str,
+)
 def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(init, late, first):
     def program(rank, note):
         if not first:
@@ -316,8 +318,7 @@ def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(ini
     assert assert_all_ok(run_ranks(program, 3, Path.cwd() / "given up", init=init)) == [[0, 1, 2]] * 3
 
 
-@pytest.mark.parametrize("init", ["file", "tcp"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(("killed", "init"), [(0, "file"), (0, "tcp"), (1, "tcp")], ids=str)
 def test_a_killed_rank_is_named_by_all_others(init, killed):
     def program(rank):
         exchange(rank)

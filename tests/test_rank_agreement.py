@@ -350,6 +350,28 @@ def test_no_config_in_common_is_an_error_on_every_rank():
         assert "not a candidate on every rank" in text
 
 
+@pytest.mark.parametrize("blocks", [(32, 64), (128, 256)], ids=["some in common", "none in common"])
+def test_a_rank_that_comes_later_with_other_configs(blocks):
+    def program(rank):
+        bench, x, calls = Bench(), numbers(), []
+        kernel = bench.kernel({16: 1.0, 32: 3.0, 64: 2.0} if rank == 0 else dict.fromkeys(blocks, 1.0))
+        step = tune(bench, lambda: launch(kernel, x) if rank == 0 or len(calls) > 1 else None)
+        endings = []
+        for _ in range(4):
+            calls.append(None)
+            endings.append(ending(step).partition(":")[0].partition("(")[0])
+        return endings, bench.blocks()[-1]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    if blocks == (32, 64):  # 16 was the winner; of what rank 1 has too, rank 0 has timed 64 as the fastest
+        assert zero == (["returned tensor"] * 4, 64)
+        assert one == (["returned None", *["returned tensor"] * 3], 64)
+    else:  # rank 1 launches its own first config once, then both know that nothing works everywhere
+        assert zero[0][2] == one[0][2] == "NoValidConfig"
+        assert zero[0][3] in ("NoValidConfig", "PeerHasNoConfig")
+        assert one[0][3] in ("NoValidConfig", "PeerHasNoConfig")
+
+
 def test_pruning_to_different_configs_on_different_ranks():
     def program(rank):
         bench, x = Bench(), numbers()
