@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
-import os
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-import triton
-
+from .chronicle import Chronicle
 from .domain import SOURCE_OF, Domain
 from .errors import AgreementTimeout, PeerFailed, TuningError
 from .intercept import INTERCEPTION
-from .local import Local
 from .log import SessionLog
 from .payload import Part, Payload, check_facts, merge
 from .preserve import Snapshot
 from .progress import Progress, is_shown
-from .records import (
-    Agreed,
-    Banned,
-    ContextAdmitted,
-    ContextSettled,
-    Exchanged,
-    Note,
-    Record,
-    RunFailed,
-    RunStarted,
-    SessionClosed,
-    SessionOpened,
-    Trial,
-)
+from .records import Exchanged, Note, RunFailed, RunStarted, SessionClosed
 from .report import TuningReport
-from .search import BY_LAUNCH, BY_RUN, Context, Outcome
+from .search import BY_RUN
 from .stopwatch import Stopwatch
-from .version import __version__
 
 T = TypeVar("T")
 
@@ -55,16 +35,12 @@ class Session:
         self.is_over = False
         self.wants_another = False
         self.has_failed = False
-        self._log = log
         self._log_dir = log_dir
-        self._began = time.monotonic()
-        self._id = ""
-        self._untold: list[Record] = []  # exchanges, written with the next record
         self._run_watch = Stopwatch(domain.clock, domain.options.statistic)
+        self._chronicle = Chronicle(domain, log, self._run_watch)
         self._judged: tuple[str, str] | None = None
         self._is_stepping = False  # the state is between two runs
         self._launched: set[str] = set()
-        self._admitted: set[str] = set()
         options = domain.options
         self._progress = Progress(domain.name, shown=is_shown(options.progress, domain.agreement.rank))
 
@@ -100,10 +76,10 @@ class Session:
 
         Raises RankMismatch where ranks differ.
         """
-        if self._id:
+        if self._chronicle.session:
             return
         domain = self.domain
-        domain.on_ban = self._log_ban
+        domain.on_ban = self._chronicle.ban
         with self._telling_failures():
             payload = domain.opening()
             if domain.agreement.rank == domain.agreement.ranks[0]:
@@ -114,10 +90,10 @@ class Session:
             except TuningError as error:  # the same on every rank
                 self.close(error)
                 raise
-            (self._id,) = merged.facts["session"]
-            self._write(self._opened())
+            (self._chronicle.session,) = merged.facts["session"]
+            self._chronicle.write(self._chronicle.opened())
             for remark in remarks:
-                self._write(Note(text=remark))
+                self._chronicle.write(Note(text=remark))
 
     def _run_once(self, thunk: Callable[[], T]) -> T:
         """Make one run and agree on what follows from it."""
@@ -126,7 +102,9 @@ class Session:
         self.executions += 1
         what = f"run {tuning.runs} of {domain.name}{self._on_trial()}"
         with (
-            domain.agreement.running(what, domain.timeout_s, options.on_stuck, diagnosis_to(self._note)),
+            domain.agreement.running(
+                what, domain.timeout_s, options.on_stuck, diagnosis_to(self._chronicle.note)
+            ),
             INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
         ):
             result = self._timed(thunk)
@@ -168,10 +146,10 @@ class Session:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
             self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
-        self._write(
+        self._chronicle.write(
             SessionClosed(runs=self.executions, contexts=len(contexts), outcome=outcome, warning=self.warning)
         )
-        self._log.close()
+        self._chronicle.close()
 
     def report(self) -> TuningReport:
         """Return what the session has found so far."""
@@ -179,7 +157,7 @@ class Session:
             runs=self.executions,
             contexts=self.domain.tuned_contexts(self._launched),
             world_size=len(self.domain.agreement.ranks),
-            seconds=self._elapsed_s(),
+            seconds=self._chronicle.elapsed_s,
             clock=type(self.domain.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
@@ -193,7 +171,7 @@ class Session:
         self._run_watch.begin_run()
         self._judged = tuning.judged_run
         plan = {c.name: c.trial for c in tuning.unsettled if c.trial is not None and not c.waiting}
-        self._write(RunStarted(run=tuning.runs, plan=plan))
+        self._chronicle.write(RunStarted(run=tuning.runs, plan=plan))
 
     def _timed(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, timed as a whole if this run is judged so."""
@@ -218,7 +196,9 @@ class Session:
         self._launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in launches.new_sources().items()}
         facts = {name: {text: agreement.rank} for name, text in {**self.domain.point, **sources}.items()}
-        return Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=self._elapsed_s())
+        return Payload(
+            "run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=self._chronicle.elapsed_s
+        )
 
     def _step(self, merged: Payload) -> None:
         """Take in what all ranks said of the run, and write down what follows."""
@@ -237,16 +217,16 @@ class Session:
             self.close(error)
             raise
         told = [local for local in domain.launches.contexts.values() if local.told is not None]
-        trials = [self._trial(run, local, outcomes[local.name]) for local in told if local.launches]
+        trials = [self._chronicle.trial(run, local, outcomes[local.name]) for local in told if local.launches]
         domain.launches.take(tuning.contexts, outcomes)
         counts = duel_sample or any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
         self._run_watch.take(waiting=bool(merged.run.pending), counts=counts)
         if tuning.remark:
-            self._write(Note(text=tuning.remark))
+            self._chronicle.write(Note(text=tuning.remark))
             self.warning, tuning.remark = tuning.remark, ""
-        self._log_step(run, merged, outcomes, trials)
-        for context in domain.publish(self._elapsed_s()):
-            self._log_settled(run, context)
+        self._chronicle.step(run, merged, outcomes, trials)
+        for context in domain.publish(self._chronicle.elapsed_s):
+            self._chronicle.settled(run, context)
         detail = ", ".join(context.title for context in tuning.unsettled) or domain.name
         self._progress.update(tuning.runs, tuning.planned_runs, detail[:60])
         self._is_stepping = False
@@ -256,7 +236,9 @@ class Session:
         domain = self.domain
         domain.launches.abandon_run()
         self._run_watch.abandon()
-        self._write(RunFailed(run=domain.tuning.runs, by_rank=domain.agreement.rank, error=_one_line(error)))
+        self._chronicle.write(
+            RunFailed(run=domain.tuning.runs, by_rank=domain.agreement.rank, error=_one_line(error))
+        )
         if len(domain.agreement.ranks) > 1 or isinstance(error, TuningError) or self._is_stepping:
             domain.agreement.fail(error)
             domain.drop_session()
@@ -272,7 +254,7 @@ class Session:
             if isinstance(error, AgreementTimeout) and self._log_dir is not None:
                 files = ", ".join(f"{self._log_dir}/rank-{rank}.jsonl" for rank in error.missing_ranks)
                 error.args = (f"{error} Last records: {files}",)
-            self._write(
+            self._chronicle.write(
                 RunFailed(
                     run=domain.tuning.runs,
                     by_rank=getattr(error, "rank", domain.agreement.rank),
@@ -286,15 +268,10 @@ class Session:
             raise
         ms = (time.perf_counter() - began) * 1e3
         run = domain.tuning.runs if payload.kind == "run" else -1
-        exchanged = Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
-        if len(domain.agreement.ranks) > 1:
-            self._untold.append(exchanged)
+        self._chronicle.exchanged(
+            Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
+        )
         return Payload.decode(received)
-
-    def _note(self, text: str) -> None:
-        """Write down a remark; may be called on another thread."""
-        rank, elapsed_s = self.domain.agreement.rank, self._elapsed_s()
-        self._log.write(Note(session=self._id, rank=rank, elapsed_s=elapsed_s, text=text))
 
     def _on_trial(self) -> str:
         """Return what the run under way tries, for messages."""
@@ -303,144 +280,6 @@ class Session:
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
         return f" ({trials[0]}{more})" if trials else ""
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    # -- records -------------------------------------------------------------------------------------------
-
-    def _write(self, record: Record) -> None:
-        untold, self._untold = self._untold, []
-        rank, elapsed_s = self.domain.agreement.rank, self._elapsed_s()
-        for each in [record, *untold] if isinstance(record, SessionOpened) else [*untold, record]:
-            self._log.write(dataclasses.replace(each, session=self._id, rank=rank, elapsed_s=elapsed_s))
-
-    def _opened(self) -> SessionOpened:
-        domain, options = self.domain, self.domain.options
-        versions = {
-            "dist_autotune": __version__,
-            "triton": triton.__version__,
-            "torch": str(torch.__version__),
-        }
-        return SessionOpened(
-            thunk=domain.name,
-            world_size=len(domain.agreement.ranks),
-            ranks=domain.agreement.ranks,
-            mode=options.mode,
-            search=options.search_name,
-            objective=options.objective,
-            statistic=options.statistic,
-            rank_reduce=options.rank_reduce,
-            n_warmup=options.warmups,
-            n_repeat=options.repeats,
-            device=domain.device.text,
-            versions=versions,
-            pid=os.getpid(),
-            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            clock=type(domain.clock).__name__,
-        )
-
-    def _log_ban(self, local: Local, candidate: str, reason: str) -> None:
-        index = [digest for digest, _ in local.order].index(candidate)
-        self._write(
-            Banned(
-                run=self.domain.tuning.runs,
-                context=local.name,
-                kernel=local.source.short_name,
-                key=local.key_text,
-                config_id=index,
-                config=local.order[index][1],
-                by_rank=self.domain.agreement.rank,
-                reason=reason,
-            )
-        )
-
-    def _log_step(self, run: int, merged: Payload, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
-        tuning = self.domain.tuning
-        for name, context in tuning.contexts.items():
-            if name in merged.parts and name not in self._admitted:
-                self._admitted.add(name)
-                self._write(self._admission(run, context))
-        for trial in trials:
-            self._write(trial)
-        if len(self.domain.agreement.ranks) == 1:
-            return
-        rank = self.domain.agreement.rank
-        for name, outcome in outcomes.items():
-            context = tuning.contexts[name]
-            for digest, (by_rank, reason) in merged.parts[name].bans.items():
-                if by_rank != rank and digest in context.digests:
-                    index = context.digests.index(digest)
-                    self._write(
-                        Banned(
-                            **self._of(run, context),
-                            config_id=index,
-                            config=context.texts[index],
-                            by_rank=by_rank,
-                            reason=reason,
-                        )
-                    )
-            if outcome.index is not None:
-                self._write(self._agreed(run, context, outcome))
-
-    def _admission(self, run: int, context: Context) -> ContextAdmitted:
-        return ContextAdmitted(
-            **self._of(run, context),
-            candidates=context.texts,
-            incumbent=context.incumbent,
-            local=context.name in self.domain.launches.contexts,
-        )
-
-    def _agreed(self, run: int, context: Context, outcome: Outcome) -> Agreed:
-        index = outcome.index
-        assert index is not None
-        counted = outcome.kind != "incumbent"
-        return Agreed(
-            **self._of(run, context),
-            config_id=index,
-            config=context.texts[index],
-            ms=context.timings.get(index) if outcome.kind == "sample" else None,
-            fastest_rank_ms=context.fastest_ms.get(index) if outcome.kind == "sample" else None,
-            counted=counted,
-        )
-
-    def _trial(self, run: int, local: Local, outcome: Outcome) -> Trial:
-        """Return the record of this rank's launches of one context in one run."""
-        context = self.domain.tuning.contexts[local.name]
-        report = local.told if outcome.judge == BY_LAUNCH else self._run_watch.report
-        told = local.told
-        assert told is not None
-        assert report is not None
-        ran = told.ran if told.ran in context.digests else None
-        index = context.digests.index(ran) if ran is not None else -1
-        return Trial(
-            **self._of(run, context),
-            config_id=index,
-            config=context.texts[index] if index >= 0 else "several configs in one run",
-            kind=outcome.kind,
-            k=outcome.k,
-            n=outcome.n,
-            launches=local.launches,
-            ms=local.stopwatch.sample_ms if outcome.judge == BY_LAUNCH else self._run_watch.sample_ms,
-            statistic_ms=report.worst_ms if report.measured else None,
-        )
-
-    def _log_settled(self, run: int, context: Context) -> None:
-        winner = context.incumbent
-        self._write(
-            ContextSettled(
-                **self._of(run, context),
-                status=context.status,
-                config_id=winner,
-                config=context.texts[winner],
-                ms=context.timings.get(winner),
-                timings={context.texts[index]: ms for index, ms in sorted(context.timings.items())},
-            )
-        )
-
-    @staticmethod
-    def _of(run: int, context: Context) -> dict[str, Any]:
-        return {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
 
 
 def settled_call(

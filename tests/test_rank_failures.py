@@ -343,7 +343,7 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
             place = {
                 "disk": (dist_autotune.domain.DiskCache, "load_all"),
                 "preserve": (dist_autotune.session, "Snapshot"),
-                "log": (dist_autotune.session.Session, "_log_step"),
+                "log": (dist_autotune.chronicle.Chronicle, "step"),
             }[what]
             monkeypatch.setattr(*place, lambda *args, **kwargs: raise_(MemoryError("no room")))
         step, _, x = failing_step(rank, fails={}, at_run=0)
