@@ -171,6 +171,37 @@ def meet(rank, late, absent):
         return complete, [read_failure(int(word)) for word in errors]
 
 
+def meet_on_gpus(rank, backend):
+    """Return whether every rank had come when this one left the barrier, each time, and its failures."""
+    from dist_autotune.kernels.symm import open_symmetric_memory
+
+    world = dist.get_world_size()
+    with open_symmetric_memory(backend=backend) as memory:
+        signals = memory.allocate((world,), torch.int32)
+        came = memory.allocate((world,), torch.int32)
+        errors = torch.zeros(world, dtype=torch.int64, device="cuda")
+        addresses, budget = signals.addresses(), polls(20.0, "cuda")
+        seen = torch.zeros((200, world), dtype=torch.int32, device="cuda")
+        for epoch in range(1, 201):
+            if epoch % world == rank:
+                torch.cuda._sleep(200_000)  # another rank is late at every turn
+            for table in came.peers:
+                table[rank] = epoch
+            barrier_all[(1,)](addresses, errors, rank, epoch, budget, WORLD=world, FENCE=True)
+            seen[epoch - 1] = came.local
+        epochs = torch.arange(1, 201, device="cuda")[:, None]
+        return bool((seen >= epochs).all()), [read_failure(int(word)) for word in errors]
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", ["torch", "nvshmem"])
+def test_no_gpu_leaves_a_barrier_before_the_last_has_come(backend):
+    ends = run_ranks(meet_on_gpus, 2, backend, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+    for complete, failures in assert_all_ok(ends):
+        assert complete
+        assert failures == [None] * 2
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_no_rank_leaves_a_barrier_before_the_last_has_come(world):
     for complete, failures in assert_all_ok(run_ranks(meet, world, world - 1, None)):
