@@ -75,6 +75,18 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     assert json.loads((tmp_path / "pages" / f"{stem}.json").read_text()) == record
 
 
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_overlap_times_every_pick_in_the_step_and_alone(tmp_path: Path) -> None:
+    result = torchrun(AG_GEMM.with_name("overlap.py"), "--json", "record.json", "--commit", "0ff1ce")
+    assert result.returncode == 0, result.stderr
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in ("alone", "kernel", "run")]
+    assert [arm["name"] for arm in case["arms"]] == [*names, "torch, step", "all-reduce"]
+    assert all(arm["ms"] > 0 for arm in case["arms"])
+    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"] * 3
+
+
 @pytest.mark.gpu(devices=2)
 def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     sizes = ("--m", "2048", "--n", "512", "--k", "1024")
