@@ -47,28 +47,24 @@ operations on two streams at once could fill the chip with kernels that wait for
 
 from __future__ import annotations
 
-import contextvars
-from types import TracebackType
-from typing import Self
-
 import torch
 import torch.distributed as dist
 import triton
 
-from .ag_gemm_candidates import INTERPRETED
-from .ag_gemm_errors import PeerTimeout, check_tensors, failure_error
+from .ag_gemm_errors import check_tensors, failure_error
 from .ag_gemm_kernel import all_gather_gemm
 from .ag_gemm_lane import PushLane, slots_of
 from .ag_gemm_producer import ChunkProducer
-from .signals import as_epoch, polls
-from .symm import SymmetricMemoryError, open_symmetric_memory
+from .operation import Operation, PeerTimeout, begin_at_16_bytes, launch
+from .signals import as_epoch
+from .symm import SymmetricMemoryError
 
 __all__ = ["AllGatherGemm", "PeerTimeout"]
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
-class AllGatherGemm:
+class AllGatherGemm(Operation):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. Calls need
@@ -95,58 +91,29 @@ class AllGatherGemm:
         timeout_s: float = 300.0,
         graphs: bool = True,
     ) -> None:
-        # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
-        device = "cpu" if INTERPRETED else None
-        self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
-        self.rank, self.world_size = self._memory.rank, self._memory.world_size
-        self.device = self._memory.device
-        self.backend = f"{self._memory.name}: {self._memory.reason}"
-        self._is_closed, self._broken_by = False, ""
-        self._calls, self._rows = 0, 0
+        self._capacity, self._k, self._dtype, self._graphs = m_per_rank, k, dtype, graphs
+        self._rows = 0
         self._lane_rows = 0  # of the last call that the host has put into the lane
         self._gathered: torch.Tensor | None = None
-        try:
-            self._check_dtype(dtype)
-            self._allocate(m_per_rank, k, dtype, graphs)
-        except BaseException:
-            self._memory.abandon()
-            raise
-        self._read_device(timeout_s)
+        super().__init__(dtype, group, backend, timeout_s)
 
-    def _allocate(self, m_per_rank: int, k: int, dtype: torch.dtype, graphs: bool) -> None:
-        world, on_gpu = self.world_size, self.device.type == "cuda"
-        self._gather = self._memory.allocate((slots_of(world, graphs=graphs), m_per_rank, k), dtype)
+    def _allocate(self) -> None:
+        world = self.world_size
+        slots = slots_of(world, graphs=self._graphs)
+        self._gather = self._memory.allocate((slots, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
-        # Pinned, not on the device: the host looks for failures without waiting for the GPU.
-        self._errors = torch.zeros(world, dtype=torch.int64, pin_memory=on_gpu)
-        self._error_words = self._errors.numpy()
         self._words = self._memory.allocate((6, world), torch.int32)
         self._producer = ChunkProducer(self._memory, self._gather, self._words)
         self._lane: PushLane | None = None
-        if graphs:
+        if self._graphs:
             self._lane = PushLane(self._memory, self._gather, self._memory.allocate((6, world), torch.int32))
 
-    def _read_device(self, timeout_s: float) -> None:
-        """Set what depends on the device and is the same in every call."""
-        capability, self._programs = (0, 0), INTERPRETED_PROGRAMS
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            self._programs = properties.multi_processor_count
-            capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-        self._has_tma = INTERPRETED or capability >= (9, 0)
-        self._budget = polls(timeout_s, self.device.type)
-        self._settings = {
-            "WORLD": self.world_size,
-            "FENCE": capability >= (9, 0),
-            "UPCAST": INTERPRETED and self._shard.dtype is torch.bfloat16,
-        }
+    def _forget(self) -> None:
+        del self._gather, self._shard, self._gathered, self._words
+        del self._producer, self._lane
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        supported = [torch.float16, torch.bfloat16]
-        if self.device.type == "cpu":
-            supported.append(torch.float32)
-        if dtype not in supported:
-            raise ValueError(f"dtype {dtype} is not supported on {self.device}; use one of {supported}")
+    def _failure(self) -> Exception | None:
+        return failure_error(self._error_words, self.rank, self._calls)
 
     # ---- what the caller may use
 
@@ -207,47 +174,6 @@ class AllGatherGemm:
             self._gathered = chunks.reshape(-1, self._shard.shape[1])
         return self._gathered
 
-    def check(self) -> None:
-        """Wait for the device and raise what went wrong in the calls so far."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._check_usable()
-
-    def close(self) -> None:
-        """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
-        if self._is_closed:
-            return
-        try:
-            self.check()
-            self._memory.close()
-        except BaseException:
-            self.abandon()
-            raise
-        self._forget()
-
-    def abandon(self) -> None:
-        """Close without meeting the peers: the way out of a rank that has failed."""
-        if not self._is_closed:
-            self._memory.abandon()
-            self._forget()
-
-    def _forget(self) -> None:
-        """Let go of the memory, which a closed operation that somebody still holds must not keep."""
-        self._is_closed = True
-        del self._gather, self._shard, self._gathered, self._words, self._errors
-        del self._producer, self._lane
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()  # the peers may be anywhere in their work
-
     # ---- one call
 
     def _run(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
@@ -292,17 +218,16 @@ class AllGatherGemm:
         pushed: int,
     ) -> None:
         slots, capacity, k = self._gather.local.shape
-        columns, world, programs = weight.shape[0], self.world_size, self._programs
+        columns, world, programs = weight.shape[0], self.world_size, self._sms or INTERPRETED_PROGRAMS
 
         def grid(meta):
             tiles = world * triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])
             return (min(programs, tiles),)
 
-        # Descriptors made on the device need scratch memory. In a copy of the context, the caller's own
-        # allocator stays what it is.
-        context = contextvars.copy_context()
-        context.run(triton.set_allocator, _allocate_scratch)
-        context.run(
+        legal = begin_at_16_bytes(
+            weight.element_size(), (weight.data_ptr(), out.data_ptr()), (k, weight.stride(0), out.stride(0))
+        )
+        launch(
             all_gather_gemm[grid],
             self._gather.local,
             weight,
@@ -320,38 +245,8 @@ class AllGatherGemm:
             epoch,
             pushed,
             self._budget,
-            TMA_LEGAL=self._has_tma and _begin_at_16_bytes(k, weight, out),
-            **self._settings,
+            WORLD=world,
+            TMA_LEGAL=self._has_tma and legal,
+            FENCE=self._needs_fence,
+            UPCAST=self._upcasts,
         )
-
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this AllGatherGemm is closed; open another on all ranks")
-        if self._error_words.any():
-            error = failure_error(self._error_words, self.rank, self._calls)
-            if error is not None:
-                raise error
-        if self._broken_by:
-            raise RuntimeError(
-                f"AllGatherGemm, rank {self.rank}: {self._broken_by}; close it and open another"
-            )
-
-    def _check_device(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            here = torch.cuda.current_device()
-            raise ValueError(
-                f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
-            )
-
-    def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _begin_at_16_bytes(k: int, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Return whether TMA can address every row of the operands, those of the gather buffer included."""
-    steps = (k | weight.stride(0) | out.stride(0)) * weight.element_size()
-    return (steps | weight.data_ptr() | out.data_ptr()) % 16 == 0
-
-
-def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -12,9 +12,10 @@ import triton
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
-def _config(
+def candidate(
     blocks: tuple[int, int, int], group_m: int, *, warps: int, stages: int, tma: bool, subtile: bool = False
 ) -> triton.Config:
+    """Return the config of a GEMM with these tiles; `subtile`: its epilogue stores half a tile at a time."""
     block_m, block_n, block_k = blocks
     kwargs = {
         "BLOCK_M": block_m,
@@ -29,34 +30,34 @@ def _config(
 
 GPU_CANDIDATES = [
     # The first is what a tuner's first run takes: on Hopper, good for large shapes.
-    _config((128, 256, 64), 8, warps=8, stages=3, tma=True),
-    _config((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    _config((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
-    _config((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
-    _config((256, 128, 64), 8, warps=8, stages=3, tma=True),
-    _config((256, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    _config((128, 128, 64), 8, warps=4, stages=4, tma=True),
-    _config((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    _config((128, 128, 128), 8, warps=8, stages=3, tma=True),
-    _config((64, 256, 64), 8, warps=4, stages=4, tma=True),
-    _config((64, 128, 64), 8, warps=4, stages=4, tma=True),
-    _config((64, 128, 128), 8, warps=4, stages=3, tma=True),
-    _config((64, 64, 128), 8, warps=4, stages=3, tma=True),
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=True),
+    candidate((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
+    candidate((256, 128, 64), 8, warps=8, stages=3, tma=True),
+    candidate((256, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 64), 8, warps=4, stages=4, tma=True),
+    candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 128), 8, warps=8, stages=3, tma=True),
+    candidate((64, 256, 64), 8, warps=4, stages=4, tma=True),
+    candidate((64, 128, 64), 8, warps=4, stages=4, tma=True),
+    candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),
+    candidate((64, 64, 128), 8, warps=4, stages=3, tma=True),
     # Plain pointers: for rows that TMA cannot address and for devices without it.
-    _config((128, 256, 64), 8, warps=8, stages=3, tma=False),
-    _config((128, 128, 64), 8, warps=4, stages=3, tma=False),
-    _config((128, 128, 64), 8, warps=8, stages=2, tma=False),
-    _config((128, 128, 32), 8, warps=4, stages=3, tma=False),
-    _config((64, 128, 64), 8, warps=4, stages=3, tma=False),
-    _config((64, 64, 64), 8, warps=4, stages=2, tma=False),
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=False),
+    candidate((128, 128, 64), 8, warps=4, stages=3, tma=False),
+    candidate((128, 128, 64), 8, warps=8, stages=2, tma=False),
+    candidate((128, 128, 32), 8, warps=4, stages=3, tma=False),
+    candidate((64, 128, 64), 8, warps=4, stages=3, tma=False),
+    candidate((64, 64, 64), 8, warps=4, stages=2, tma=False),
 ]
 
 # Small, so that a few dozen rows are several tiles.
 CPU_CANDIDATES = [
-    _config((16, 16, 16), 2, warps=4, stages=1, tma=False),
-    _config((32, 16, 32), 4, warps=4, stages=1, tma=True, subtile=True),
-    _config((32, 32, 32), 1, warps=4, stages=1, tma=False),
-    _config((64, 32, 64), 8, warps=4, stages=1, tma=True),
+    candidate((16, 16, 16), 2, warps=4, stages=1, tma=False),
+    candidate((32, 16, 32), 4, warps=4, stages=1, tma=True, subtile=True),
+    candidate((32, 32, 32), 1, warps=4, stages=1, tma=False),
+    candidate((64, 32, 64), 8, warps=4, stages=1, tma=True),
 ]
 
 CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES

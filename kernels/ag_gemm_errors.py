@@ -7,11 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from .ag_gemm_kernel import NOT_COPIED, NOT_FETCHED, NOT_PUSHED, NOT_READY, OTHER_ROWS, OTHER_ROWS_PUSHED
+from .operation import PeerTimeout, check_tensor
 from .signals import Failure, read_failure
-
-
-class PeerTimeout(TimeoutError):
-    """A peer did not do its part of a call in time; the message names rank, chunk and call."""
 
 
 def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception | None:
@@ -52,8 +49,8 @@ def check_tensors(
     world_size: int,
 ) -> None:
     """Raise unless the operation whose symmetric input buffer is `shard` can compute with these tensors."""
-    _check_tensor("a_shard", a_shard, shard)
-    _check_tensor("weight", weight, shard)
+    check_tensor("a_shard", a_shard, shard.dtype, shard.device)
+    check_tensor("weight", weight, shard.dtype, shard.device)
     capacity, k = shard.shape
     rows = a_shard.shape[0]
     if not 1 <= rows <= capacity:
@@ -64,7 +61,7 @@ def check_tensors(
     if weight.shape[0] == 0:
         raise ValueError("weight has no rows; there is nothing to compute")
     if out is not None:
-        _check_tensor("out", out, shard)
+        check_tensor("out", out, shard.dtype, shard.device)
         wanted = [world_size * rows, weight.shape[0]]
         if list(out.shape) != wanted:
             raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
@@ -72,17 +69,3 @@ def check_tensors(
     inside = 0 <= offset < shard.numel() * shard.element_size()
     if inside and (offset > 0 or (a_shard.stride(0) != k and rows > 1)):
         raise ValueError("a_shard overlaps op.shard without being its first rows; pass op.shard[:m]")
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
-    if tensor.device != like.device or tensor.dtype != like.dtype:
-        given, wanted = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
-        raise ValueError(f"{name} is {given}; this operation was opened for {wanted}")
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; two dimensions are needed")
-    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
-        raise ValueError(
-            f"the rows of {name} are not contiguous (strides {tensor.stride()}); call .contiguous()"
-        )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .ag_gemm_candidates import CANDIDATES, do_bench, prune
+from .products import multiply, multiply_tma
 from .signals import GIVEN_UP, give_up, poll_until, record_failure, wait_until
 from .tiles import grouped_tile, rotated_chunk
 
@@ -93,7 +94,7 @@ def all_gather_gemm(
             here = chunk
         slot = _slot_of(chunk, rank, pushed, WORLD)
         if USE_TMA:
-            acc = _multiply_tma(
+            acc = multiply_tma(
                 a_desc, b_desc, slot * capacity + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
             )
             if EPILOGUE_SUBTILE:
@@ -109,7 +110,7 @@ def all_gather_gemm(
             # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
             a_rows = tl.cast(slot * capacity + tl.where(rows < m, rows, 0), tl.int64)
             b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
-            acc = _multiply(
+            acc = multiply(
                 a_ptr + a_rows * K, b_ptr + b_rows * stride_bn, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
             )
             c_rows = tl.cast(chunk * m + rows, tl.int64)
@@ -184,53 +185,3 @@ def _part_from(peer, rank, m, words_ptr, errors_ptr, epoch, pushed, budget, WORL
         wait_until(
             words_ptr + FETCHED * WORLD + peer, epoch, errors_ptr + peer, NOT_FETCHED, 2 * budget, False
         )
-
-
-@triton.jit
-def _multiply_tma(
-    a_desc,
-    b_desc,
-    row,
-    col,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        acc = _dot(a_desc.load([row, k * BLOCK_K]), b_desc.load([col, k * BLOCK_K]).T, acc, UPCAST)
-    return acc
-
-
-@triton.jit
-def _multiply(
-    a_rows_ptr,
-    b_rows_ptr,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    offs_k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
-    b_ptrs = b_rows_ptr[None, :] + offs_k[:, None]
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        inside = offs_k < K - k * BLOCK_K
-        a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
-        acc = _dot(a, b, acc, UPCAST)
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K
-    return acc
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc)

@@ -1,0 +1,281 @@
+"""Each rank's rows of `sum over ranks a @ weight.T`, with the scatter hidden behind the product.
+
+Rows are in W chunks of M / W; chunk p is for rank p. A rank's GEMM computes the chunks of its peers first,
+and hands each over as soon as its last tile is stored; its own chunk comes last, and what the peers have
+sent is added to it in the GEMM's epilogue, in float32. What a rank holds, W ranks:
+
+    partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
+    staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
+    words    int32 [4, W], symmetric: FREE[p], 1 if rank p's slot for our sums may be written; ARRIVED[p], the
+             number of rows of p's sums once they are here, else 0; DONE[p], 1 once our sums for p are
+             complete, which the GEMM sets; AFTER[p], 0 (but see below)
+
+A call on rank r:
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    fork                               -->    FREE[r] of every peer := 1
+    GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
+        chunk p, its last tile sets DONE[p]       wait until FREE[p] >= 1, FREE[p] := 0
+        ...                                       wait until DONE[p] >= 1, DONE[p] := 0
+        chunk r, once all ARRIVED[p] >= 1         our sums for p to their slot on rank p
+                                                  ARRIVED[r] of rank p := rows
+    fork                               -->    ARRIVED := AFTER
+    join                               <--
+
+Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones: each word goes up
+and down once in a call, and each has one who raises and one who lowers it.
+
+**It ends.** A push of a call waits for the peer's fork and for tiles of our own GEMM. A GEMM waits for its
+peers' pushes, in its own chunk, which each of its programs reaches behind all its other tiles. So if all
+GEMMs and pushes of one call end, then all forks of the next happen, all chunks of peers are computed, all of
+them are pushed, and all GEMMs end. That asks for all programs of a GEMM to run at once: there are no more of
+them than SMs, and in the interpreter, which runs them one after the other, there is one. The waits of the
+side stream for DONE are enqueued behind the launch of the GEMM, so they cannot keep it from starting, even in
+a hardware queue that both share; nothing on the side stream needs an SM. (On the CPU, where a launch returns
+when the kernel has ended, the pushes are enqueued first, and the side stream is a thread.)
+
+**Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
+chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
+and ARRIVED follows the copy.
+
+**Nothing is overwritten while it is read.** The partial sums are rewritten by the GEMM of the next call,
+behind the join, behind their copy. Rank p writes its slot here behind our fork of the next call, behind the
+GEMM that read it.
+
+**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's poll has. When its budget is
+spent it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the
+side stream runs through. (DONE needs no rescue: no tile of a peer's chunk waits for anything.) That is
+reported by the next call, by `check` and by `close`, and the operation is then good for nothing but closing.
+
+Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
+rank must make the same calls in the same order, each on one stream at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import triton
+
+from .gemm_rs_kernel import AFTER, ARRIVED, DONE, FREE, OTHER_ROWS, gemm_reduce_scatter
+from .operation import Operation, PeerTimeout, begin_at_16_bytes, check_tensor, launch
+from .signals import read_failure
+from .symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
+
+__all__ = ["GemmReduceScatter", "PeerTimeout"]
+
+INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
+
+
+class GemmReduceScatter(Operation):
+    """`op(a [M, K], weight [N, K])` returns this rank's rows of `sum over ranks a @ weight.T`, [M / W, N].
+
+    M may change from call to call, up to `m`, is equal on all ranks and a multiple of their number W; N is
+    `n`; K is each rank's part of the inner dimension and may differ. A rank's part of the sum is rounded to
+    `dtype` before it travels, and the parts are added in float32. Calls need no host synchronisation between
+    them, and may be captured in CUDA graphs and replayed any number of times among eager calls, in the same
+    order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a rank
+    waits for a peer, roughly. Opening and closing are collective.
+
+    Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
+    """
+
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+        *,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if m < 1 or n < 1:
+            raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
+        self._m, self._n, self._dtype = m, n, dtype
+        super().__init__(dtype, group, backend, timeout_s)
+
+    def _allocate(self) -> None:
+        world = self.world_size
+        slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
+        self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
+        self._words = self._memory.allocate((4, world), torch.int32)
+        self._partial = torch.zeros_like(self._staged.local)
+        self._counts = torch.zeros(world, dtype=torch.int32, device=self.device)
+        self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
+
+    def _forget(self) -> None:
+        del self._staged, self._words, self._partial, self._counts, self._pusher
+
+    # ---- what the caller may use
+
+    def __call__(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return this rank's rows; `out`, if given, is where they are written.
+
+        A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
+        at its end on the CPU, and on a GPU by a later call, `check` or `close`.
+        """
+        self._check_usable()
+        self._check_arguments(a, weight, out)
+        self._check_device()
+        rows = a.shape[0] // self.world_size
+        if out is None:
+            out = a.new_empty((rows, self._n))
+        self._calls += 1
+        try:
+            self._pusher.permit()
+            if self.device.type == "cpu":
+                self._pusher.push(rows)
+                self._launch(a, weight, out)
+            else:
+                self._launch(a, weight, out)
+                self._pusher.push(rows)
+            self._pusher.finish()
+        except BaseException as error:
+            if not self._is_capturing():
+                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
+            elif isinstance(error, SymmetricMemoryError):
+                raise RuntimeError(f"GemmReduceScatter cannot be captured here: {error}") from error
+            raise
+        if self.device.type == "cpu":
+            self._check_usable()
+        return out
+
+    # ---- one call
+
+    def _check_arguments(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+        check_tensor("a", a, self._dtype, self.device)
+        check_tensor("weight", weight, self._dtype, self.device)
+        rows, world = a.shape[0], self.world_size
+        if not 1 <= rows <= self._m:
+            raise ValueError(f"a has {rows} rows; this operation takes 1 to m={self._m}")
+        if rows % world:
+            padded = rows + -rows % world
+            raise ValueError(
+                f"a has {rows} rows, which {world} ranks cannot share evenly; pad it to {padded}"
+            )
+        if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
+            given = f"a {list(a.shape)} and weight {list(weight.shape)}"
+            raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
+        if out is not None:
+            check_tensor("out", out, self._dtype, self.device)
+            wanted = [rows // world, self._n]
+            if list(out.shape) != wanted:
+                raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
+
+    def _launch(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        (rows, k), columns, world = a.shape, self._n, self.world_size
+        programs = self._sms or INTERPRETED_PROGRAMS
+
+        def grid(meta):
+            tiles = triton.cdiv(rows // world, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])
+            return (min(programs, world * tiles),)
+
+        pointers, strides = (a.data_ptr(), weight.data_ptr()), (a.stride(0), weight.stride(0))
+        launch(
+            gemm_reduce_scatter[grid],
+            a.detach(),
+            weight.detach(),
+            out,
+            self._partial,
+            self._staged.local,
+            self._words.local,
+            self._counts,
+            self._errors,
+            rows,
+            columns,
+            k,
+            self._capacity,
+            *strides,
+            out.stride(0),
+            self.rank,
+            self._budget,
+            WORLD=world,
+            TMA_LEGAL=self._has_tma and begin_at_16_bytes(a.element_size(), pointers, strides),
+            UPCAST=self._upcasts,
+        )
+
+    def _failure(self) -> Exception | None:
+        """Return the exception for what the kernels wrote to the error words."""
+        texts, lost = [], False
+        for peer, word in enumerate(self._error_words):
+            failure = read_failure(int(word))
+            if failure is None:
+                continue
+            if failure.kind == OTHER_ROWS.value:
+                texts.append(f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank")
+            else:
+                lost = True
+                sums = f"its sums for chunk {self.rank}"
+                texts.append(f"rank {peer}, or one that it waits for, did not push {sums} in time")
+        if not texts:
+            return None
+        text = f"GemmReduceScatter, rank {self.rank}: {'; '.join(texts)}"
+        next_step = "Close it on all ranks and open another"
+        if lost:
+            return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
+        return ValueError(f"{text}. Every rank must pass as many rows. {next_step}")
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """The way of our sums to one peer, and the words between it and this rank; views made once."""
+
+    sums: torch.Tensor  # here
+    slot: torch.Tensor  # there
+    free: torch.Tensor  # here, set by the peer
+    done: torch.Tensor  # here, set by the GEMM
+    our_free: torch.Tensor  # there
+    our_arrived: torch.Tensor  # there
+
+
+class SumPusher:
+    """Pushes sums to the peers they are for, rank + 1 first, and takes back what a call changed."""
+
+    def __init__(
+        self, memory: SymmetricMemory, partial: torch.Tensor, staged: SymmetricTensor, words: SymmetricTensor
+    ) -> None:
+        self._memory = memory
+        self._stream = memory.side_stream()
+        self._arrived, self._after = words.local[ARRIVED.value], words.local[AFTER.value]
+        rank, world = memory.rank, memory.world_size
+        self._peers = []
+        for step in range(1, world):
+            peer = (rank + step) % world
+            theirs = words.peers[peer][:, rank]
+            self._peers.append(
+                _Peer(
+                    sums=partial[step - 1],
+                    slot=staged.peers[peer][world - step - 1],  # this rank is `world - step` behind the peer
+                    free=words.local[FREE.value, peer],
+                    done=words.local[DONE.value, peer],
+                    our_free=theirs[FREE.value],
+                    our_arrived=theirs[ARRIVED.value],
+                )
+            )
+
+    def permit(self) -> None:
+        """Let the peers write their slots here, behind what the caller has enqueued so far."""
+        self._stream.fork()
+        for peer in self._peers:
+            self._memory.write_signal(peer.our_free, 1, self._stream)
+
+    def push(self, rows: int) -> None:
+        """Enqueue the pushes of one call; to be called behind the launch of the GEMM that they wait for."""
+        memory, stream = self._memory, self._stream
+        for peer in self._peers:
+            for word in (peer.free, peer.done):
+                memory.wait_signal(word, 1, stream)
+                memory.write_signal(word, 0, stream)
+            memory.copy(peer.slot[:rows], peer.sums[:rows], stream)
+            memory.write_signal(peer.our_arrived, rows, stream)
+
+    def finish(self) -> None:
+        """Enqueue what follows the GEMM, and order what the caller does next behind it."""
+        self._stream.fork()
+        self._memory.copy(self._arrived, self._after, self._stream)
+        self._stream.join()

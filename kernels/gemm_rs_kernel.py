@@ -1,0 +1,220 @@
+"""The device side of `GemmReduceScatter`: a persistent GEMM that hands over chunks, and adds what it gets."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gemm_rs_candidates import CANDIDATES, do_bench, prune
+from .products import multiply, multiply_tma
+from .signals import GIVEN_UP, give_up, notify, poll_until, record_failure
+from .tiles import grouped_tile, rotated_chunk
+
+# Rows of a rank's int32 [4, WORLD] words. Column p is about rank p.
+FREE = tl.constexpr(0)  # whether p's slot for our sums may be written; p writes it
+ARRIVED = tl.constexpr(1)  # how many rows of p's sums are here, 0 before they are; p writes it
+DONE = tl.constexpr(2)  # whether our sums for p are complete; the GEMM writes it
+AFTER = tl.constexpr(3)  # what ARRIVED becomes after a call: 0, or far ahead once p has been given up
+
+# What a failure record says about a peer.
+NOT_PUSHED = tl.constexpr(1)
+OTHER_ROWS = tl.constexpr(2)
+
+
+@triton.autotune(
+    configs=CANDIDATES,
+    key=["M", "N", "K", "TMA_LEGAL"],
+    prune_configs_by={"early_config_prune": prune},
+    do_bench=do_bench,
+)
+@triton.jit(do_not_specialize=["M", "rank", "budget"])
+def gemm_reduce_scatter(
+    a_ptr,  # [M, K], rows stride_am apart
+    b_ptr,  # weight [N, K], rows stride_bn apart
+    c_ptr,  # out [M / WORLD, N], rows stride_cm apart
+    partial_ptr,  # [WORLD - 1, capacity, N]: our sums for rank + 1, rank + 2, ...
+    staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
+    words_ptr,  # int32 [4, WORLD]: FREE, ARRIVED, DONE, AFTER
+    counts_ptr,  # int32 [WORLD]: tiles of each chunk that are stored; 0 between calls
+    errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    M,
+    N,
+    K,
+    capacity,
+    stride_am,
+    stride_bn,
+    stride_cm,
+    rank,
+    budget,
+    WORLD: tl.constexpr,
+    TMA_LEGAL: tl.constexpr,
+    UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr,  # store half a tile at a time, with half the registers for it
+    TMA: tl.constexpr,
+):
+    """Compute A @ B.T, the rows of other ranks first; add the peers' sums to the own rows."""
+    m = M // WORLD
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_per_chunk = tiles_m * tiles_n
+    USE_TMA: tl.constexpr = TMA and TMA_LEGAL
+    if USE_TMA:
+        a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
+        b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+
+    waited = 0  # 1 once this program knows that the peers' sums are here
+    for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
+        chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank + 1)
+        pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        if USE_TMA:
+            # The last tile of a chunk also multiplies rows of the next one; they are not stored.
+            acc = multiply_tma(a_desc, b_desc, chunk * m + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+        else:
+            cols = col + tl.arange(0, BLOCK_N)
+            # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
+            a_rows = tl.cast(chunk * m + tl.where(rows < m, rows, 0), tl.int64)
+            b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
+            acc = multiply(
+                a_ptr + a_rows * stride_am, b_ptr + b_rows * stride_bn, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+            )
+        if chunk == rank:
+            if waited == 0:
+                _wait_for_sums(rank, words_ptr, errors_ptr, budget, WORLD)
+                waited = 1
+            _add_and_store(
+                acc,
+                staged_ptr,
+                c_ptr,
+                row,
+                col,
+                m,
+                N,
+                capacity,
+                stride_cm,
+                WORLD,
+                BLOCK_M,
+                BLOCK_N,
+                EPILOGUE_SUBTILE,
+            )
+        else:
+            slot = (chunk - rank + WORLD) % WORLD - 1
+            sums_ptr = partial_ptr + tl.cast(slot * capacity, tl.int64) * N
+            _add_and_store(
+                acc, staged_ptr, sums_ptr, row, col, m, N, capacity, N, 1, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE
+            )
+            _count_tile(chunk, words_ptr, counts_ptr, tiles_per_chunk, WORLD)
+
+    for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
+        if peer != rank:
+            _part_from(peer, m, words_ptr, errors_ptr, budget, WORLD)
+
+
+@triton.jit
+def _count_tile(chunk, words_ptr, counts_ptr, tiles_per_chunk, WORLD: tl.constexpr):
+    """Count a tile that is stored; whoever counts the last one of the chunk sets DONE.
+
+    The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
+    """
+    tl.debug_barrier()  # one thread counts, for the stores of all
+    before = tl.atomic_add(counts_ptr + chunk, 1, sem="acq_rel", scope="gpu")
+    if before == tiles_per_chunk - 1:
+        tl.store(counts_ptr + chunk, 0)
+        notify(words_ptr + DONE * WORLD + chunk, 1)
+
+
+@triton.jit
+def _wait_for_sums(rank, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
+    """Return once every peer's sums are here or the peer is given up."""
+    for peer in range(0, WORLD):
+        if peer != rank:
+            _arrival(peer, words_ptr, errors_ptr, budget, WORLD)
+
+
+@triton.jit
+def _arrival(peer, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
+    """Return ARRIVED when the peer's sums are here; a value below 1 or far above if it is given up."""
+    arrived_ptr = words_ptr + ARRIVED * WORLD + peer
+    value = poll_until(arrived_ptr, 1, budget, False)
+    if value < 1:
+        record_failure(errors_ptr + peer, NOT_PUSHED, 0, value)
+        give_up(words_ptr + AFTER * WORLD + peer, 1)
+        give_up(arrived_ptr, 1)
+    return value
+
+
+@triton.jit
+def _part_from(peer, m, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
+    """Compare the peer's number of rows with ours, and let our side stream go on if the peer is given up."""
+    value = _arrival(peer, words_ptr, errors_ptr, budget, WORLD)
+    if (value <= 0) | (value >= GIVEN_UP):
+        give_up(words_ptr + FREE * WORLD + peer, 1)
+    elif value != m:
+        record_failure(errors_ptr + peer, OTHER_ROWS, 0, value)
+
+
+@triton.jit
+def _add_and_store(
+    acc,
+    staged_ptr,
+    to_ptr,  # where row 0 of the chunk goes
+    row,
+    col,
+    m,
+    N,
+    capacity,
+    to_stride,
+    ADDENDS: tl.constexpr,  # 1: the tile alone; WORLD: what the peers have staged as well
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SUBTILE: tl.constexpr,
+):
+    """Store a tile, and the sum with what was staged of it, rounded once."""
+    if SUBTILE:
+        HALF_N: tl.constexpr = BLOCK_N // 2
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _add_and_store_block(
+            left, staged_ptr, to_ptr, row, col, m, N, capacity, to_stride, ADDENDS, BLOCK_M, HALF_N
+        )
+        _add_and_store_block(
+            right, staged_ptr, to_ptr, row, col + HALF_N, m, N, capacity, to_stride, ADDENDS, BLOCK_M, HALF_N
+        )
+    else:
+        _add_and_store_block(
+            acc, staged_ptr, to_ptr, row, col, m, N, capacity, to_stride, ADDENDS, BLOCK_M, BLOCK_N
+        )
+
+
+@triton.jit
+def _add_and_store_block(
+    block,
+    staged_ptr,
+    to_ptr,
+    row,
+    col,
+    m,
+    N,
+    capacity,
+    to_stride,
+    ADDENDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    mask = (rows < m)[:, None] & (cols < N)[None, :]
+    for slot in range(0, ADDENDS - 1):
+        from_rows = tl.cast(slot * capacity + rows, tl.int64)
+        staged = tl.load(staged_ptr + from_rows[:, None] * N + cols[None, :], mask=mask, other=0.0)
+        block += staged.to(tl.float32)
+    to_rows = tl.cast(rows, tl.int64)
+    tl.store(
+        to_ptr + to_rows[:, None] * to_stride + cols[None, :], block.to(to_ptr.dtype.element_ty), mask=mask
+    )

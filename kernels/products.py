@@ -1,0 +1,58 @@
+"""One tile of A @ B.T in float32, for kernels that loop over tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiply_tma(
+    a_desc,  # of A [.., K], blocks of [BLOCK_M, BLOCK_K]
+    b_desc,  # of B [N, K], blocks of [BLOCK_N, BLOCK_K]
+    row,
+    col,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return A[row:, :] @ B[col:, :].T of one tile, loaded by TMA, which reads zeros beyond the edges."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        acc = _dot(a_desc.load([row, k * BLOCK_K]), b_desc.load([col, k * BLOCK_K]).T, acc, UPCAST)
+    return acc
+
+
+@triton.jit
+def multiply(
+    a_rows_ptr,  # [BLOCK_M]: where each row of A begins
+    b_rows_ptr,  # [BLOCK_N]: where each row of B begins
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return A @ B.T of one tile, loaded through pointers to rows that must all be in bounds."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
+    b_ptrs = b_rows_ptr[None, :] + offs_k[:, None]
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        inside = offs_k < K - k * BLOCK_K
+        a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
+        acc = _dot(a, b, acc, UPCAST)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:  # the interpreter cannot do arithmetic in bfloat16
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc)

@@ -1,0 +1,88 @@
+"""That every candidate of GemmReduceScatter compiles, fits, and orders its signals as the proof asks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compiled import BLACKWELL, CDNA3, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
+
+from dist_autotune.kernels import ag_gemm_candidates
+from dist_autotune.kernels.gemm_rs_candidates import GPU_CANDIDATES, prune
+from dist_autotune.kernels.gemm_rs_kernel import gemm_reduce_scatter
+
+pytestmark = pytest.mark.aot
+
+TYPES = {
+    **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "partial_ptr", "staged_ptr"), "*bf16"),
+    **dict.fromkeys(("words_ptr", "counts_ptr"), "*i32"),
+    "errors_ptr": "*i64",
+    **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_bn", "stride_cm"), "i32"),
+    **dict.fromkeys(("rank", "budget"), "i32"),
+}
+# Bytes of a thread; on Blackwell with tiles of 128 x 256. On CDNA3 scalar registers, which go to vector ones.
+SPILLED = {HOPPER: 0, BLACKWELL: 64, CDNA3: 6}
+TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
+
+
+def compile_candidate(config, target, world=8):
+    constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False}
+    return compile_for(
+        target,
+        gemm_reduce_scatter.fn,
+        TYPES,
+        constexprs | config.kwargs,
+        any_value=("M", "rank", "budget"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_candidates_fit_the_device(target, monkeypatch):
+    monkeypatch.setattr(ag_gemm_candidates, "_shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(torch.version, "hip", "6.4" if target is CDNA3 else None)
+    args = {"a_ptr": torch.empty(1, dtype=torch.bfloat16), "M": 8192, "N": 8192, "K": 8192}
+    usable = prune(GPU_CANDIDATES, args, WORLD=8, TMA_LEGAL=target is not CDNA3)
+    assert len(usable) >= 4
+    for config in usable if target is HOPPER else usable[::4]:  # it costs seconds
+        used = resources(compile_candidate(config, target), target)
+        assert used["registers"] <= REGISTERS[target], config
+        assert used["spilled"] <= SPILLED[target], config
+        assert used["shared_bytes"] <= SHARED_BYTES[target], config
+
+
+def of_tiles(ttgir):
+    """Return in program order what the signals must be ordered against, and the signals."""
+    patterns = {
+        "multiply": r"warp_group_dot ",
+        "poll": r"atomic_rmw add, acquire, sys",
+        "load": r"tt\.load .*tensor<",
+        "store": r"tt\.store .*tensor<",
+        "barrier": r"gpu\.barrier|ttg\.barrier",
+        "count": r"atomic_rmw add, acq_rel, gpu",
+        "signal": r"atomic_rmw exch, release, sys, .*%c1_i32",
+    }
+    lines = ttgir[ttgir.index("scf.for") :].splitlines()
+    return [name for line in lines for name, pattern in patterns.items() if re.search(pattern, line)]
+
+
+@pytest.mark.parametrize("config", GPU_CANDIDATES[:1] + GPU_CANDIDATES[7:8], ids=["halves", "whole tiles"])
+def test_sums_are_loaded_behind_the_poll_and_handed_over_behind_the_stores(config):
+    compiled = compile_candidate(config, HOPPER)
+    order = of_tiles(compiled.asm["ttgir"])
+    halves = 2 if config.kwargs["EPILOGUE_SUBTILE"] else 1
+    own_rows = ["poll", "poll", *["load", "store"] * halves]  # one poll in front of its loop, one in it
+    handed_over = [*["store"] * halves, "barrier", "count", "barrier", "signal"]
+    assert order[: order.index("signal") + 1] == ["multiply", *own_rows, *handed_over]
+    # Of a TMA store the program does not know when it is done.
+    assert "async_tma_copy_local_to_global" not in compiled.asm["ttgir"]
+
+
+def test_signals_have_the_scope_of_those_who_read_them():
+    ptx = compile_candidate(GPU_CANDIDATES[0], HOPPER).asm["ptx"]
+    assert "ld.global.sys.acquire" in ptx
+    assert "atom.global.gpu.acq_rel.add" in ptx
+    assert "atom.global.sys.release.exch" in ptx
+    assert not re.search(r"atom\.global\.sys\.\S*add", ptx)  # a poll is a load
