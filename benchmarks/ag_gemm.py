@@ -42,10 +42,10 @@ from common import (
     run_on_ranks,
     write_json,
 )
-from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
 from render import summary
+from tuned import Tuned
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATIENCE_S = 60.0  # of a rank for its peers inside our operation
@@ -144,11 +144,10 @@ class Problem:
 # ---- ours
 
 
-class Ours:
+class Ours(Tuned):
     """`AllGatherGemm` in place and copied, tuned in context."""
 
     def __init__(self, problem: Problem, backend: str, *, retune: bool, graphs: bool) -> None:
-        self._problem = problem
         self.op = AllGatherGemm(
             problem.rows,
             problem.a.shape[1],
@@ -159,67 +158,10 @@ class Ours:
         )
         problem.places.append(self.op.shard)
 
-        @contextual_autotune(is_dist=True, watch=False, name="ag_gemm benchmark")
         def call(a_shard: torch.Tensor) -> torch.Tensor:
             return self.op(a_shard, problem.weight, problem.out)
 
-        self.call = call
-        if retune:
-            call.retune()
-
-    def eager(self, a_shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Tune what is not tuned yet; return the call."""
-        for _ in range(3):  # a session may leave candidates for the next one
-            self.call(a_shard)
-            if self.call.settled:
-                break
-        self.op.check()
-        return lambda: self.call(a_shard)
-
-    def graph(self, a_shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Capture one call, if the driver lets us; return the replay.
-
-        The capture is of a settled call: the candidate that the eager calls run, its binary loaded.
-        """
-        if not ON_GPU:
-            raise Unsupported("CUDA graphs need a GPU")
-        self.eager(a_shard)  # nothing is compiled or loaded during the capture
-        graph, refusal = torch.cuda.CUDAGraph(), None
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                try:
-                    self.call(a_shard)
-                except RuntimeError as error:
-                    refusal = error
-        except RuntimeError:  # the end of a capture in which nothing was captured
-            if refusal is None:
-                raise
-        if refusal is not None:
-            raise Unsupported(str(refusal)) from refusal
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return self._problem.out
-
-        return replay
-
-    def tuned(self) -> dict[str, Any]:
-        """Return what the record says of the tuning."""
-        report = self.call.report
-        if report is None:
-            return {"contexts": [], "runs": 0, "seconds": 0.0}
-        contexts = [
-            {
-                "kernel": context.kernel,
-                "config": str(context.config),
-                "ms": context.ms if context.ms is not None and math.isfinite(context.ms) else None,
-                "status": context.status,
-                "timed": len(context.timings),  # the search drops slow candidates in its warm-up runs
-                "banned": len(context.banned),
-            }
-            for context in report.contexts
-        ]
-        return {"contexts": contexts, "runs": report.runs, "seconds": round(report.seconds, 1)}
+        super().__init__(call, check=self.op.check, name="ag_gemm benchmark", retune=retune)
 
 
 # ---- baselines
@@ -354,7 +296,7 @@ def run_shape(
         "dtype": options.dtype,
         "rows_per_rank": problem.rows,
         **measured,
-        "tuned": ours.tuned(),
+        "tuned": ours.record(),
         "clocks": clocks,
         "trouble_at_closing": [reason for reason in closed if reason],
     }

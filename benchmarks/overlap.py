@@ -41,6 +41,7 @@ from common import (
     write_json,
 )
 from render import summary
+from tuned import tuned_record
 
 LIMIT_S = 600.0  # for everything about one case, tuning and compiling included
 PICKS = ("alone", "kernel", "run")  # the three tunings of the example, in its order
@@ -136,25 +137,11 @@ def run_case(case: Case, example: Any, plan: Plan, ranks: Ranks) -> dict[str, An
     measured = measure(
         arms_of(step, {name: context.config for name, context in tuned.items()}), ranks, refresh, plan
     )
-    contexts = [
-        {
-            "kernel": context.kernel,
-            "config": f"{name}: {example.label(context.config)}",
-            "ms": context.ms,
-            "status": context.status,
-            "timed": len(context.timings),
-            "banned": len(context.banned),
-        }
-        for name, context in tuned.items()
-    ]
+    texts = [(context, f"{name}: {example.label(context.config)}") for name, context in tuned.items()]
     return {
         "case": str(case),
         **measured,
-        "tuned": {
-            "contexts": contexts,
-            "runs": sum(report.runs for report in reports.values()),
-            "seconds": round(sum(report.seconds for report in reports.values()), 1),
-        },
+        "tuned": tuned_record(list(reports.values()), texts),
         "clocks": clocks_seen(ranks),
         "trouble_at_closing": [],
     }

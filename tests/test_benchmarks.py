@@ -87,6 +87,19 @@ def test_overlap_times_every_pick_in_the_step_and_alone(tmp_path: Path) -> None:
     assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"] * 3
 
 
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_gemm_rs_times_what_is_right(tmp_path: Path) -> None:
+    result = torchrun(AG_GEMM.with_name("gemm_rs.py"), "--json", "record.json", "--commit", "0ff1ce")
+    assert result.returncode == 0, result.stderr
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    timed = {name for name, arm in arms.items() if "unavailable" not in arm}
+    assert timed == {"ours", "GEMM + gloo", "GEMM", "gloo scatter"}
+    assert arms["torch fused"]["unavailable"] == "torch's symmetric memory needs GPUs"
+    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"]
+
+
 @pytest.mark.gpu(devices=2)
 def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     sizes = ("--m", "2048", "--n", "512", "--k", "1024")

@@ -1,0 +1,264 @@
+"""GEMM + reduce-scatter: ours against cuBLAS and NCCL in sequence, torch's fused operation, the parts alone.
+
+    ./launch.sh benchmarks/gemm_rs.py [--m M] [--n N] [--k K] [--shapes public] [--json FILE]
+
+M is the number of rows, K the inner dimension of all ranks together: each multiplies [M, K / W] by
+[K / W, N]. Ours is `GemmReduceScatter`, tuned first, inside `contextual_autotune(is_dist=True)`.
+
+    ours                 eager; and as a CUDA graph
+    GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
+    torch fused          torch.ops.symm_mem.fused_matmul_reduce_scatter
+    GEMM                 torch.matmul alone
+    NCCL scatter         reduce_scatter_tensor alone
+
+Protocol and traps: `common.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common import (
+    ON_GPU,
+    Arm,
+    Plan,
+    Ranks,
+    Unsupported,
+    clocks_seen,
+    describe_run,
+    measure,
+    run_on_ranks,
+    write_json,
+)
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from render import summary
+from tuned import Tuned
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PATIENCE_S = 60.0  # of a rank for its peers inside our operation
+LIMIT_S = 900.0  # for everything about one shape, tuning and compiling included
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int
+    n: int
+    k: int  # of all ranks
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+PUBLIC = (
+    Shape(8192, 8192, 28672),
+    Shape(8192, 12288, 49152),
+    Shape(8192, 4096, 11008),
+    Shape(2048, 8192, 28672),
+    Shape(512, 8192, 28672),
+)
+DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
+
+# The name was new in torch 2.13, which warns of the old one.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Problem:
+    """The tensors of one shape on this rank, and what the right results are."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.ranks, self.shape = ranks, shape
+        k, options = shape.k // ranks.world_size, {"dtype": dtype, "device": ranks.device}
+        self.a = torch.empty(shape.m, k, **options)
+        self.weight = torch.randn(shape.n, k, **options)
+        self.product = torch.empty(shape.m, shape.n, **options)
+        self.out = torch.empty(shape.m // ranks.world_size, shape.n, **options)
+        # Each rank's part is rounded once and the sum once; a ring adds in `dtype`, rounding at every hop.
+        roundings = max(2, ranks.world_size)
+        explained = shape.k**0.5 * torch.finfo(torch.float32).eps
+        self.limit = roundings * torch.finfo(dtype).eps + explained
+        self.gigaflop = 2e-9 * shape.m * shape.n * k
+        self.sent_mb = 1e-6 * (shape.m - self.out.shape[0]) * shape.n * dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.a.normal_()
+        torch.matmul(self.a, self.weight.T, out=self.product)
+
+    def sum_error(self, result: torch.Tensor) -> float:
+        """Return the error against float32, a block of columns at a time: the whole could be too large."""
+        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
+        for block, weight in zip(result.split(1024, dim=1), self.weight.split(1024), strict=True):
+            right = torch.empty(block.shape, device=block.device)
+            reduce_scatter(right, self.a.float() @ weight.float().T)
+            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
+        return float((squares[0] / squares[1]).sqrt())
+
+    def product_error(self, result: torch.Tensor) -> float:
+        right = self.a[:256].float() @ self.weight.float().T
+        return float((result[:256].float() - right).norm() / right.norm())
+
+    def arm(
+        self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]], *, of_product: bool = False
+    ) -> Arm:
+        """Return an arm that computes this rank's rows of the sum, or of the product alone."""
+        written = self.product if of_product else self.out
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.product_error if of_product else self.sum_error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: written.fill_(math.nan),
+        )
+
+
+# ---- baselines
+
+
+def matmul_alone(problem: Problem) -> Callable[[], torch.Tensor]:
+    return lambda: torch.matmul(problem.a, problem.weight.T, out=problem.product)
+
+
+def matmul_then_scatter(problem: Problem) -> Callable[[], torch.Tensor]:
+    def call() -> torch.Tensor:
+        torch.matmul(problem.a, problem.weight.T, out=problem.product)
+        reduce_scatter(problem.out, problem.product)
+        return problem.out
+
+    return call
+
+
+def scatter_alone(problem: Problem) -> Callable[[], torch.Tensor]:
+    """Return the call; what it scatters is the product that the refresh left, or another arm since."""
+
+    def call() -> torch.Tensor:
+        reduce_scatter(problem.out, problem.product)
+        return problem.out
+
+    return call
+
+
+def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
+    if not ON_GPU:
+        raise Unsupported("torch's symmetric memory needs GPUs")
+    import torch.distributed._symmetric_memory  # registers the operation
+
+    group = dist.group.WORLD
+    assert group is not None
+    fused, columns = torch.ops.symm_mem.fused_matmul_reduce_scatter, problem.weight.T
+    return lambda: fused(problem.a, columns, "sum", 0, group.group_name)
+
+
+# ---- the program
+
+
+def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of one shape."""
+    dtype = DTYPES[options.dtype]
+    problem = Problem(shape, dtype, ranks)
+    op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
+
+    def call() -> torch.Tensor:
+        return op(problem.a, problem.weight, problem.out)
+
+    ours = Tuned(call, check=op.check, name="gemm_rs benchmark", retune=options.retune)
+    collectives = ranks.collectives
+    arms = [
+        problem.arm(OURS, ours.eager),
+        problem.arm("ours, graph", ours.graph),
+        problem.arm(f"GEMM + {collectives}", lambda: matmul_then_scatter(problem)),
+        problem.arm("torch fused", lambda: torch_fused(problem)),
+        problem.arm("GEMM", lambda: matmul_alone(problem), of_product=True),
+        Arm(
+            name=f"{collectives} scatter",
+            prepare=lambda: scatter_alone(problem),
+            error=lambda result: float(result.isnan().any()),
+            limit=0.0,
+            work=problem.sent_mb,
+            rate="GB/s",
+            poison=lambda: torch.matmul(problem.a, problem.weight.T, out=problem.product),
+        ),
+    ]
+    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+    measured = measure(arms, ranks, problem.refresh, plan)
+    clocks = clocks_seen(ranks)
+    trouble = ranks.attempt(op.close)
+    return {
+        "case": str(shape),
+        "dtype": options.dtype,
+        "symmetric_memory": op.backend,
+        **measured,
+        "tuned": ours.record(),
+        "clocks": clocks,
+        "trouble_at_closing": [trouble] if trouble else [],
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, text in (("m", "rows"), ("n", "columns"), ("k", "inner dimension of all ranks together")):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
+    parser.add_argument("--shapes", choices=["public"], help="a list of model shapes, instead of one")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--backend", default="auto", help="symmetric memory of ours: auto, torch, nvshmem, shm"
+    )
+    parser.add_argument("--warm-ups", type=int, default=120 if ON_GPU else 6, help="launches of all arms")
+    parser.add_argument("--iterations", type=int, default=40 if ON_GPU else 3, help="timed calls of each arm")
+    parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
+    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
+    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    options = parser.parse_args()
+    if options.shapes and not ON_GPU:
+        parser.error("--shapes public needs GPUs: the interpreter would take days")
+    options.shapes = PUBLIC if options.shapes else (Shape(options.m, options.n, options.k),)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    uneven = [str(shape) for shape in options.shapes if shape.m % ranks or shape.k % ranks]
+    if uneven:
+        parser.error(f"M and K must be multiples of the {ranks} ranks; those of {', '.join(uneven)} are not")
+    return options
+
+
+def main() -> None:
+    options = parse()
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        title = "GEMM + reduce-scatter"
+        record = describe_run(ranks, op="gemm_rs", title=title, commit=options.commit, plan=plan)
+        record["case_title"] = "M x N x K"
+        sequence = f"GEMM + {ranks.collectives}"
+        record["ratios"] = [
+            {"name": f"{sequence} / ours", "of": sequence, "to": OURS},
+            {"name": "fused / ours", "of": "torch fused", "to": OURS},
+            {"name": "ours / GEMM", "of": OURS, "to": "GEMM"},
+        ]
+        record["cases"] = []
+        for shape in options.shapes:
+            record["cases"].append(run_shape(shape, options, ranks))
+            ranks.say(f"{shape}: done")
+            if options.json is not None and ranks.rank == 0:
+                write_json(options.json, record)
+        ranks.say(f"\n{summary(record)}")
+        ours = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == OURS]
+        trouble = [text for case in record["cases"] for text in case["trouble_at_closing"]]
+        return int(bool(trouble) or any("unavailable" in arm for arm in ours))
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()
