@@ -41,7 +41,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from dist_autotune.domain import Device
+from dist_autotune.device import Device
 from dist_autotune.examination import versions
 from dist_autotune.settings import variables
 

@@ -20,6 +20,10 @@ Row = tuple[str, ...]
 
 def summary(record: dict[str, Any]) -> str:
     """Return the short table for a terminal, with the reasons of what is missing below it."""
+    if "table" in record:
+        table = record["table"]
+        lines = align(table["columns"], table["rows"], right=set(table["figures"]))
+        return "\n".join([f"{record['title']}, {hardware(record)}", *lines, *table["notes"]])
     columns, rows = _summary(record)
     lines = [f"{record['title']}, {hardware(record)}, ms (median, slowest rank)"]
     if "event" not in record["figures"]:
@@ -33,10 +37,18 @@ def page(record: dict[str, Any]) -> str:
     """Return the Markdown page of a record."""
     versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     variables = " ".join(f"{name}={text}" for name, text in record["variables"].items())
-    parts = [
+    head = [
         f"# {record['title']}, {hardware(record)}",
         f"{record['date'][:10]}, `{record['command']}`, commit {record['commit']}.\n{versions}."
         + (f"\n{variables}" if variables else ""),
+    ]
+    if "table" in record:  # made by the benchmark itself
+        table = record["table"]
+        clocks = ", ".join(f"{name} {text}" for name, text in record.get("clocks", {}).items())
+        notes = "\n".join(table["notes"]) + (f"\nAt the end: {clocks}." if clocks else "")
+        return "\n\n".join([*head, _markdown(table["columns"], table["rows"]), notes]) + "\n"
+    parts = [
+        *head,
         f"{_figures(record)} Median of {record['iterations']} calls on each rank, then the slowest rank.\n"
         "All arms interleaved in one process group, with new random normal inputs in every round, after\n"
         f"{record['warm_ups']} launches to warm up; results checked against float32 before and after.\n"

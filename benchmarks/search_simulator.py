@@ -7,6 +7,8 @@ median of its samples, ranks are reduced by max, as in a session. Reported over 
 of the pick (its true time over the best one), the chance of more than 1 % regret, and the chance that two
 sessions on the same candidates pick differently.
 
+Near ties: two equal candidates, 3 % ahead of the others; four within 0.3 %, eight within 0.5 %, 5 % ahead.
+
 Traps: regret is of true times, not of measured ones; the drift favours whoever is measured early.
 
     python benchmarks/search_simulator.py --sessions 400 --candidates 8 16 48 200
@@ -16,9 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,16 +28,19 @@ import numpy as np
 from dist_autotune.flows import STRATEGIES, Strategy, Warmup
 
 JITTER, RANK_OFFSET, SPIKE_CHANCE, SPIKE, DRIFT, DRIFT_RUNS, COLD = 0.02, 0.01, 0.03, 1.5, 0.11, 30.0, 1.3
+NEAR_TIES_AMONG = 16  # candidates
 
 
 @dataclass(frozen=True)
 class Row:
     search: str
+    landscape: str
     candidates: int
     ranks: int
     sessions: int
     runs_mean: float
     runs_p95: float
+    runs_most: int
     regret_mean_percent: float
     regret_over_1_percent: float  # share of sessions
     flip_rate: float  # share of pairs of sessions on the same candidates with different winners
@@ -47,25 +51,34 @@ class Machine:
 
     def __init__(self, true_ms: np.ndarray, ranks: int, random: np.random.Generator) -> None:
         self.true_ms, self._ranks, self._random = true_ms, ranks, random
-        self._samples: dict[int, list[np.ndarray]] = {}
+        self._noise = np.empty((0, ranks))
+        self._samples: dict[int, np.ndarray] = {}
         self._seen: set[int] = set()
         self.runs = 0
 
     def run(self, index: int, *, counts: bool) -> float:
         """Return the agreed time so far of a candidate after one more run."""
-        random, ranks = self._random, self._ranks
-        drift = 1 + DRIFT * (1 - math.exp(-self.runs / DRIFT_RUNS))
-        jitter = np.exp(random.normal(0, JITTER, ranks))
-        offset = 1 + RANK_OFFSET * random.normal(0, 1, ranks).clip(-1, 1)
-        spikes = np.where(random.random(ranks) < SPIKE_CHANCE, SPIKE, 1.0)
-        cold = 1.0 if index in self._seen else COLD
-        sample = self.true_ms[index] * drift * jitter * offset * spikes * cold
+        if self.runs == len(self._noise):
+            self._noise = np.concatenate([self._noise, self._more_noise(256)])
+        sample = self.true_ms[index] * self._noise[self.runs] * (1.0 if index in self._seen else COLD)
         self._seen.add(index)
         self.runs += 1
-        samples = [*self._samples.get(index, []), sample]
+        known = self._samples.get(index, np.empty((0, self._ranks)))
+        samples = np.concatenate([known, sample[None]])
         if counts:
             self._samples[index] = samples
-        return float(np.median(np.array(samples), axis=0).max())
+        in_order, middle = np.sort(samples, axis=0), len(samples) // 2
+        medians = in_order[middle] if len(samples) % 2 else (in_order[middle] + in_order[middle - 1]) / 2
+        return float(medians.max())
+
+    def _more_noise(self, runs: int) -> np.ndarray:
+        """Return the factors of the next runs, one for each rank."""
+        random, shape = self._random, (runs, self._ranks)
+        jitter = np.exp(random.normal(0, JITTER, shape))
+        offset = 1 + RANK_OFFSET * random.normal(0, 1, shape).clip(-1, 1)
+        spikes = np.where(random.random(shape) < SPIKE_CHANCE, SPIKE, 1.0)
+        drift = 1 + DRIFT * (1 - np.exp(-(len(self._noise) + np.arange(runs)) / DRIFT_RUNS))
+        return np.asarray(jitter * offset * spikes * drift[:, None])
 
 
 def play(strategy: Strategy, machine: Machine, n_warmup: int, n_repeat: int) -> int:
@@ -81,13 +94,43 @@ def play(strategy: Strategy, machine: Machine, n_warmup: int, n_repeat: int) -> 
             return int(stop.value)
 
 
-def measure(name: str, n_warmup: int, n_repeat: int, candidates: int, ranks: int, sessions: int) -> Row:
-    random = np.random.default_rng(candidates)
+def spread_out(random: np.random.Generator, candidates: int) -> np.ndarray:
+    return np.asarray(1 + random.gamma(1.2, 0.25, candidates))
+
+
+def near_ties(
+    random: np.random.Generator, candidates: int, near: int, within: float, gap: float
+) -> np.ndarray:
+    """Return times of which `near` ones are `within` so much of each other, ahead of the others by a gap."""
+    times = spread_out(random, candidates) + gap
+    times[random.permutation(candidates)[:near]] = 1 + within * random.random(near)
+    return np.asarray(times)
+
+
+LANDSCAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "spread out": spread_out,
+    "2 equal": lambda random, candidates: near_ties(random, candidates, 2, 0.0, 0.03),
+    "4 within 0.3 %": lambda random, candidates: near_ties(random, candidates, 4, 0.003, 0.05),
+    "8 within 0.5 %": lambda random, candidates: near_ties(random, candidates, 8, 0.005, 0.05),
+}
+
+
+def measure(
+    name: str,
+    n_warmup: int,
+    n_repeat: int,
+    candidates: int,
+    ranks: int,
+    sessions: int,
+    seed: int,
+    landscape: str,
+) -> Row:
+    random = np.random.default_rng([seed, candidates])
     runs: list[int] = []
     regrets: list[float] = []
     flips = 0
     for _ in range(sessions):
-        times = np.sort(1 + random.gamma(1.2, 0.25, candidates))[random.permutation(candidates)]
+        times = LANDSCAPES[landscape](random, candidates)
         winners = []
         for _ in range(2):
             machine = Machine(times, ranks, random)
@@ -97,41 +140,54 @@ def measure(name: str, n_warmup: int, n_repeat: int, candidates: int, ranks: int
         flips += winners[0] != winners[1]
     return Row(
         search=f"{name} {n_warmup}+{n_repeat}",
+        landscape=landscape,
         candidates=candidates,
         ranks=ranks,
         sessions=sessions,
         runs_mean=round(statistics.fmean(runs), 1),
         runs_p95=float(np.quantile(runs, 0.95)),
+        runs_most=max(runs),
         regret_mean_percent=round(100 * statistics.fmean(regrets), 3),
         regret_over_1_percent=round(100 * float(np.mean(np.array(regrets) > 0.01)), 2),
         flip_rate=round(flips / sessions, 3),
     )
 
 
-def rows(candidates: list[int], ranks: int, sessions: int) -> Iterator[Row]:
+def rows(candidates: list[int], ranks: int, sessions: int, seed: int, *, every: bool) -> Iterator[Row]:
+    searches = [("exhaustive", 3, 5), ("exhaustive", 1, 2)] if every else []
     for count in candidates:
-        for name, n_warmup, n_repeat in (("exhaustive", 3, 5), ("exhaustive", 1, 2), ("racing", 3, 5)):
-            yield measure(name, n_warmup, n_repeat, count, ranks, sessions)
+        for name, n_warmup, n_repeat in (*searches, ("racing", 3, 5)):
+            yield measure(name, n_warmup, n_repeat, count, ranks, sessions, seed, "spread out")
+    for landscape in [*LANDSCAPES][1:]:
+        for name, n_warmup, n_repeat in (*searches, ("racing", 3, 5)):
+            yield measure(name, n_warmup, n_repeat, NEAR_TIES_AMONG, ranks, sessions, seed, landscape)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--candidates", type=int, nargs="+", default=[8, 16, 48, 200])
+    parser.add_argument("--candidates", type=int, nargs="*", default=[8, 16, 48, 200])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--sessions", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--racing-only", action="store_true")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     found = []
-    print(f"{'candidates':>10} {'search':16} {'runs':>7} {'p95':>6} {'regret %':>9} {'>1 %':>6} {'flips':>6}")
-    for row in rows(chosen.candidates, chosen.ranks, chosen.sessions):
-        found.append(asdict(row))
-        print(
-            f"{row.candidates:10} {row.search:16} {row.runs_mean:7.1f} {row.runs_p95:6.0f} "
-            f"{row.regret_mean_percent:9.3f} {row.regret_over_1_percent:6.2f} {row.flip_rate:6.3f}",
-            flush=True,
-        )
+    print(
+        f"{'landscape':>16} {'candidates':>10} {'search':16} {'seed':>4} {'runs':>7} {'p95':>6} {'most':>5} "
+        f"{'regret %':>9} {'>1 %':>6} {'flips':>6}"
+    )
+    for seed in chosen.seeds:
+        for row in rows(chosen.candidates, chosen.ranks, chosen.sessions, seed, every=not chosen.racing_only):
+            found.append({**asdict(row), "seed": seed})
+            print(
+                f"{row.landscape:>16} {row.candidates:10} {row.search:16} {seed:4} {row.runs_mean:7.1f} "
+                f"{row.runs_p95:6.0f} {row.runs_most:5} {row.regret_mean_percent:9.3f} "
+                f"{row.regret_over_1_percent:6.2f} {row.flip_rate:6.3f}",
+                flush=True,
+            )
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
 

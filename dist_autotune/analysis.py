@@ -91,6 +91,7 @@ class ContextHistory:
     ms: float | None  # of the winner, agreed
     candidates: tuple[CandidateHistory, ...]
     convergence: tuple[Step, ...]
+    launch_bound: bool = False  # its times hold the host's part
 
     @property
     def label(self) -> str:
@@ -131,6 +132,18 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class Compiling:
+    """What a rank compiled before trials, over all contexts."""
+
+    rank: int
+    compiled: int  # by this rank
+    from_peers: int  # by another process of its host meanwhile
+    cached: int
+    failed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SessionHistory:
     """One session as its ranks logged it."""
 
@@ -143,6 +156,7 @@ class SessionHistory:
     contexts: tuple[ContextHistory, ...]
     stragglers: tuple[Straggler, ...]
     remarks: tuple[str, ...]  # failed runs and notes
+    compiling: tuple[Compiling, ...] = ()  # of the ranks that compiled
 
     @property
     def thunk(self) -> str:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from .board import BoardLost, End
 from .line import HubLost, HubSilent, Line
 
+HEARTBEAT_S = 1.0
+PATIENCE = 10  # a rank that compiles extends its deadline at most this many times
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -25,12 +28,14 @@ class Watch:
     on_stuck: str
     tell: Callable[[str], None]
     began: float
+    whereabouts: Callable[[], str] | None = None  # what the run is at; None: it may take as long as it likes
 
 
 class Attendant:
-    """Beats while this rank compiles; watches whether peers have failed while it runs the user's function.
+    """Beats while this rank compiles; watches a run of the user's function: what becomes of it, and of peers.
 
-    The thread starts when first needed and looks once a heartbeat, so shorter calls cost it nothing.
+    The thread starts when first needed and looks once a heartbeat, so shorter calls cost it nothing. A forked
+    child has no such thread and starts its own.
     """
 
     def __init__(self, rank: int, heartbeat_s: float, new_line: Callable[[], Line | None]) -> None:
@@ -42,31 +47,43 @@ class Attendant:
         self._watch: Watch | None = None
         self._told: Watch | None = None
         self._told_at = 0.0
+        self._missed: Watch | None = None  # the run that was told to take too long
+        self._compiling_since: float | None = None
+        self._compiled_s = 0.0  # in the run under way
 
     @contextlib.contextmanager
     def beating(self, sequence: int) -> Iterator[None]:
         """Send heartbeats for an exchange while the block runs."""
         self._start()
-        self._beats_at = sequence
+        began = time.monotonic()
+        self._beats_at, self._compiling_since = sequence, began
         try:
             yield
         finally:
-            self._beats_at = None
+            self._beats_at = self._compiling_since = None
+            self._compiled_s += time.monotonic() - began
 
     @contextlib.contextmanager
     def watching(
-        self, sequence: int, what: str, timeout_s: float, on_stuck: str, tell: Callable[[str], None]
+        self,
+        sequence: int,
+        what: str,
+        timeout_s: float,
+        on_stuck: str,
+        tell: Callable[[str], None],
+        whereabouts: Callable[[], str] | None = None,
     ) -> Iterator[None]:
         """Watch while the block runs; see `Agreement.running`."""
         self._start()
-        self._watch = Watch(sequence, what, timeout_s, on_stuck, tell, time.monotonic())
+        self._compiled_s = 0.0
+        self._watch = Watch(sequence, what, timeout_s, on_stuck, tell, time.monotonic(), whereabouts)
         try:
             yield
         finally:
-            self._watch = self._told = None
+            self._watch = self._told = self._missed = None
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._attend, name="dist_autotune attendant", daemon=True)
             self._thread.start()
 
@@ -79,6 +96,8 @@ class Attendant:
                 watch = None
             if beats_at is None and watch is None:
                 continue
+            if watch is not None:
+                self._look_at_own(watch)
             try:
                 line = line or self._new_line()
                 if line is not None and beats_at is not None:
@@ -97,22 +116,56 @@ class Attendant:
             self._told, self._told_at = watch, time.monotonic()
             watch.tell(self._diagnosis(watch, reply["end"]))
         elif watch.on_stuck == "abort" and time.monotonic() - self._told_at > watch.timeout_s:
-            watch.tell(f"Rank {self._rank} is ended: it is still in {watch.what} (on_stuck='abort').")
-            with contextlib.suppress(Exception):  # stderr may be no file
-                faulthandler.dump_traceback(sys.stderr)
-            if self._watch is watch:
-                os._exit(1)
+            self._abort(watch)
+
+    def _look_at_own(self, watch: Watch) -> None:
+        """Say once that a run takes longer than its time-out, whatever the peers do; later, if asked, end it.
+
+        Time in which this rank compiles does not count, up to `PATIENCE` times the time-out.
+        """
+        if watch.whereabouts is None or watch is self._told:
+            return
+        now, since = time.monotonic(), self._compiling_since
+        compiled_s = self._compiled_s + (0.0 if since is None else now - since)
+        over_s = now - watch.began - min(compiled_s, (PATIENCE - 1) * watch.timeout_s) - watch.timeout_s
+        if over_s > 0 and watch is not self._missed:
+            self._missed = watch
+            watch.tell(
+                f"Rank {self._rank} has been in {watch.what} for {now - watch.began:.3g} s. "
+                f"{_whereabouts(watch)}If it never ends, {self._then(watch)}"
+            )
+        elif over_s > watch.timeout_s and watch.on_stuck == "abort":
+            self._abort(watch)
+
+    def _abort(self, watch: Watch) -> None:
+        watch.tell(f"Rank {self._rank} is ended: it is still in {watch.what} (on_stuck='abort').")
+        with contextlib.suppress(Exception):  # stderr may be no file
+            faulthandler.dump_traceback(sys.stderr)
+        if self._watch is watch:
+            os._exit(1)
 
     def _diagnosis(self, watch: Watch, end: End) -> str:
         if "failed" in end:
             what = f"rank {end['failed']} has failed ({end['error']})"
         else:
             what = "the peers have waited too long and gone on without it"
-        if watch.on_stuck == "abort":
-            then = f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')."
-        else:
-            then = "nothing here can release it (on_stuck='abort' would end its process)."
         return (
-            f"Rank {self._rank} is still in {watch.what}, but {what}. If it waits for a peer in a collective "
-            f"of its own, {then}"
+            f"Rank {self._rank} is still in {watch.what}, but {what}. {_whereabouts(watch)}"
+            f"If it waits for a peer in a collective of its own, {self._then(watch)}"
         )
+
+    @staticmethod
+    def _then(watch: Watch) -> str:
+        if watch.on_stuck == "abort":
+            return f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')."
+        return "nothing here can release it (on_stuck='abort' would end its process)."
+
+
+def _whereabouts(watch: Watch) -> str:
+    """Return what the run is at, as sentences. A device that cannot be asked must not end the thread."""
+    if watch.whereabouts is None:
+        return ""
+    try:
+        return watch.whereabouts()
+    except Exception as error:
+        return f"What it is at cannot be told ({type(error).__name__}: {error}). "

@@ -7,23 +7,21 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from . import identity, intercept, settings
-from .agreement import AGREEMENTS, Agreement
+from . import settings
 from .clock import Clock
-from .domain import Domain
-from .errors import InvalidOption, RankMismatch
+from .errors import InvalidOption
 from .flows import Strategy
 from .intercept import INTERCEPTION
-from .log import SessionLog
+from .options import Options
 from .preserve import check_preserved
-from .records import Note
 from .report import TuningReport
-from .session import Session, settled_call
-from .settings import Options
+
+if TYPE_CHECKING:
+    from .calls import Calls
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,12 +50,7 @@ class ContextualAutotuner(Generic[P, R]):
         bare = _bare(fn)
         self._name = str(options.name or getattr(bare, "__qualname__", type(bare).__qualname__))
         self._log_dir = options.resolved_log_dir()
-        self._domain: Domain | None = None
-        self._session: Session | None = None
-        self._report: TuningReport | None = None
-        self._wants_session = True
-        self._forgets = False
-        self._noted: set[str] = set()  # contexts that are logged as not tuned
+        self._calls: Calls | None = None  # made for the first call
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mode = settings.run_mode()
@@ -66,7 +59,8 @@ class ContextualAutotuner(Generic[P, R]):
         with INTERCEPTION.turn:
             if INTERCEPTION.active:  # a tuned function inside a tuned function joins its session
                 return self.fn(*args, **kwargs)
-            return self._call(mode, functools.partial(self.fn, *args, **kwargs))
+            calls = self._calls or self._made_calls()
+            return calls.call(mode, functools.partial(self.fn, *args, **kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -74,88 +68,22 @@ class ContextualAutotuner(Generic[P, R]):
     @property
     def report(self) -> TuningReport | None:
         """What the last session found, or has found so far; None before the first."""
-        return self._report if self._session is None else self._session.report()
+        return None if self._calls is None else self._calls.report
 
     @property
     def settled(self) -> bool:
         """Whether nothing is left to try: the moment to capture a CUDA graph."""
-        return self._session is None and not self._wants_session
+        return self._calls is not None and self._calls.settled
 
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
-        if self._session is not None:
-            self._session.close()
-            self._report = self._session.report()
-        self._session, self._wants_session, self._forgets = None, True, True
+        (self._calls or self._made_calls()).retune()
 
-    def _call(self, mode: str, thunk: Callable[[], R]) -> R:
-        domain = self._current_domain(tunes=mode == "tune")
-        if intercept.is_capturing():
-            if not self._forgets:
-                domain.look_on_disk()
-            return settled_call(domain, thunk, self._note, votes=False)[0]
-        if self._session is None and not self._wants_session:
-            is_alone = len(domain.agreement.ranks) == 1
-            votes = self.options.watch and not is_alone and mode == "tune"
-            try:
-                result, wants = settled_call(domain, thunk, self._note, votes=votes)
-            except RankMismatch as error:
-                self._wants_session = error.starts_anew
-                raise
-            self._wants_session = wants and mode == "tune" and (votes or is_alone)
-            if wants and not self._wants_session:
-                self._note_unwatched(domain)
-            return result
-        return self._run_session(domain, thunk)
+    def _made_calls(self) -> Calls:
+        from .calls import Calls  # and all that a session needs: a program that calls nothing pays nothing
 
-    def _note(self, text: str) -> None:
-        """Write a remark to the log outside a session."""
-        domain = self._domain
-        rank = 0 if domain is None else domain.agreement.rank
-        with SessionLog(self._log_dir, rank) as log:
-            log.write(Note(rank=rank, text=text))
-
-    def _note_unwatched(self, domain: Domain) -> None:
-        """Log, once each, the keys that are new and will not be tuned."""
-        for name in sorted(domain.launches.met - self._noted):
-            self._noted.add(name)
-            title = domain.launches.contexts[name].title
-            self._note(f"{title} is new to {self._name} and keeps its first config: nothing watches for it")
-
-    def _run_session(self, domain: Domain, thunk: Callable[[], R]) -> R:
-        if self._session is None:
-            domain.forgetful = self._forgets and domain.tuning.rules.tunes
-            log = SessionLog(self._log_dir, domain.agreement.rank)
-            self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
-            self._wants_session = True
-        session = self._session
-        try:
-            session.open_once()
-            INTERCEPTION.tuning = domain.tuning.rules.tunes
-            return session.online(thunk) if self.options.mode == "online" else session.replay(thunk)
-        finally:
-            INTERCEPTION.tuning = False
-            if session.is_over:
-                self._report, self._session = session.report(), None
-                self._wants_session = session.wants_another
-                self._forgets = self._forgets and (session.has_failed or not domain.forgetful)
-
-    def _current_domain(self, *, tunes: bool) -> Domain:
-        """Return the state for the group as it is now; another group or mode starts anew."""
-        agreement: Agreement = (
-            AGREEMENTS.of(self.options.group) if self.options.is_dist else AGREEMENTS.alone()
-        )
-        known = self._domain
-        if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
-            try:
-                digest = identity.function_digest(_bare(self.fn))
-                known = Domain(self.options, self._name, digest, agreement, tunes=tunes)
-            except BaseException as error:  # the peers wait for this rank to open a session
-                agreement.fail(error)
-                raise
-            self._domain = known
-            self._session, self._wants_session = None, True
-        return known
+        self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
+        return self._calls
 
 
 def contextual_autotune(
@@ -176,7 +104,7 @@ def contextual_autotune(
     watch: bool = True,
     preserve: Sequence[Any] = (),
     cache: bool | str | os.PathLike[str] = True,
-    log_dir: str | os.PathLike[str] | None = settings.log_directory_default,
+    log_dir: str | os.PathLike[str] | None = settings.DEFAULT_LOG_DIR,
     clock: Clock | None = None,
     timeout_s: float = settings.DEFAULT_TIMEOUT_S,
     on_stuck: str = "raise",
@@ -208,10 +136,13 @@ def contextual_autotune(
         cache: True: the user's cache directory; a path: that directory; False: none.
         log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None: no files.
         clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
-        timeout_s: seconds that a rank waits for its peers in one exchange.
-        on_stuck: `abort` ends the process when a peer has failed while this rank hangs in a collective.
+        timeout_s: seconds that a rank waits for its peers in one exchange, and for a launch on its device; a
+            run of a session that takes longer is told on stderr and in the log.
+        on_stuck: `abort` ends the process `timeout_s` after it was told that it hangs: a peer has failed
+            while this rank is in a collective, or a run of a session takes too long.
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
-        budget_s: seconds after which a session takes the best it knows.
+        budget_s: seconds since the session's first call after which it takes the best it knows; online, the
+            program's own work between calls is part of them.
         progress: a bar on rank 0; None: when stderr is a terminal.
 
     Raises:

@@ -20,8 +20,8 @@ from typing import Any
 from filelock import FileLock
 
 from .errors import CacheWarning
+from .identity import digest
 from .serialize import from_json, to_json
-from .settings import digest
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
@@ -83,6 +83,7 @@ class DiskCache:
         self._without_lock = ""  # why writes go on without the lock
         self._has_swept = False
         self._complaints: set[str] = set()
+        self._has_told = False  # that the directory cannot be written
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
@@ -144,10 +145,7 @@ class DiskCache:
                     if not self._holds(entry):  # a peer may have stored it while this process waited
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
-            reason = error.strerror or error
-            self._complain(
-                f"Cannot write the cache in {self.directory}: {reason}. Winners are not kept on disk."
-            )
+            self.cannot_write(self.directory, error.strerror or str(error), "Winners are not kept on disk.")
         else:
             if self._without_lock:
                 self._complain(
@@ -211,6 +209,12 @@ class DiskCache:
             self._complain(f"Ignored {path}: {error}. Tuning again.")
             return None
         return entry
+
+    def cannot_write(self, directory: Path, reason: str, consequence: str) -> None:
+        """Warn, once whatever it is that cannot be written."""
+        if not self._has_told:
+            self._has_told = True
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {consequence}")
 
     def _complain(self, text: str) -> None:
         """Warn, once for each thing that is wrong."""

@@ -6,27 +6,18 @@ import dataclasses
 import datetime
 import os
 import time
-from typing import Any
 
 import torch
 import triton
 
+from . import decisions
+from .compile_sharing import Tally
 from .domain import Domain
 from .local import Local
 from .log import SessionLog
 from .payload import Payload
-from .records import (
-    Agreed,
-    Banned,
-    ContextAdmitted,
-    ContextSettled,
-    Exchanged,
-    Note,
-    Record,
-    SessionOpened,
-    Trial,
-)
-from .search import BY_LAUNCH, Context, Outcome
+from .records import Banned, Exchanged, Merged, Note, Preflighted, Record, RunTimed, SessionOpened, Trial
+from .search import BY_LAUNCH, Outcome
 from .stopwatch import Stopwatch
 from .version import __version__
 
@@ -70,6 +61,7 @@ class Chronicle:
     def opened(self) -> SessionOpened:
         """Return the record that opens the session."""
         domain, options = self._domain, self._domain.options
+        continues, domain.tuning.session = domain.tuning.session, self.session
         versions = {
             "dist_autotune": __version__,
             "triton": triton.__version__,
@@ -91,6 +83,12 @@ class Chronicle:
             pid=os.getpid(),
             started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             clock=type(domain.clock).__name__,
+            continues=continues,
+            own_search=callable(options.search),
+            max_runs=options.max_runs,
+            budget_s=options.budget_s,
+            tunes=domain.tuning.rules.tunes,
+            online_share=domain.tuning.rules.online_share,
         )
 
     def ban(self, local: Local, candidate: str, reason: str) -> None:
@@ -109,13 +107,19 @@ class Chronicle:
             )
         )
 
+    def preflighted(self, local: Local, tally: Tally) -> None:
+        """Write down how this rank compiled the candidates of a new context."""
+        run, kernel, key = self._domain.tuning.runs, local.source.short_name, local.key_text
+        self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
+
     def step(self, run: int, merged: Payload, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
         """Write down one run: what is new, what this rank launched, what the ranks agreed."""
         tuning = self._domain.tuning
         for name, context in tuning.contexts.items():
             if name in merged.parts and name not in self._admitted:
                 self._admitted.add(name)
-                self.write(self._admission(run, context))
+                is_local = name in self._domain.local_contexts.by_name
+                self.write(decisions.admission(run, context, local=is_local))
         for trial in trials:
             self.write(trial)
         if len(self._domain.agreement.ranks) == 1:
@@ -123,40 +127,29 @@ class Chronicle:
         rank = self._domain.agreement.rank
         for name, outcome in outcomes.items():
             context = tuning.contexts[name]
-            for digest, (by_rank, reason) in merged.parts[name].bans.items():
-                if by_rank != rank and digest in context.digests:
-                    index = context.digests.index(digest)
-                    self.write(
-                        Banned(
-                            **self._of(run, context),
-                            config_id=index,
-                            config=context.texts[index],
-                            by_rank=by_rank,
-                            reason=reason,
-                        )
-                    )
+            for ban in decisions.bans(run, context, merged.parts[name]):
+                if ban.by_rank != rank:
+                    self.write(ban)
             if outcome.index is not None:
-                self.write(self._agreed(run, context, outcome))
+                self.write(decisions.agreed(run, context, outcome))
 
-    def _admission(self, run: int, context: Context) -> ContextAdmitted:
-        return ContextAdmitted(
-            **self._of(run, context),
-            candidates=context.texts,
-            incumbent=context.incumbent,
-            local=context.name in self._domain.launches.contexts,
-        )
+    def merged(self, run: int, merged: Payload) -> None:
+        """Write down what all ranks said of a run."""
+        self.write(Merged(run=run, payload=merged.decisive()))
 
-    def _agreed(self, run: int, context: Context, outcome: Outcome) -> Agreed:
-        index = outcome.index
-        assert index is not None
-        counted = outcome.kind != "incumbent"
-        return Agreed(
-            **self._of(run, context),
-            config_id=index,
-            config=context.texts[index],
-            ms=context.timings.get(index) if outcome.kind == "sample" else None,
-            fastest_rank_ms=context.fastest_ms.get(index) if outcome.kind == "sample" else None,
-            counted=counted,
+    def run_timed(self, run: int, *, waiting: bool, counts: bool) -> None:
+        """Write down what a run took as a whole, if it was timed so and its clock is read everywhere."""
+        report = self._run_watch.report
+        if report is None or waiting:
+            return
+        self.write(
+            RunTimed(
+                run=run,
+                judged=str(report.ran),
+                counts=counts,
+                ms=self._run_watch.sample_ms,
+                statistic_ms=report.worst_ms if report.measured else None,
+            )
         )
 
     def trial(self, run: int, local: Local, outcome: Outcome) -> Trial:
@@ -169,7 +162,10 @@ class Chronicle:
         ran = told.ran if told.ran in context.digests else None
         index = context.digests.index(ran) if ran is not None else -1
         return Trial(
-            **self._of(run, context),
+            run=run,
+            context=context.name,
+            kernel=context.kernel,
+            key=context.key,
             config_id=index,
             config=context.texts[index] if index >= 0 else "several configs in one run",
             kind=outcome.kind,
@@ -178,22 +174,6 @@ class Chronicle:
             launches=local.launches,
             ms=local.stopwatch.sample_ms if outcome.judge == BY_LAUNCH else self._run_watch.sample_ms,
             statistic_ms=report.worst_ms if report.measured else None,
+            gap_ms=local.stopwatch.sample_gap_ms if outcome.judge == BY_LAUNCH else 0.0,
+            judge=outcome.judge,
         )
-
-    def settled(self, run: int, context: Context) -> None:
-        """Write down a context's result."""
-        winner = context.incumbent
-        self.write(
-            ContextSettled(
-                **self._of(run, context),
-                status=context.status,
-                config_id=winner,
-                config=context.texts[winner],
-                ms=context.timings.get(winner),
-                timings={context.texts[index]: ms for index, ms in sorted(context.timings.items())},
-            )
-        )
-
-    @staticmethod
-    def _of(run: int, context: Context) -> dict[str, Any]:
-        return {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}

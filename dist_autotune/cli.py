@@ -1,28 +1,28 @@
-"""The command `dist-autotune`: reports from logs, the cache, and the doctor."""
+"""The command `dist-autotune`: reports from logs, their replay, the cache, and the doctor."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from . import history, html_report, settings, terminal
+from . import cache_commands, history, html_report, settings, terminal
 from .analysis import History
-from .cache import DiskCache, Entry
-from .errors import CacheWarning, TuningError
+from .flows import STRATEGIES
+from .log import describe_skipped
+from .options import Options
 from .serialize import to_json
-from .tables import Table, columns
-from .text import counted, format_ms
+from .text import counted
+
+NO_RECORDS = "no records (rank-N.jsonl)"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Reports, cache and doctor of dist_autotune."
 )
-cache_app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
-app.add_typer(cache_app, name="cache")
+app.add_typer(cache_commands.app, name="cache")
 
 
 def main() -> None:
@@ -30,24 +30,23 @@ def main() -> None:
     app(prog_name="dist-autotune")
 
 
+LogDirectory = Annotated[
+    Path | None,
+    typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
+]
+
+
 @app.command()
 def report(
-    directory: Annotated[
-        Path | None,
-        typer.Argument(
-            help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.log_directory_default}."
-        ),
-    ] = None,
+    directory: LogDirectory = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead.")] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Show every session, not the newest of each function.")
     ] = False,
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
-    with _one_line_errors():
-        if directory is None:
-            directory = settings.Options().resolved_log_dir() or Path(settings.log_directory_default)
-        found = _load(directory)
+    with terminal.one_line_errors():
+        found = _load(_log_directory(directory))
         shown = found.sessions if every else found.newest()
         if html is None:
             terminal.print_history(terminal.open_console(), found, shown)
@@ -55,8 +54,52 @@ def report(
         try:
             html_report.write_html(html, found, shown)
         except ImportError as error:
-            _fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
+            terminal.fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
         typer.echo(f"Wrote {html}")
+
+
+@app.command("replay")
+def replay_logs(
+    directory: LogDirectory = None,
+    search: Annotated[
+        str | None, typer.Option(help=f"Try this search on the recorded samples: {', '.join(STRATEGIES)}.")
+    ] = None,
+    n_repeat: Annotated[int | None, typer.Option(min=1, help="Its measured runs per config.")] = None,
+    n_warmup: Annotated[int | None, typer.Option(min=0, help="Its unmeasured runs before them.")] = None,
+    statistic: Annotated[str | None, typer.Option(help="Over the samples of a rank.")] = None,
+    rank_reduce: Annotated[str | None, typer.Option(help="Over ranks: max or mean.")] = None,
+    seed: Annotated[int, typer.Option(help="For runs that are drawn again.")] = 0,
+    every: Annotated[
+        bool, typer.Option("--all", help="Try it on every session, not the newest of each function.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Recompute every decision of the logged sessions; with options, try another search on their samples.
+
+    The exit code is 1 if something recorded does not follow from what was recorded before it.
+    """
+    from . import replay, replay_tables, what_if  # they and what they import serve this command alone
+
+    plan = what_if.Plan(search, n_warmup, n_repeat, statistic, rank_reduce, seed)
+    with terminal.one_line_errors():
+        _check_choice("--search", search, STRATEGIES)
+        _check_choice("--statistic", statistic, ("median", "mean", "min"))
+        _check_choice("--rank-reduce", rank_reduce, ("max", "mean"))
+        directory = _log_directory(directory)
+        newest = _load(directory)
+        sessions, skipped = history.read_sessions(directory)
+        unread = {name: describe_skipped(reasons) for name, reasons in skipped.items()}
+        verdicts = replay.verify(sessions)
+        found = []
+        if plan != what_if.Plan(seed=seed):
+            chosen = set(sessions) if every else {session.name for session in newest.newest()}
+            found = what_if.what_if({name: sessions[name] for name in sessions if name in chosen}, plan)
+        if as_json:
+            typer.echo(to_json(replay_tables.as_dict(verdicts, found, unread), indent=True))
+        else:
+            terminal.print_replay(terminal.open_console(), verdicts, found, unread)
+        if unread or any(verdict.differences for verdict in verdicts):
+            raise typer.Exit(1)
 
 
 @app.command("doctor")
@@ -69,7 +112,7 @@ def examine_machine(
     """
     from . import doctor, doctor_tables, examination  # they and what they import serve this command alone
 
-    with _one_line_errors():
+    with terminal.one_line_errors():
         with terminal.busy("Trying ranks, GPUs and links"):
             seen = examination.examine()
         findings = doctor.judge(seen)
@@ -86,114 +129,24 @@ def examine_machine(
             raise typer.Exit(1)
 
 
-@cache_app.command("list")
-def list_entries() -> None:
-    """List the winners: one row per kernel, key and machine."""
-    with _one_line_errors():
-        cache = _open_cache()
-        entries = list(cache.entries())
-        if not entries:
-            typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
-            return
-        names = columns("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
-        rows = tuple(_row(entry) for entry in entries)
-        terminal.print_table(
-            terminal.open_console(), Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
-        )
+def _log_directory(given: Path | None) -> Path:
+    return given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
 
 
-@cache_app.command()
-def show(
-    name: Annotated[str, typer.Argument(help="A kernel's name, or the first digits of a digest.")],
-) -> None:
-    """Print the entries of a kernel, or of a digest, as JSON."""
-    with _one_line_errors():
-        cache = _open_cache()
-        found = [
-            each for each in cache.entries() if each.key.kernel == name or each.key.digest.startswith(name)
-        ]
-        if not found:
-            _fail(
-                f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` shows what there is."
-            )
-        for entry in found:
-            typer.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
-            typer.echo(to_json(entry.as_dict(), indent=True))
-
-
-@cache_app.command()
-def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
-    """Delete all entries."""
-    with _one_line_errors():
-        cache = _open_cache()
-        if not yes:
-            typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
-        typer.echo(f"Deleted {_entries(cache.clear())} in {cache.directory}")
-
-
-@cache_app.command("export")
-def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
-    """Write all entries to one file, for another machine of the same kind."""
-    with _one_line_errors():
-        cache = _open_cache()
-        count = cache.export(path)
-        typer.echo(f"Exported {_entries(count)} of {cache.directory} to {path}")
-
-
-@cache_app.command("import")
-def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache export` wrote.")]) -> None:
-    """Store the entries of an exported file; they replace others of the same key."""
-    with _one_line_errors():
-        cache = _open_cache()
-        try:
-            count = cache.import_(path)
-        except ValueError as error:
-            _fail(f"{path}: {error}. Give a file that `dist-autotune cache export` wrote.")
-        typer.echo(f"Imported {_entries(count)} into {cache.directory}")
+def _check_choice(option: str, given: str | None, allowed: Collection[str]) -> None:
+    if given is not None and given not in allowed:
+        terminal.fail(f"{option} {given}: expected one of {', '.join(allowed)}")
 
 
 def _load(directory: Path) -> History:
     """Return the history of `directory`, or end with what to do when there is none."""
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
-        _fail(f"There is no directory {directory}. {advice}")
+        terminal.fail(f"There is no directory {directory}. {advice}")
     found = history.load(directory)
     if not found.sessions:
-        lines = sum(reasons.total() for reasons in found.skipped.values())
-        what = f"only {counted(lines, 'line')} that cannot be read" if lines else "no records (rank-N.jsonl)"
-        _fail(f"{directory} holds {what}. {advice}")
+        reasons = sum(found.skipped.values(), Counter[str]())
+        lines = counted(reasons.total(), "line")
+        what = f"only {lines} that cannot be read ({describe_skipped(reasons)})" if reasons else NO_RECORDS
+        terminal.fail(f"{directory} holds {what}. {advice}")
     return found
-
-
-def _open_cache() -> DiskCache:
-    return DiskCache(settings.cache_directory())
-
-
-def _entries(count: int) -> str:
-    return counted(count, "entry", "entries")
-
-
-def _row(entry: Entry) -> tuple[str, ...]:
-    key = entry.key
-    machine = key.device, str(key.world_size), entry.created_at
-    return (key.digest[:8], key.kernel, key.key, entry.config, format_ms(entry.ms), *machine)
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn errors and cache warnings of the package and the system into one line each on stderr."""
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CacheWarning)
-        try:
-            yield
-        except (TuningError, OSError) as error:
-            _fail(str(error))
-        finally:
-            for warning in caught:
-                typer.echo(str(warning.message), err=True)
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)

@@ -1,14 +1,25 @@
 """How a launch is timed: CUDA events on the launch's own stream, or the wall clock.
 
 A clock only marks; nothing waits for the device until `read_ms` at the end of the run.
+
+Two events around a launch time the kernel alone only if the launch is queued before the device comes to
+the first of them. Where the stream has run dry, the device passes the first event at once and waits for
+the host: the interval then holds up to the whole host time between the marks. `EventClock` tells the two
+cases apart after the launch, by whether the first event has passed (`gap_ms`), and keeps the stream busy
+beforehand (`feeding`). What is left is the events' own cost, a constant that every candidate carries alike.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from .device_errors import told_as_ours
+from .errors import LaunchTimeout
+from .feeding import Feeder, load_filler
 
 POLL_INTERVAL_S = 50e-6
 
@@ -40,41 +51,95 @@ class WallClock:
         return (mark[1] - mark[0]) * 1e3
 
 
+@dataclass(slots=True)
+class EventMark:
+    """One launch between two events."""
+
+    device: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    began_ns: int  # on the host
+    host_ms: float = 0.0  # from the first mark to the second, on the host
+    was_fed: bool = False  # all of it was queued before the device came to the first event
+
+
 class EventClock:
     """CUDA events recorded on the current stream of the current device, as Triton launches there.
 
-    Waiting is polling, so that Ctrl-C works and a stuck kernel becomes a `TimeoutError` after
-    `timeout_s` seconds instead of a hang. Events are reused.
+    A time read is the kernel's own and that of two events, provided that the launch was fed; `gap_ms` says
+    so of each mark. Waiting is polling, so that Ctrl-C works and a stuck kernel becomes a `LaunchTimeout`
+    after `timeout_s` seconds instead of a hang. An error that the device reports is a `LaunchFailed`.
+    Events are reused.
+
+    feeds: keep an idle stream busy before a trial launch while the host prepares it; see `feeding`.
     """
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float = 300.0, *, feeds: bool = True) -> None:
         self.timeout_s = timeout_s
+        self.feeds = feeds
         self._free: dict[int, list[torch.cuda.Event]] = {}
+        self._fillable: set[int] = set()  # devices on which `feed` loads nothing any more
 
-    def start(self) -> tuple[int, torch.cuda.Event, torch.cuda.Event]:
-        device = torch.cuda.current_device()
-        free = self._free.setdefault(device, [])
-        begin, end = (self._event(free), self._event(free))
-        begin.record()
-        return device, begin, end
+    def start(self) -> EventMark:
+        with told_as_ours():
+            device = torch.cuda.current_device()
+            free = self._free.setdefault(device, [])
+            mark = EventMark(device, self._event(free), self._event(free), time.perf_counter_ns())
+            mark.begin.record()
+        return mark
 
-    def stop(self, mark: tuple[int, torch.cuda.Event, torch.cuda.Event]) -> None:
-        mark[2].record()
+    def stop(self, mark: EventMark) -> None:
+        with told_as_ours(mark.device):
+            mark.end.record()
+            mark.host_ms = (time.perf_counter_ns() - mark.began_ns) * 1e-6
+            mark.was_fed = not mark.begin.query()
 
-    def ready(self, mark: tuple[int, torch.cuda.Event, torch.cuda.Event]) -> bool:
-        """Return whether `read_ms` would return without waiting."""
-        return bool(mark[2].query())
+    def ready(self, mark: EventMark) -> bool:
+        """Return whether `read_ms` would return without waiting; raises LaunchTimeout when it is overdue."""
+        is_done = self._is_done(mark)
+        if not is_done and (time.perf_counter_ns() - mark.began_ns) * 1e-9 > self.timeout_s:
+            raise self._timeout(mark)
+        return is_done
 
-    def read_ms(self, mark: tuple[int, torch.cuda.Event, torch.cuda.Event]) -> float:
-        device, begin, end = mark
+    def read_ms(self, mark: EventMark) -> float:
         deadline = time.monotonic() + self.timeout_s
-        while not end.query():
+        while not self._is_done(mark):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a launch on cuda:{device} did not end within {self.timeout_s:g} s")
+                raise self._timeout(mark)
             time.sleep(POLL_INTERVAL_S)
-        ms = float(begin.elapsed_time(end))
-        self._free[device] += [begin, end]
+        with told_as_ours(mark.device):
+            ms = float(mark.begin.elapsed_time(mark.end))
+        self._free[mark.device] += [mark.begin, mark.end]
         return ms
+
+    def gap_ms(self, mark: EventMark) -> float:
+        """Return how much of a time read may be the host's; the kernel took all of the rest, or more."""
+        return 0.0 if mark.was_fed else mark.host_ms
+
+    def is_running(self, mark: EventMark) -> bool:
+        """Return whether the device has come to the launch and not ended it."""
+        return bool(mark.begin.query()) and not mark.end.query()
+
+    def prepare(self) -> None:
+        """Load what `feed` enqueues, on the devices in use: before a run, when no kernel waits for a peer."""
+        if not self.feeds or not torch.cuda.is_available():
+            return
+        with told_as_ours():
+            for device in {torch.cuda.current_device(), *self._free} - self._fillable:
+                load_filler(device)
+                self._fillable.add(device)
+
+    def feeder(self) -> Feeder | None:
+        """Return what keeps the stream busy before the launches of one context; None: nothing does."""
+        return Feeder(self._fillable) if self.feeds else None
+
+    @staticmethod
+    def _is_done(mark: EventMark) -> bool:
+        with told_as_ours(mark.device):
+            return bool(mark.end.query())
+
+    def _timeout(self, mark: EventMark) -> LaunchTimeout:
+        return LaunchTimeout(f"cuda:{mark.device} did not end a launch within {self.timeout_s:g} s")
 
     @staticmethod
     def _event(free: list[torch.cuda.Event]) -> torch.cuda.Event:

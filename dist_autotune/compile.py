@@ -6,9 +6,11 @@ before its first sample; and a config that does not load on some rank must be kn
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +18,16 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.autotuner import Autotuner
 
 from . import intercept
+from .compile_sharing import NotCompiled, Tally, Task, Terms, compile_all
+from .config_failures import config_failure
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What compiling and loading the candidates of a context has shown."""
+
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of those that failed, by digest
+    tally: Tally | None = None  # None: there was nothing to compile
 
 
 def current_device() -> int:
@@ -24,30 +36,61 @@ def current_device() -> int:
 
 
 def preflight(
-    tuner: Autotuner, configs: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, str]:
-    """Compile all `configs` in parallel, load each; return the reasons of those that fail, by digest.
+    tuner: Autotuner,
+    configs: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    terms: Terms,
+    loading: Callable[[str], AbstractContextManager[None]] = lambda digest: nullcontext(),
+) -> Preflight:
+    """Compile all `configs` in child processes, together with the other ranks of this host; load each here.
+
+    Loading happens in this process: `loading` is entered for each candidate.
 
     Configs with a `pre_hook` are left out: the hook may change the arguments that the kernel is compiled
     for, and it must run only for a launch. They are compiled at their first launch.
     """
     chosen = {digest: config for digest, config in configs.items() if config.pre_hook is None}
     if intercept.is_interpreted() or not chosen:
-        return {}
+        return Preflight()
+    began = time.monotonic()
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
-    with ThreadPoolExecutor(os.cpu_count() or 1) as executor, AsyncCompileMode(executor, ignore_errors=True):
+    queue = _Queue()
+    # The queue is left first: the mode, when it is left, waits for every compilation that it has asked for.
+    with AsyncCompileMode(queue, ignore_errors=True), queue:
         for digest, config in chosen.items():
             with Reasons(reasons, digest):
                 kernels[digest] = intercept.compiled(tuner, config, args, kwargs)
+        tally = compile_all(queue.tasks, terms)
         for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
             with Reasons(reasons, digest):
                 kernels[digest] = intercept.finished(kernel)
     for digest, kernel in kernels.items():
         if digest not in reasons:
-            with Reasons(reasons, digest):
+            with Reasons(reasons, digest), loading(digest):
                 intercept.load(kernel)
-    return reasons
+    tally.seconds = time.monotonic() - began
+    return Preflight(reasons, tally)
+
+
+class _Queue:
+    """Stands in for an executor: keeps the compilations that Triton asks for, to be done later."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        self.tasks.append(Task(work, Future()))
+        return self.tasks[-1].future
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        for task in self.tasks:
+            if not task.future.done():  # something is on its way out, Ctrl-C for one
+                task.future.set_exception(NotCompiled("given up"))
 
 
 class Reasons:
@@ -61,7 +104,10 @@ class Reasons:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        reason = None if error is None else intercept.load_failure(error)
+        if isinstance(error, NotCompiled):
+            reason: str | None = str(error)
+        else:
+            reason = None if error is None else config_failure(error)
         if reason is None:
             return False
         self._reasons[self._digest] = reason

@@ -5,61 +5,41 @@ A domain outlives its sessions: a later one takes up what an earlier one left un
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import math
-import re
-import weakref
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
 from . import flows, identity, intercept
+from .admission import Admission
 from .agreement import Agreement, Alone
-from .cache import DiskCache, Entry, EntryKey
+from .cache import DiskCache
 from .clock import Clock, default_clock
-from .intercept import Key
+from .device import Device
+from .errors import TuningError
+from .identity import digest
+from .journal import Journal
+from .kernel_names import KernelNames
 from .launches import Launches
 from .local import Claim, Local
+from .local_contexts import LocalContexts
+from .options import Options
+from .orphans import FOLDER
 from .payload import Payload, check_facts
 from .protocol import Tuning
-from .report import TunedContext
+from .recovery import Recovery
+from .results import Results
 from .search import Context, Rules
-from .settings import Options, digest
-from .tunable import CHOICES
+from .settings import online_share
 from .version import __version__
 
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, zlib.error)  # of a past that is none
+LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 SOURCE_OF = "the source of kernel "  # and its name: a fact that ranks tell
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Who wrote an entry of some `Autotuner.cache`."""
-
-    agreement: Agreement
-    scope: str
-    provisional: bool
-
-
-class Results:
-    """Which entries of `Autotuner.cache` come from a session of ours. Holds no Autotuner alive."""
-
-    def __init__(self) -> None:
-        self._marks: weakref.WeakKeyDictionary[Autotuner, dict[Key, Mark]] = weakref.WeakKeyDictionary()
-
-    def mark(self, tuner: Autotuner, key: Key, mark: Mark) -> None:
-        self._marks.setdefault(tuner, {})[key] = mark
-
-    def find(self, tuner: Autotuner, key: Key) -> Mark | None:
-        return self._marks.get(tuner, {}).get(key)
-
-
-RESULTS = Results()
 
 
 class Domain:
@@ -79,12 +59,15 @@ class Domain:
         )
         self.disk = DiskCache(options.resolved_cache_dir())
         self.device = Device.current()
+        self._results = Results(self.disk, agreement, self.device, self.scope, options.agree)
         self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
         self._sources: dict[str, dict[str, int]] = {}  # as told: name -> texts -> lowest rank
         self._offers: dict[str, tuple[int, str, float]] = {}  # disk entries that all ranks use
-        self._published: dict[str, tuple[str, int | None]] = {}
+        self.recovery = Recovery(
+            self._journal(tunes=tunes), lambda local: self._results.entry_key(local).digest
+        )
         self.reset(tunes=tunes)
 
     def reset(self, *, tunes: bool) -> None:
@@ -103,27 +86,65 @@ class Domain:
                 max_runs=options.max_runs,
                 budget_s=options.budget_s,
                 tunes=tunes,
+                online_share=online_share(),
             )
         )
-        self.launches = Launches(
-            clock=self.clock,
-            agree=options.agree,
-            statistic=options.statistic,
-            rank=self.agreement.rank,
-            shared=self.tuning.contexts,
-            aliases=self.tuning.aliases,
+        rank, names = self.agreement.rank, KernelNames(self.tuning.kernels.aliases)
+        self.local_contexts = LocalContexts(
+            names, options.agree, rank, lambda local, candidate, reason: self.on_ban(local, candidate, reason)
+        )
+        admission = Admission(
+            self.local_contexts,
+            names,
+            self.clock,
+            options.statistic,
+            rank,
             find_claim=self._find_claim,
-            on_ban=lambda local, candidate, reason: self.on_ban(local, candidate, reason),
+            recall=lambda local: self.recovery.recall(local, self.tuning),
+        )
+        self.launches = Launches(
+            names,
+            self.local_contexts,
+            admission,
+            self.clock,
             busy=self.agreement.busy,
+            trying=self.recovery.trying,
+            loading=self.recovery.loading,
             passes_single=isinstance(self.agreement, Alone),
             is_frozen=not tunes,
         )
-        self._published.clear()
 
     @property
     def point(self) -> dict[str, str]:
         """Return where in the program this rank is, to be told at every exchange."""
         return {"the tuned function": self.name}
+
+    def _journal(self, *, tunes: bool) -> Journal:
+        """Return the journal, named after all that samples depend on, but for kernels and keys."""
+        options, cache = self.options, self.disk.directory
+        strategy = identity.function_digest(options.search) if callable(options.search) else ""
+        facts = {
+            "function": self.name,
+            "source": self._function_digest,
+            "scope": self.scope,
+            "strategy": strategy,
+            "device": self.device.text,
+            "clock": type(self.clock).__name__,
+            "ranks": str(self.agreement.ranks),
+            "dist_autotune": __version__,
+            "triton": triton.__version__,
+            "torch": str(torch.__version__),
+            **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
+        }
+        return Journal(
+            cache / FOLDER if cache is not None and tunes else None,
+            facts,
+            self.name,
+            self.agreement.rank,
+            lambda directory, reason: self.disk.cannot_write(
+                directory, reason, "After a crash, tuning does not go on where it was."
+            ),
+        )
 
     # -- opening a session ---------------------------------------------------------------------------------
 
@@ -136,13 +157,16 @@ class Domain:
             "the version of dist_autotune": __version__,
             "the version of Triton": triton.__version__,
             "retune": str(self.forgetful),
+            "DIST_AUTOTUNE_ONLINE_SHARE": str(self.tuning.rules.online_share),
             "DIST_AUTOTUNE_MODE": "tune" if self.tuning.rules.tunes else "cached",
             "device": self.device.text,
             "settled": digest(self.tuning.digest_text()),
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
-        offers = {} if self.forgetful else self._usable_entries()
-        return Payload("open", rank, {name: {value: rank} for name, value in facts.items()}, offers)
+        offers = {} if self.forgetful else self._results.on_disk()
+        payload = Payload("open", rank, {name: {value: rank} for name, value in facts.items()}, offers)
+        said = self.recovery.said(payload)
+        return payload if self.forgetful else said
 
     def open(self, merged: Payload) -> list[str]:
         """Take in what all ranks said; return remarks for the log. Raises RankMismatch."""
@@ -150,7 +174,7 @@ class Domain:
         facts = dict(merged.facts)
         devices, settled = facts.pop("device", {}), facts.pop("settled", {})
         self.forgetful = str(True) in facts.pop("retune", {})  # on some rank: then on all
-        facts.pop("session", None)
+        session = next(iter(facts.pop("session", {})), "")
         check_facts(Payload(merged.kind, facts=facts), "open")
         if len(settled) > 1:
             remarks.append("ranks remember different results of earlier sessions: all of them are dropped")
@@ -161,7 +185,24 @@ class Domain:
             self._offers = {}
         if self.forgetful:
             self.reset(tunes=self.tuning.rules.tunes)
+            merged = replace(merged, past=None)
+        return remarks + self._begin(session, ", ".join(sorted(devices)), merged)
+
+    def _begin(self, session: str, devices: str, merged: Payload) -> list[str]:
+        """Begin the session, where another one was left if there is one; return remarks for the log."""
+        if merged.past is not None:
+            self.reset(tunes=self.tuning.rules.tunes)
+            try:
+                return self.recovery.begin(session, devices, merged, self.tuning)
+            except TuningError:
+                raise
+            except UNREADABLE as error:  # the same on every rank
+                self.reset(tunes=self.tuning.rules.tunes)
+                reason = f"{type(error).__name__}: {error}"
         self.tuning.open()
+        remarks = self.recovery.begin(session, devices, replace(merged, past=None), self.tuning)
+        if merged.past is not None:
+            remarks.append(f"session {merged.past.session} cannot be taken up ({reason}): tuning begins anew")
         return remarks
 
     def check_run(self, merged: Payload) -> None:
@@ -183,29 +224,13 @@ class Domain:
     def look_on_disk(self) -> None:
         """Let a call outside a session use disk entries; with peers they would have to be agreed first."""
         if isinstance(self.agreement, Alone):
-            self._offers = self._offers or self._usable_entries()
+            self._offers = self._offers or self._results.on_disk()
 
     def drop_session(self) -> None:
         """Forget the searches under way, on all ranks alike."""
-        unsettled = {context.name for context in self.tuning.unsettled}
-        unsettled |= {name for name, local in self.launches.contexts.items() if local.context is None}
-        self.launches.forget(unsettled)
-        self.tuning.drop_unsettled()
-
-    def _usable_entries(self) -> dict[str, tuple[int, str, float]]:
-        usable = self.disk.load_all(self._is_usable)
-        return {name: (self.agreement.rank, entry.winner, entry.ms) for name, entry in usable.items()}
-
-    def _is_usable(self, entry: Entry) -> bool:
-        key = entry.key
-        return (
-            (key.device, key.capability, key.driver)
-            == (self.device.name, self.device.capability, self.device.driver)
-            and key.triton_version == triton.__version__
-            and key.world_size == len(self.agreement.ranks)
-            and key.scope == self.scope
-            and key.agree == self.options.agree
-        )
+        untold = {name for name, local in self.local_contexts.by_name.items() if local.context is None}
+        self.launches.forget(self.tuning.drop_unsettled() | untold)
+        self.recovery.drop()
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -213,139 +238,21 @@ class Domain:
         """Return the result that a context has in memory or on disk before its first launch here."""
         if self.forgetful:
             return None
-        known = None if tuner is None else self._in_memory(tuner, local.key)
+        known = None if tuner is None else self._results.in_memory(tuner, local.key)
         if known is not None:
             return Claim(self.agreement.rank, identity.candidate_digest(known.all_kwargs()))
-        offer = self._offers.get(self._entry_key(local).digest)
+        offer = self._offers.get(self._results.entry_key(local).digest)
         return None if offer is None else Claim(*offer)
-
-    def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
-        """Return the config in `Autotuner.cache` if it counts."""
-        config, mark = tuner.cache.get(key), RESULTS.find(tuner, key)
-        if config is None or (mark is not None and mark.provisional):
-            return None
-        if mark is None:
-            return config if isinstance(self.agreement, Alone) and not self.scope else None
-        if not isinstance(self.agreement, Alone) and mark.agreement is not self.agreement:
-            return None
-        return config if mark.scope == self.scope else None
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
-        new: list[Context] = []
-        for context in self.tuning.contexts.values():
-            state = (context.status, context.winner)
-            if not self.tuning.is_final(context) or self._published.get(context.name) == state:
-                continue
-            self._published[context.name] = state
-            new.append(context)
-            local = self.launches.contexts.get(context.name)
+        new = self.tuning.newly_final()
+        for context in new:
+            local = self.local_contexts.by_name.get(context.name)
             if local is not None:
-                self._publish_local(context, local, seconds)
+                self._results.publish(context, local, seconds)
+        for local in self.local_contexts.by_name.values():  # settled before they were launched here
+            late = local.context
+            if late is not None and not local.is_published and self.tuning.is_final(late):
+                self._results.publish(late, local, seconds)
         return new
-
-    def _publish_local(self, context: Context, local: Local, seconds: float) -> None:
-        winner = context.digests[context.incumbent]
-        timings = {context.digests[index]: ms for index, ms in context.timings.items()}
-        failed = {context.digests[index]: math.inf for index in context.banned}
-        if local.is_choice:
-            CHOICES.remember(context.kernel, local.key_text, local.bindings[0].configs[winner])
-        for binding in local.bindings:
-            tuner = binding.tuner()
-            config = binding.configs.get(winner)
-            if tuner is None or config is None or len(tuner.configs) == 1:
-                continue
-            cached = context.status == "cached"
-            standing = tuner.cache.get(binding.key)
-            if cached and standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
-                continue  # and so does all that belongs to it
-            known = {**timings, **failed}
-            by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
-            intercept.publish(tuner, binding.key, config, by_config, seconds)
-            RESULTS.mark(tuner, binding.key, Mark(self.agreement, self.scope, context.provisional))
-            if not context.provisional:
-                intercept.announce(tuner, binding.key, cache_hit=cached)
-        ms = timings.get(winner)
-        if context.status == "tuned" and ms is not None and len(context.digests) > 1:
-            self.disk.put(self._entry(context, local, winner, ms))
-
-    def _entry(self, context: Context, local: Local, winner: str, ms: float) -> Entry:
-        return Entry(
-            key=self._entry_key(local),
-            winner=winner,
-            config=context.texts[context.incumbent],
-            ms=ms,
-            timings={context.texts[index]: ms for index, ms in context.timings.items()},
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            package_version=__version__,
-        )
-
-    def _entry_key(self, local: Local) -> EntryKey:
-        return EntryKey(
-            kernel=local.source.short_name,
-            kernel_digest=local.kernel,
-            key=local.key_text,
-            constants=local.constants,
-            candidates=tuple(sorted(candidate for candidate, _ in local.order)),
-            device=self.device.name,
-            capability=self.device.capability,
-            driver=self.device.driver,
-            triton_version=triton.__version__,
-            world_size=len(self.agreement.ranks),
-            scope=self.scope,
-            agree=self.options.agree,
-        )
-
-    def tuned_contexts(self, names: set[str]) -> tuple[TunedContext, ...]:
-        """Return the contexts among `names` that there was a choice in, as they stand."""
-        contexts = []
-        for name in sorted(names):
-            context, local = self.tuning.contexts.get(name), self.launches.contexts.get(name)
-            if context is None or local is None or len(context.digests) == 1:
-                continue
-            contexts.append(
-                TunedContext(
-                    kernel=context.kernel,
-                    key=local.key,
-                    config=local.bindings[0].configs.get(context.digests[context.incumbent]),
-                    ms=context.timings.get(context.incumbent),
-                    fastest_rank_ms=context.fastest_ms.get(context.incumbent),
-                    status=context.status or "tuning",
-                    timings={context.texts[index]: ms for index, ms in context.known_ms()},
-                    banned={
-                        context.texts[index]: f"rank {rank}: {reason}"
-                        for index, (rank, reason) in sorted(context.banned.items())
-                    },
-                )
-            )
-        return tuple(contexts)
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device that results hold for."""
-
-    name: str
-    capability: str
-    driver: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} {self.capability} {self.driver}".strip()
-
-    @classmethod
-    def current(cls) -> Device:
-        if intercept.is_interpreted() or not torch.cuda.is_available():
-            return cls("interpreter", "", "")
-        major, minor = torch.cuda.get_device_capability()
-        return cls(torch.cuda.get_device_name(), f"{major}.{minor}", _driver_version())
-
-
-def _driver_version() -> str:
-    """Return the NVIDIA driver's version, as the kernel module states it."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group(0) if found else ""

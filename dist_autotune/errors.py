@@ -43,6 +43,14 @@ class PeerHasNoConfig(PeerFailed, NoValidConfig):
     """Another rank has no config left that works there, so no config works on every rank."""
 
 
+class LaunchTimeout(TuningError, TimeoutError):
+    """The device did not end a launch in time; the message names what was running."""
+
+
+class LaunchFailed(TuningError, RuntimeError):
+    """The device reported an error during a run; the message names what the run had launched."""
+
+
 class CacheWarning(UserWarning):
     """A cache entry or directory could not be used; tuning goes on without it."""
 

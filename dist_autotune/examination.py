@@ -14,6 +14,7 @@ import triton
 from . import intercept, settings
 from .children import Child, first_problem, run_children
 from .errors import InvalidOption
+from .options import Options
 from .text import counted
 from .version import __version__
 
@@ -132,7 +133,7 @@ def _settings() -> tuple[dict[str, str], str]:
     directories = {CACHE: str(settings.cache_directory())}
     try:
         settings.check_variables()
-        logs = settings.Options().resolved_log_dir()
+        logs = Options().resolved_log_dir()
     except InvalidOption as error:
         return directories, str(error)
     return directories | ({LOGS: str(logs)} if logs else {}), ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .domain import Device
+from .device import Device
 
 COPY_BYTES = 256 << 20
 COPIES = 7  # the median of them counts

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .analysis import (
     CandidateHistory,
+    Compiling,
     ContextHistory,
     History,
     RankTimes,
@@ -27,6 +28,7 @@ from .records import (
     ContextRecord,
     ContextSettled,
     Note,
+    Preflighted,
     Record,
     RunFailed,
     RunStarted,
@@ -38,6 +40,12 @@ from .records import (
 
 def load(directory: Path) -> History:
     """Return the sessions that the `rank-N.jsonl` files of `directory` tell of, if there are any."""
+    sessions, skipped = read_sessions(directory)
+    return History(directory, tuple(_session(name, records) for name, records in sessions.items()), skipped)
+
+
+def read_sessions(directory: Path) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
+    """Return the records of each session, rank by rank; and file -> why how many lines were left out."""
     sessions: dict[str, list[Record]] = {}
     skipped: dict[str, Counter[str]] = {}
     for path in sorted(directory.glob("rank-*.jsonl"), key=_rank_of):
@@ -47,7 +55,7 @@ def load(directory: Path) -> History:
                 sessions.setdefault(record.session, []).append(record)
         if unreadable:
             skipped[path.name] = unreadable
-    return History(directory, tuple(_session(name, records) for name, records in sessions.items()), skipped)
+    return sessions, skipped
 
 
 def _rank_of(path: Path) -> tuple[int, str]:
@@ -72,6 +80,7 @@ def _session(name: str, records: Sequence[Record]) -> SessionHistory:
         contexts=tuple(_context(digest, of_context) for digest, of_context in contexts.items()),
         stragglers=_stragglers(record for record in records if isinstance(record, Trial)),
         remarks=_remarks(records),
+        compiling=_compiling(record for record in records if isinstance(record, Preflighted)),
     )
 
 
@@ -87,6 +96,7 @@ def _context(digest: str, records: Sequence[ContextRecord]) -> ContextHistory:
         ms=settled.ms if settled else None,
         candidates=_candidates(records, _agreed_ms(agreed, settled)),
         convergence=_convergence(agreed),
+        launch_bound=settled is not None and settled.launch_bound,
     )
 
 
@@ -168,6 +178,23 @@ def _stragglers(trials: Iterable[Trial]) -> tuple[Straggler, ...]:
     return tuple(
         Straggler(rank, slowest[rank], len(lags), statistics.median(lags))
         for rank, lags in sorted(behind.items())
+    )
+
+
+def _compiling(records: Iterable[Preflighted]) -> tuple[Compiling, ...]:
+    by_rank: defaultdict[int, list[Preflighted]] = defaultdict(list)
+    for record in records:
+        by_rank[record.rank].append(record)
+    return tuple(
+        Compiling(
+            rank=rank,
+            compiled=sum(record.compiled for record in own),
+            from_peers=sum(record.from_peers for record in own),
+            cached=sum(record.cached for record in own),
+            failed=sum(record.failed for record in own),
+            seconds=sum(record.seconds for record in own),
+        )
+        for rank, own in sorted(by_rank.items())
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import hashlib
 import inspect
 import numbers
 import re
@@ -17,10 +18,14 @@ from typing import Any
 import numpy as np
 
 from .errors import TuningError
-from .settings import digest
 
 _UNKNOWN = object()
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def digest(text: str) -> str:
+    """Return 16 hexadecimal digits that stand for `text`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,17 @@ Used of it: `configs, keys, arg_names, cache, fn, base_fn, prune_configs, early_
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from triton import knobs
-from triton.compiler.errors import CompilationError
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
-from triton.runtime.errors import AutotunerError, OutOfResources, PTXASError
+from triton.runtime.errors import AutotunerError
 
 from . import identity
 from .identity import KernelSource
@@ -28,12 +25,6 @@ from .identity import KernelSource
 Key: TypeAlias = tuple[Any, ...]
 # (the `run` that stood there before, the kernel, its positional and keyword arguments) -> what launch returns
 Handler: TypeAlias = Callable[[Callable[..., Any], Autotuner, tuple[Any, ...], dict[str, Any]], Any]
-
-_COMPILER_FAILURE = re.compile(
-    r"PassManager::run failed|failed to translate module|LLVM ERROR|ptxas|out of resource", re.I
-)
-_OUT_OF_MEMORY = re.compile(r"out of memory", re.I)
-
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
 _NO_DTYPE = object()
@@ -196,43 +187,6 @@ def load(kernel: Any) -> None:
         kernel._init_handles()  # compiling alone does not check shared memory
 
 
-def load_failure(error: BaseException, grid: Any = None, hook: Any = None) -> str | None:
-    """Return why `error` means "this config does not work here", or None: it is the user's error.
-
-    What `grid` raised, the grid function of the launch, is the user's. So is running out of memory inside
-    `hook`, the config's own; a compiler's failure there is the config's.
-    """
-    if isinstance(error, (OutOfResources, PTXASError, CompilationError)):
-        return _first_line(error)
-    text = str(error) if type(error) is RuntimeError else ""
-    if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text):
-        users = [grid, hook]
-    elif _COMPILER_FAILURE.search(text):
-        users = [grid]
-    else:
-        return None
-    return None if _passed_through(error, users) else _first_line(error)
-
-
-def _passed_through(error: BaseException, functions: Sequence[Any]) -> bool:
-    codes = {_code_of(function) for function in functions} - {None}
-    trace = error.__traceback__
-    while trace is not None and codes:
-        if trace.tb_frame.f_code in codes:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-def _code_of(function: Any) -> Any:
-    """Return the code that a call of `function` runs, through partials and callable objects."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if callable(function) and not hasattr(function, "__code__"):
-        function = type(function).__call__
-    return getattr(function, "__code__", None)
-
-
 def publish(
     tuner: Autotuner, key: Key, config: Any, timings: Iterable[tuple[Any, float]], seconds: float
 ) -> None:
@@ -283,8 +237,3 @@ def texts_of(configs: Sequence[Any]) -> list[str]:
             text = f"{text}, #{identity.candidate_digest(config.all_kwargs())[:8]}"
         texts.append(text)
     return texts
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -9,9 +9,13 @@ import time
 from typing import Any, Protocol
 
 from .board import Address
-from .hub import SEND_S, Hub, Message, pack, unpack
+from .hub import SEND_S, Hub
+from .hub_messages import Message, pack, unpack
 
 _LEAST_S = 1e-3  # for a reply that is there already
+# A wait is made of slices: a Ctrl-C that comes between Python's last look at signals and the system call that
+# waits does not interrupt that call, and would go unnoticed until its end.
+_SLICE_S = 0.5
 
 
 class HubLost(Exception):
@@ -54,8 +58,10 @@ class LocalLine:
         return request
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
+        until = time.monotonic() + timeout_s
         with self._arrived:
-            self._arrived.wait_for(lambda: request in self._replies, max(timeout_s, 0))
+            while request not in self._replies and (left_s := until - time.monotonic()) > 0:
+                self._arrived.wait(min(left_s, _SLICE_S))
             return self._replies.pop(request, None)
 
     def tell(self, op: str, sequence: int) -> None:
@@ -99,7 +105,7 @@ class SocketLine:
             if left_s <= 0:
                 return None
             try:
-                self._read(left_s)
+                self._read(min(left_s, _SLICE_S))
             except TimeoutError:
                 continue
             except BaseException as error:

@@ -52,6 +52,7 @@ class Local:
     rank: int
     family: str = ""  # of Autotuners of the same function and keys
     slot: str = ""
+    entry: str = ""  # all that its samples depend on
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None
     context: Context | None = None  # the state all ranks share, once one of them has announced it
@@ -62,6 +63,7 @@ class Local:
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
+    is_published: bool = False  # its result, to where launches outside the function find it
     told: Part | None = None  # of the run under way, when the peers have been told
 
     @property
@@ -78,11 +80,27 @@ class Local:
         """Return whether launches of this run are samples."""
         if self.context is None:
             return self.claim is None and not self.is_choice
-        return self.context.judge == BY_LAUNCH and self.context.trial is not None and not self.context.waiting
+        return self.context.judge == BY_LAUNCH and self.context.is_on_trial
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a peer has not read its sample yet: this run's launches are no part of the trial."""
+        return self.context is not None and self.context.waiting
+
+    def tries(self, candidate: str) -> bool:
+        """Return whether a launch of this candidate, now, is a trial."""
+        if len(self.order) == 1:
+            return False
+        if self.context is None:
+            return self.claim is None
+        trial = self.context.trial
+        return trial is not None and self.context.is_on_trial and self.context.digests[trial] == candidate
 
     def retold(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
-        if self.context is None or self.context.trial is None or not self.measures:
+        if self.context is None or self.context.trial is None or self.context.judge != BY_LAUNCH:
+            return None
+        if not self.measures and not self.is_waiting:
             return None
         return self.stopwatch.retell(self.context.digests[self.context.trial])
 

@@ -24,6 +24,7 @@ from .records import (
     Banned,
     ContextSettled,
     Note,
+    Preflighted,
     Record,
     RunFailed,
     SessionClosed,
@@ -171,4 +172,5 @@ def _level(record: Record) -> int:
     """
     if isinstance(record, SessionClosed):
         return logging.WARNING if record.warning else logging.INFO
-    return logging.INFO if isinstance(record, ContextSettled | Banned | RunFailed | Note) else logging.DEBUG
+    followed = ContextSettled | Banned | Preflighted | RunFailed | Note
+    return logging.INFO if isinstance(record, followed) else logging.DEBUG

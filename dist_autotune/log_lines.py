@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from . import records
-from .text import WALL_CLOCK, config_label, context_label, counted, format_ms, one_line
+from .text import WALL_CLOCK, config_label, context_label, counted, format_ms, one_line, status_label
 
 
 @dataclass
@@ -64,6 +65,15 @@ class LogLines:
                 where = "opening" if record.run < 0 else f"run {record.run}"
                 sizes = f"sent {record.sent_bytes} B, received {record.received_bytes} B"
                 return where, f"exchanged in {format_ms(record.ms)} ms, {sizes}"
+            case records.Resumed():
+                return "resumed", f"{counted(len(record.events), 'event')} of the journal"
+            case records.Merged():
+                return f"run {record.run}", f"all ranks said: {self._said(record.payload)}"
+            case records.RunTimed():
+                doubt = "" if record.counts else ", no sample"
+                return f"run {record.run}", f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
+            case records.Preflighted():
+                return context_label(record.kernel, record.key), self._preflighted(record)
             case records.RunFailed():
                 return f"run {record.run}", f"failed on rank {record.by_rank}: {record.error}"
             case records.SessionOpened():
@@ -101,7 +111,8 @@ class LogLines:
             case records.ContextSettled():
                 config = context.config(record.config_id, record.config)
                 counts = f"{len(record.timings)} timed, {len(context.banned)} banned"
-                return f"{config}{self._time('winner', record.ms)}  {record.status}, {counts}"
+                status = status_label(record.status, launch_bound=record.launch_bound)
+                return f"{config}{self._time('winner', record.ms)}  {status}, {counts}"
             case records.ContextAdmitted():
                 context.candidates = len(record.candidates)
                 context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
@@ -116,15 +127,25 @@ class LogLines:
         of = f" {trial.k}/{trial.n}" if trial.n else f" {trial.k}"
         what = trial.kind + (of if trial.kind != "incumbent" else "")
         launches = f"  {trial.launches} launches" if trial.launches != 1 else ""
+        gap = f"  of which the host up to {format_ms(trial.gap_ms)}" if trial.gap_ms else ""
         return (
             context.config(trial.config_id, trial.config)
             + self._time(what, trial.ms)
             + launches
+            + gap
             + context.best()
         )
 
     def _time(self, what: str, ms: float | None) -> str:
         return f"  {what:<13} {format_ms(ms):>8}" + (f" {self._unit}" if ms is not None else "")
+
+    @staticmethod
+    def _preflighted(record: records.Preflighted) -> str:
+        remark = f"; {record.remark}" if record.remark else ""
+        return (
+            f"compiled {record.compiled} here ({record.workers} at a time), {record.from_peers} by peers, "
+            f"{record.cached} in the cache, {record.failed} failed, {record.seconds:.1f} s{remark}"
+        )
 
     def _opened(self, record: records.SessionOpened) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
@@ -140,6 +161,11 @@ class LogLines:
         if (context := self._contexts.get(record.context)) is None:
             context = self._contexts[record.context] = _Context(context_label(record.kernel, record.key))
         return context
+
+    def _said(self, payload: dict[str, Any]) -> str:
+        parts = payload.get("parts", {}).items()
+        told = [f"{self._label(name)} {counted(part.get('measured', 0), 'time')}" for name, part in parts]
+        return ", ".join(told) or "nothing launched"
 
     def _label(self, digest: str) -> str:
         context = self._contexts.get(digest)

@@ -7,12 +7,21 @@ import functools
 import json
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from .errors import RankMismatch
+from .unfinished import Crash, Past, merged_crashes
 
 WHERE = {"open": "the opening of a session", "run": "the end of a trial", "vote": "the end of a settled call"}
+SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
+FS_PER_MS = 10**12
 MIXED = "*"  # launches of one run did not all use one candidate; payloads were not all of one kind
+
+
+def femtoseconds(ms: float) -> int:
+    """Return a finite time in whole femtoseconds."""
+    return round(Fraction(ms) * FS_PER_MS)
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,14 @@ class Announcement:
             shared=tuple(sorted(set(first.shared) & set(second.shared))),
             ranks=first.ranks + second.ranks,
             siblings=max(first.siblings, second.siblings),
-            claim=min(claims, key=lambda claim: claim[0]) if claims else None,
+            claim=min(claims, key=_claim_order) if claims else None,
         )
+
+
+def _claim_order(claim: tuple[int, str, float | None]) -> tuple[int, str, bool, float]:
+    """Order claims: one rank may claim what it remembers, and its peers what they have from its disk."""
+    rank, digest, ms = claim
+    return rank, digest, ms is None, ms or 0.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +66,13 @@ class Part:
     ran: str | None = None  # digest of the candidate launched; MIXED; None: not launched
     worst_ms: float = -math.inf  # of the per-rank statistic so far of the candidate on trial
     best_ms: float = math.inf
-    total_ms: float = 0.0
+    total_fs: int = 0  # their sum, whole so that it is the same in whatever order ranks are added
     measured: int = 0  # ranks with a statistic
     unmeasured: int = 0  # ranks that launched it and have none
     pending: int = 0  # ranks whose sample is not read yet (online)
     bans: dict[str, tuple[int, str]] = field(default_factory=dict)  # digest -> (lowest rank, its reason)
     announcement: Announcement | None = None
+    gap_ms: float = 0.0  # how much of a rank's statistic may be its host's, on the rank where it is most
 
     def merged(self, other: Part) -> Part:
         bans = dict(self.bans)
@@ -68,10 +84,11 @@ class Part:
             ran=None if not ran else ran.pop() if len(ran) == 1 else MIXED,
             worst_ms=max(self.worst_ms, other.worst_ms),
             best_ms=min(self.best_ms, other.best_ms),
-            total_ms=self.total_ms + other.total_ms,
+            total_fs=self.total_fs + other.total_fs,
             measured=self.measured + other.measured,
             unmeasured=self.unmeasured + other.unmeasured,
             pending=self.pending + other.pending,
+            gap_ms=max(self.gap_ms, other.gap_ms),
             bans=bans,
             announcement=announcements[0].merged(announcements[1])
             if len(announcements) == 2
@@ -93,6 +110,8 @@ class Payload:
     run: Part = field(default_factory=Part)  # time of the whole run
     elapsed_s: float = 0.0
     wants_session: bool = False
+    past: Past | None = None  # of a session that some rank's process did not live to end
+    crashes: dict[str, Crash] = field(default_factory=dict)  # by session
 
     def merged(self, other: Payload) -> Payload:
         facts = {name: dict(values) for name, values in self.facts.items()}
@@ -115,17 +134,33 @@ class Payload:
             elapsed_s=max(self.elapsed_s, other.elapsed_s),
             run=self.run.merged(other.run),
             wants_session=self.wants_session or other.wants_session,
+            past=self.past.merged(other.past) if self.past and other.past else self.past or other.past,
+            crashes=merged_crashes(self.crashes, other.crashes),
         )
 
+    def decisive(self) -> dict[str, Any]:
+        """Return, as data that `decode` reads, what the next plan follows from: all but facts and offers."""
+        plain: dict[str, Any] = _plain(dataclasses.replace(self, facts={}, offers={}))
+        return plain
+
     def encode(self) -> bytes:
-        return json.dumps(_plain(self), separators=(",", ":")).encode()
+        """Return the payload as JSON: the same bytes in whatever order payloads were merged."""
+        return json.dumps(_plain(self), separators=(",", ":"), sort_keys=True).encode()
 
     @staticmethod
     def decode(data: bytes) -> Payload:
-        fields = json.loads(data)
+        return Payload.of_data(json.loads(data))
+
+    @staticmethod
+    def of_data(data: dict[str, Any]) -> Payload:
+        """Return the payload that `decisive`, or its JSON, gave."""
+        fields = dict(data)
         fields["offers"] = {entry: tuple(offer) for entry, offer in fields.get("offers", {}).items()}
         fields["parts"] = {context: _part(values) for context, values in fields.get("parts", {}).items()}
         fields["run"] = _part(fields.get("run", {}))
+        if fields.get("past") is not None:
+            fields["past"] = Past(**fields["past"])
+        fields["crashes"] = {name: Crash(**values) for name, values in fields.get("crashes", {}).items()}
         return Payload(**fields)
 
 
@@ -138,7 +173,8 @@ def merge(first: bytes, *others: bytes) -> bytes:
 
 def check_facts(merged: Payload, expected_kind: str) -> None:
     """Raise RankMismatch where ranks differ in what must be equal."""
-    for name, values in merged.facts.items():
+    for name in [*SAID_FIRST, *sorted(merged.facts.keys() - set(SAID_FIRST))]:
+        values = merged.facts.get(name, {})
         if len(values) > 1:
             said = "; ".join(
                 f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda v: v[1])
@@ -158,18 +194,24 @@ def check_facts(merged: Payload, expected_kind: str) -> None:
 
 def _plain(value: Any) -> Any:
     """Return `value` as JSON-representable data, fields at their defaults left out."""
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        defaults = {
-            f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-            for f in dataclasses.fields(value)
-        }
-        return {name: _plain(item) for name, item in fields.items() if item != defaults[name]}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    return value
+    kind: Any = type(value)  # of a dataclass, which mypy does not take for hashable
+    fields = ((name, getattr(value, name), default) for name, default in _defaults(kind))
+    return {name: _plain(item) for name, item, default in fields if item != default}
+
+
+@functools.cache
+def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of a dataclass with their defaults."""
+    return tuple(
+        (f.name, f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
+        for f in dataclasses.fields(kind)
+    )
 
 
 def _part(fields: dict[str, Any]) -> Part:

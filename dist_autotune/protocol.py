@@ -10,73 +10,18 @@ by the whole run's time take their turns, one after another, from the winners so
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+from .duel import DUEL_RUNS, Duel
+from .kernel_families import KernelFamilies
+from .pace import Pace
 from .payload import Announcement, Part, Payload
 from .search import BY_LAUNCH, BY_RUN, Context, Outcome, Rules
-from .settings import digest
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
 RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks still differ in what they ran
-DUEL_RUNS = 12  # of the comparison with the default plan: two warm-ups, then five of each in turn
-
-
-class Duel:
-    """The tuned plan against the default plan, in alternating runs judged by the whole run's time."""
-
-    def __init__(self, contexts: list[Context], defaults: dict[str, int]) -> None:
-        self.contexts = [c for c in contexts if defaults.get(c.name, c.winner) != c.winner]
-        self.defaults = defaults
-        self.run = 0
-        self.ms: dict[str, float | None] = {"tuned": None, "default": None}
-        self._turn()
-
-    @property
-    def side(self) -> str:
-        return "tuned" if self.run % 2 == 0 else "default"
-
-    @property
-    def is_warmup(self) -> bool:
-        return self.run < 2
-
-    @property
-    def is_over(self) -> bool:
-        return self.run >= DUEL_RUNS or not self.contexts
-
-    def advance(self, ms: float | None) -> None:
-        """Take the agreed time so far of the side that ran."""
-        if not self.is_warmup:
-            self.ms[self.side] = ms
-        self.run += 1
-        self._turn()
-
-    @property
-    def is_won(self) -> bool:
-        """Return whether the tuned plan is faster; it is not if either could not be timed."""
-        tuned, default = self.ms["tuned"], self.ms["default"]
-        return not self.contexts or (tuned is not None and default is not None and tuned < default)
-
-    def _turn(self) -> None:
-        for context in self.contexts:
-            playing = not self.is_over and self.side == "default"
-            context.override = self.defaults[context.name] if playing else None
-
-
-@dataclass
-class Family:
-    """The Autotuners of one function and keys, on all ranks."""
-
-    kernels: list[str] = field(default_factory=list)  # ids, that of the lowest rank first
-    siblings: int = 1  # on one rank, at most
-
-
-def context_name(kernel_id: str, slot: str) -> str:
-    """Return the name of a kernel's context, the same on all ranks."""
-    return digest(f"{kernel_id}|{slot}")
 
 
 class Tuning:
@@ -85,14 +30,21 @@ class Tuning:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.contexts: dict[str, Context] = {}
-        self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
-        self._families: dict[str, Family] = {}
+        self.kernels = KernelFamilies()
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
         self.duel: Duel | None = None
+        self.on_hold = False  # online: the next run is no trial, to keep to `Rules.online_share`
         self.remark = ""
+        self.session = ""  # the last one that used this state
+        self.crash_bans: dict[str, dict[str, tuple[int, str]]] = {}  # context -> candidate -> (rank, reason)
+        self.elapsed_before_s = 0.0  # of the session, in processes before this one
+        self._resumed_at = 0  # the run with which this process took the session up
+        self._unconfirmed: set[str] = set()  # contexts taken up that may not be launched any more
+        self._told: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._idle_runs = 0
+        self._pace = Pace(rules.online_share)
         self._turn: str | None = None  # the context that is judged by the whole run now
         self._defaults: dict[str, int] = {}  # the plan before this session
         self._admitted: dict[str, int] = {}  # searches of this session and the run they began in, from 0
@@ -112,9 +64,9 @@ class Tuning:
     def judged_run(self) -> tuple[str, str] | None:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
         if self.duel is not None:
-            return "", self.duel.side
+            return None if self.on_hold else ("", self.duel.side)
         context = self.contexts.get(self._turn or "")
-        if context is None or context.trial is None or context.waiting:
+        if context is None or context.trial is None or not context.is_on_trial:
             return None
         return context.name, context.digests[context.trial]
 
@@ -136,6 +88,16 @@ class Tuning:
         """Return whether the context's result stands: the comparison with the default plan is over."""
         return context.settled and (self.duel is None or context not in self.duel.contexts)
 
+    def newly_final(self) -> list[Context]:
+        """Return the contexts whose result stands and is new since this was last asked."""
+        new = []
+        for context in self.contexts.values():
+            state = (context.status, context.winner)
+            if self.is_final(context) and self._told.get(context.name) != state:
+                self._told[context.name] = state
+                new.append(context)
+        return new
+
     def winner_digest(self, name: str) -> str:
         context = self.contexts[name]
         return context.digests[context.incumbent]
@@ -148,38 +110,6 @@ class Tuning:
             if context.settled
         )
 
-    # -- one name for one kernel ---------------------------------------------------------------------------
-
-    def unite(self, merged: Payload) -> tuple[Payload, dict[str, str]]:
-        """Return the payload with one name for what is one context; and the new names by the old.
-
-        Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,
-        those of all ranks are one kernel, whose candidates meet in their intersection.
-        """
-        announced = {
-            name: part.announcement
-            for name, part in sorted(merged.parts.items())
-            if part.announcement is not None and part.announcement.family and name not in self.contexts
-        }
-        for announcement in sorted(announced.values(), key=lambda a: (a.rank, a.kernel_id)):
-            family = self._families.setdefault(announcement.family, Family())
-            family.siblings = max(family.siblings, announcement.siblings)
-            if announcement.kernel_id not in family.kernels:
-                family.kernels.append(announcement.kernel_id)
-        for family in self._families.values():
-            if family.siblings == 1:
-                self.aliases.update(dict.fromkeys(family.kernels[1:], family.kernels[0]))
-        names = {
-            name: context_name(self.aliases[announcement.kernel_id], announcement.slot)
-            for name, announcement in announced.items()
-            if announcement.kernel_id in self.aliases
-        }
-        parts: dict[str, Part] = {}
-        for name, part in sorted(merged.parts.items()):
-            name = names.get(name, name)
-            parts[name] = parts[name].merged(part) if name in parts else part
-        return dataclasses.replace(merged, parts=parts), names
-
     # -- what happens to it --------------------------------------------------------------------------------
 
     def open(self) -> None:
@@ -187,6 +117,9 @@ class Tuning:
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
         self.duel, self._turn, self.remark = None, None, ""
         self._defaults, self._admitted = {}, {}
+        self.elapsed_before_s, self._resumed_at = 0.0, 0
+        self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
+        self._hold(False)
         for context in self.contexts.values():
             context.last_run = 0
             if context.provisional and not self.closing:
@@ -195,14 +128,17 @@ class Tuning:
 
     def step(self, merged: Payload) -> dict[str, Outcome]:
         """Take in one run of all ranks; return what it was for each context."""
-        had_trial, was_closing = self.has_trial, self.closing
+        self._drop_unconfirmed(merged)
+        had_trial, was_closing, was_detour = self.has_trial, self.closing, self._is_detour()
         self.runs += 1
         outcomes = {name: self._take(name, merged) for name in sorted(merged.parts)}
+        had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
         if self.duel is not None:
             self._advance_duel(merged)
         self._starve()
         self._close_if_spent(merged.elapsed_s)
         self._take_turns()
+        self._hold(self._pace.take(merged.elapsed_s, was_trial=was_detour))
         if had_trial or self.has_trial or any(self.unsettled):
             self._idle_runs = 0
             return outcomes
@@ -211,12 +147,59 @@ class Tuning:
         self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
         return outcomes
 
-    def drop_unsettled(self) -> None:
-        """Forget searches under way: the session was dropped on all ranks."""
+    def drop_unsettled(self) -> set[str]:
+        """Forget searches under way, and what nothing works for: the session was dropped on all ranks.
+
+        Returns the names of what is forgotten.
+        """
         undecided = self.duel.contexts if self.duel is not None else []
-        for context in [*self.unsettled, *undecided]:
-            self.contexts.pop(context.name, None)
+        spent = [context for context in self.contexts.values() if context.is_spent]
+        dropped = {context.name for context in (*self.unsettled, *undecided, *spent)}
+        for name in dropped:
+            del self.contexts[name]
         self.duel, self._turn = None, None
+        return dropped
+
+    def rule_out(self, bans: dict[str, dict[str, tuple[int, str]]]) -> None:
+        """Ban what was running in a crash, also in contexts that are still to come.
+
+        Raises NoValidConfig when a context under way has nothing left.
+        """
+        for name, candidates in sorted(bans.items()):
+            self.crash_bans.setdefault(name, {}).update(candidates)
+            if name in self.contexts:
+                self.contexts[name].rule_out(candidates)
+        self._take_turns()
+
+    def await_confirmation(self) -> None:
+        """Go on in another process: what a rank was still to read is lost, and kernels may have changed."""
+        self._resumed_at = self.runs
+        self.kernels.forget_configs()
+        for context in self.contexts.values():
+            context.waiting = False
+        if self.duel is not None:
+            self.duel.waiting = False
+        if self.rules.mode == "replay":
+            self._unconfirmed = {context.name for context in self.unsettled}
+
+    def _drop_unconfirmed(self, merged: Payload) -> None:
+        """Forget the searches taken up that the first run of a replay has not launched."""
+        for name in self._unconfirmed - merged.parts.keys():
+            del self.contexts[name]
+            self._admitted.pop(name, None)
+            self._defaults.pop(name, None)
+        self._unconfirmed = set()
+
+    def _is_detour(self) -> bool:
+        """Return whether the run under way launches something else than the plan so far."""
+        if self.duel is not None:
+            return self.duel.side == "default" and (self.duel.waiting or not self.on_hold)
+        return any(context.is_detour for context in self.unsettled)
+
+    def _hold(self, on_hold: bool) -> None:
+        self.on_hold = on_hold
+        for context in self.contexts.values():
+            context.on_hold = on_hold
 
     def _take(self, name: str, merged: Payload) -> Outcome:
         part, context = merged.parts[name], self.contexts.get(name)
@@ -229,6 +212,7 @@ class Tuning:
         if part.ran is not None:
             context.last_run = self.runs
         outcome = context.advance(part, part if context.judge == BY_LAUNCH else merged.run)
+        context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
         return outcome
@@ -246,7 +230,7 @@ class Tuning:
     def _search_or_leave(self, context: Context) -> None:
         if len(context.digests) - len(context.banned) == 1:
             context.settle("tuned")
-        elif self.closing or (self.rules.mode == "replay" and self.runs > ADMISSION_RUNS):
+        elif self.closing or (self.rules.mode == "replay" and self.runs - self._resumed_at > ADMISSION_RUNS):
             context.settle("partial")
         else:
             self._begin(context)
@@ -282,14 +266,17 @@ class Tuning:
     def _advance_duel(self, merged: Payload) -> None:
         duel = self.duel
         assert duel is not None
-        if merged.run.pending:
+        is_turn = duel.waiting or not self.on_hold
+        duel.waiting = bool(merged.run.pending)
+        if duel.waiting or not is_turn:
             return
-        duel.advance(duel.contexts[0].reduced_ms(merged.run))
+        duel.advance(duel.contexts[0].times.reduced_ms(merged.run))
         if not duel.is_over:
             return
         if not duel.is_won:
             for context in duel.contexts:
-                context.settle("tuned", duel.defaults[context.name])
+                if duel.defaults[context.name] not in context.banned:
+                    context.settle("tuned", duel.defaults[context.name])
             tuned, default = duel.ms["tuned"], duel.ms["default"]
             self.remark = f"the default plan is kept: it took {default} ms, the tuned one {tuned} ms"
         self.duel = None

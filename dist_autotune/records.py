@@ -45,6 +45,12 @@ class SessionOpened(Record):
     pid: int
     started_at: str  # wall clock, ISO 8601, UTC: for people, never for decisions
     clock: str = ""
+    continues: str = ""  # the session whose contexts it takes up; empty: it begins with none
+    own_search: bool = False  # `search` names a function of the user's
+    max_runs: int | None = None
+    budget_s: float | None = None
+    tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
+    online_share: float = 1.0  # of the time, for trials (DIST_AUTOTUNE_ONLINE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,37 @@ class Trial(ContextRecord):
     launches: int
     ms: float | None  # mean per launch of this run, this rank; None: no usable sample
     statistic_ms: float | None  # this rank's statistic so far of this config
+    gap_ms: float = 0.0  # how much of `ms` may be the host's; 0.0: none, or the clock cannot tell
+    judge: str = "launch"  # what `ms` is the time of: the kernel's launches, or the whole "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTimed(Record):
+    """A run that was timed as a whole on this rank: `objective="thunk"`, tunables."""
+
+    event: ClassVar[str] = "run_timed"
+    run: int
+    judged: str  # "context|candidate" by digest; "|tuned" and "|default": the comparison of plans
+    counts: bool  # False: a warm-up, or a run that did not count
+    ms: float | None
+    statistic_ms: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Record):
+    """What the session took up of one that a crash ended: all that its state follows from."""
+
+    event: ClassVar[str] = "resumed"
+    events: tuple[dict[str, Any], ...]  # of the journal; see `past.Event`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged(Record):
+    """What all ranks together said of a run: the next plan follows from this and nothing else."""
+
+    event: ClassVar[str] = "merged"
+    run: int
+    payload: dict[str, Any]  # a `payload.Payload` without facts and offers; fields at defaults are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +132,7 @@ class Agreed(ContextRecord):
     ms: float | None  # reduced over ranks; None: a rank that launched it has no sample
     fastest_rank_ms: float | None
     counted: bool  # False: some rank could not run the planned config
+    gap_ms: float = 0.0  # how much of `ms` may be a host's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +142,23 @@ class Banned(ContextRecord):
     config: str
     by_rank: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflighted(Record):
+    """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
+
+    event: ClassVar[str] = "preflighted"
+    run: int
+    kernel: str
+    key: str
+    compiled: int  # by this rank
+    from_peers: int  # by another process of this host meanwhile
+    cached: int  # there at the start
+    failed: int  # their reasons are in records of their own
+    seconds: float
+    workers: int  # candidates compiled at a time
+    remark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +178,7 @@ class ContextSettled(ContextRecord):
     config: str
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +211,12 @@ RECORD_TYPES: dict[str, type[Record]] = {
         ContextAdmitted,
         RunStarted,
         Trial,
+        Resumed,
+        RunTimed,
+        Merged,
         Agreed,
         Banned,
+        Preflighted,
         Exchanged,
         ContextSettled,
         RunFailed,

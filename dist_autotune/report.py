@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .text import WALL_CLOCK, WALL_CLOCK_NOTE, align, config_label, context_label, counted, format_ms
+from .text import (
+    LAUNCH_BOUND_NOTE,
+    WALL_CLOCK,
+    WALL_CLOCK_NOTE,
+    align,
+    config_label,
+    context_label,
+    counted,
+    format_ms,
+    status_label,
+)
 
 
 @dataclass(frozen=True)
@@ -21,12 +31,16 @@ class TunedContext:
     status: str = "tuned"  # "tuned" | "cached" | "starved" | "partial"
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
+    launch_bound: bool = False  # the device waited for the host, whose part is in the times
 
     def __str__(self) -> str:
         counts = f"{len(self.timings)} timed, {len(self.banned)} banned"
-        return (
-            f"{self._label}: {config_label(self.config)}, {format_ms(self.ms)} ms, {self.status} ({counts})"
-        )
+        label = f"{self._label}: {config_label(self.config)}, {format_ms(self.ms)} ms"
+        return f"{label}, {self._status} ({counts})"
+
+    @property
+    def _status(self) -> str:
+        return status_label(self.status, launch_bound=self.launch_bound)
 
     @property
     def _label(self) -> str:
@@ -42,7 +56,7 @@ class TunedContext:
 
     def _row(self) -> tuple[str, ...]:
         spread = "-" if self.spread_percent is None else f"{self.spread_percent:.1f} %"
-        figures = format_ms(self.ms), spread, self.status, str(len(self.timings)), str(len(self.banned))
+        figures = format_ms(self.ms), spread, self._status, str(len(self.timings)), str(len(self.banned))
         return (self._label, *figures, config_label(self.config))
 
 
@@ -67,6 +81,8 @@ class TuningReport:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
             rows = [context._row() for context in self.contexts]
             lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
+        if any(context.launch_bound for context in self.contexts):
+            lines.append(LAUNCH_BOUND_NOTE.capitalize())
         if self.warning:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:

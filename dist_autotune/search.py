@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .agreed_times import AgreedTimes
 from .errors import NoValidConfig, TuningError
-from .flows import TIES, Flow, Strategy, Warmup, racing_runs
+from .flows import Flow, Strategy, Warmup, Winner, racing_runs
 from .payload import Announcement, Part
 from .text import context_label
 
@@ -32,6 +33,7 @@ class Rules:
     max_runs: int | None = None
     budget_s: float | None = None
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
+    online_share: float = 1.0  # of a session's time, for trials; 1.0: no bound
 
     def planned_runs(self, candidates: int) -> int:
         """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
@@ -68,23 +70,21 @@ class Context:
         self.digests = tuple(digest for digest, _ in announcement.order)
         self.texts = tuple(text for _, text in announcement.order)
         self.banned: dict[int, tuple[int, str]] = {}  # index -> (rank, reason)
-        self.timings: dict[int, float] = {}  # index -> agreed ms so far
-        self.warmup_ms: dict[
-            int, float
-        ] = {}  # index -> agreed ms of a warm-up run: no sample, but something known
-        self.fastest_ms: dict[int, float] = {}  # index -> the fastest rank's ms
+        self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
         self.winner: int | None = None
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.is_warmup = False
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
+        self.on_hold = False  # online: trials have had their share of the time for now
         self.override: int | None = None  # the side it takes in the final comparison of plans
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: Flow | None = None
         self._asked: Any = None  # what the flow waits for
         self._times_asked: dict[Any, int] = {}
+        self._ran: set[int] = set()  # candidates that some rank has launched
         self.narrow(announcement)
 
     # -- what there is to know -----------------------------------------------------------------------------
@@ -107,6 +107,11 @@ class Context:
         return context_label(self.kernel, self.key)
 
     @property
+    def is_spent(self) -> bool:
+        """Return whether every candidate is banned."""
+        return len(self.banned) == len(self.digests)
+
+    @property
     def incumbent(self) -> int:
         """Return the candidate to launch when none is on trial: the winner so far, else the first viable.
 
@@ -124,18 +129,34 @@ class Context:
     @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
-        if self.override is not None and self.override not in self.banned:
+        if self.override is not None and self.override not in self.banned and not self.on_hold:
             return self.override
-        return self.incumbent if self.trial is None or self.waiting else self.trial
+        return self.trial if self.trial is not None and self.is_on_trial else self.incumbent
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Return whether the next run is a trial."""
+        return self.trial is not None and not self.waiting and not self.on_hold
+
+    @property
+    def is_detour(self) -> bool:
+        """Return whether the run under way, or one whose sample is still to come, tries a rival."""
+        return (self.is_on_trial or self.waiting) and self.trial != self.incumbent
 
     @property
     def count(self) -> int:
         """Return which warm-up or sample of its candidate the trial is, from 1."""
         return self._times_asked.get(self._asked, 0)
 
+    @property
+    def is_launch_bound(self) -> bool:
+        """Return whether a host's part may be in the incumbent's time, or in the fastest."""
+        judges = (self.incumbent, self.times.fastest(self.banned))
+        return any(self.times.host_ms(index) > 0 for index in judges if index is not None)
+
     def known_ms(self) -> list[tuple[int, float]]:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
-        known = {**self.warmup_ms, **self.timings}
+        known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
 
     # -- candidates ----------------------------------------------------------------------------------------
@@ -154,7 +175,7 @@ class Context:
         if index in self.banned:
             return False
         if claim[2] is not None:
-            self.timings[index] = claim[2]
+            self.times.ms[index] = claim[2]
         self.winner = index
         return True
 
@@ -166,9 +187,16 @@ class Context:
     def ban(self, index: int, rank: int, reason: str) -> None:
         """Never launch this candidate again."""
         self.banned.setdefault(index, (rank, reason))
-        self.timings.pop(index, None)
+        self.times.ms.pop(index, None)
         if self.winner == index:
-            self.winner = self._fastest()
+            self.winner = self.times.fastest(self.banned)
+
+    def rule_out(self, bans: dict[str, tuple[int, str]]) -> None:
+        """Ban candidates between two runs, and go on without them."""
+        self.take_bans(bans)
+        if self.trial in self.banned:
+            self.waiting = False
+            self._resume(math.inf)
 
     # -- the search ----------------------------------------------------------------------------------------
 
@@ -176,7 +204,8 @@ class Context:
         """Begin the search, or go on where an earlier session left it."""
         self.status, self.waiting, rules = "", False, self._rules
         if self._flow is not None:
-            self._ask(self._asked)
+            if not self._ask(self._asked):  # banned since then
+                self._resume(math.inf)
             return
         with self._named_errors():
             self._flow = rules.strategy(
@@ -192,6 +221,9 @@ class Context:
         `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run.
         """
         self.take_bans(part.bans)
+        if part.ran in self.digests:
+            self._ran.add(self.digests.index(part.ran))
+        is_trial = self.waiting or not self.on_hold
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
         if index is None or self.waiting or part.ran is None:
@@ -199,38 +231,25 @@ class Context:
         if index in self.banned:
             self._resume(math.inf)
             return Outcome(index=index)
+        if not is_trial:
+            return Outcome()
         if part.ran != self.digests[index]:
             return Outcome(index=index)
         outcome = Outcome(kind, index, self.count, self._planned_asks(kind), self.judge)
         if kind == "sample":
-            self._record(index, judged)
-            self._resume(self.timings.get(index, math.nan))
+            self.times.take_sample(index, judged)
+            self._resume(self.times.ms.get(index, math.nan))
         else:
-            ms = self.reduced_ms(judged)
-            if ms is not None:
-                self.warmup_ms[index] = ms
-            self._resume(self.timings.get(index, math.nan if ms is None else ms))
+            ms = self.times.take_warmup(index, judged)
+            self._resume(self.times.ms.get(index, math.nan if ms is None else ms))
         return outcome
 
     def settle(self, status: str, winner: int | None = None) -> None:
         """End the search: `winner`, else the best known so far, else the incumbent."""
         if winner is None:
-            best = self._fastest()
+            best = self.times.fastest(self.banned)
             winner = self.incumbent if best is None else best
         self.winner, self.status, self.trial, self.waiting = winner, status, None, False
-
-    def reduced_ms(self, judged: Part) -> float | None:
-        """Return the agreed time; None when a rank that launched the candidate has no sample."""
-        if judged.unmeasured or not judged.measured:
-            return None
-        return judged.worst_ms if self._rules.rank_reduce == "max" else judged.total_ms / judged.measured
-
-    def _record(self, index: int, judged: Part) -> None:
-        ms = self.reduced_ms(judged)
-        if ms is None:
-            self.timings.pop(index, None)
-        else:
-            self.timings[index], self.fastest_ms[index] = ms, judged.best_ms
 
     def _resume(self, value: float | None) -> None:
         """Send `value` to the flow and take what it asks for next, or its winner."""
@@ -257,22 +276,20 @@ class Context:
 
     def _finish(self, winner: Any) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
+        tied = winner.tied if isinstance(winner, Winner) else None  # None: the flow has decided
         winner = self._checked(winner, "returned")
         incumbent = self.incumbent
-        if winner not in self.timings:  # banned, or unmeasured on some rank
-            winner = None
-        elif self._are_equal(self.timings[winner], self.timings.get(incumbent, math.inf)):
+        if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
+            winner = None  # unmeasured on some rank that launched it
+        elif tied is not None and (incumbent in tied or self.times.are_equal(winner, incumbent)):
             winner = incumbent
         self.settle("tuned", winner)
         if len(self._judges) > 1:
             del self._judges[0]
             self.status, self._flow, self._asked = "", None, None
-            self.timings, self.fastest_ms, self._times_asked = {}, {}, {}
-
-    def _are_equal(self, first_ms: float, second_ms: float) -> bool:
-        """Return whether two times are equal by what the search can tell."""
-        less, more = sorted((first_ms, second_ms))
-        return more <= less * (1 + TIES.get(self._rules.search, 0.0))
+            self._times_asked = {}
+            self.times.forget_samples()
+            self._ran.clear()
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -297,7 +314,3 @@ class Context:
         if self._rules.search != "exhaustive":
             return 0
         return self._rules.n_warmup if kind == "warm-up" else self._rules.n_repeat
-
-    def _fastest(self) -> int | None:
-        usable = [index for index in self.timings if index not in self.banned]
-        return min(usable, key=lambda index: (self.timings[index], index)) if usable else None

@@ -77,6 +77,8 @@ def _reader(hint: object) -> Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is float:
         return _read_float
+    if hint is typing.Any:
+        return _read_anything
     if hint is str or hint is int or hint is bool:
         return functools.partial(_read_exactly, hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -95,6 +97,10 @@ def _read_float(value: object) -> float:
     if is_number or value in ("inf", "-inf", "nan"):
         return float(typing.cast("float | str", value))
     raise ValueError(f"expected a number, found {value!r}")
+
+
+def _read_anything(value: object) -> object:
+    return value
 
 
 def _read_exactly(kind: type[T], value: object) -> T:

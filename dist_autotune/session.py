@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from . import decisions
+from .attendant import PATIENCE
 from .chronicle import Chronicle
+from .compile_sharing import Terms
+from .device_errors import told_as_ours
 from .domain import SOURCE_OF, Domain
-from .errors import AgreementTimeout, PeerFailed, TuningError
+from .errors import NoValidConfig, TuningError
+from .failures import Failures
 from .intercept import INTERCEPTION
+from .local import Local
 from .log import SessionLog
-from .payload import Part, Payload, check_facts, merge
+from .payload import Part, Payload, merge
 from .preserve import Snapshot
 from .progress import Progress, is_shown
-from .records import Exchanged, Note, RunFailed, RunStarted, SessionClosed
+from .records import Exchanged, Note, Resumed, RunStarted, SessionClosed
 from .report import TuningReport
-from .search import BY_RUN
+from .results import tuned_contexts
+from .search import BY_LAUNCH, Outcome
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -38,6 +45,7 @@ class Session:
         self._log_dir = log_dir
         self._run_watch = Stopwatch(domain.clock, domain.options.statistic)
         self._chronicle = Chronicle(domain, log, self._run_watch)
+        self._failures = Failures(domain, self._chronicle, log_dir)
         self._judged: tuple[str, str] | None = None
         self._is_stepping = False  # the state is between two runs
         self._launched: set[str] = set()
@@ -92,23 +100,34 @@ class Session:
                 raise
             (self._chronicle.session,) = merged.facts["session"]
             self._chronicle.write(self._chronicle.opened())
+            if domain.recovery.taken_up:
+                self._chronicle.write(Resumed(events=tuple(domain.recovery.taken_up)))
             for remark in remarks:
                 self._chronicle.write(Note(text=remark))
+            for ban in domain.recovery.banned(domain.tuning):
+                self._chronicle.write(ban)
+            self._run_watch.restore(domain.recovery.run_samples)
 
     def _run_once(self, thunk: Callable[[], T]) -> T:
         """Make one run and agree on what follows from it."""
         domain, tuning, options = self.domain, self.domain.tuning, self.domain.options
         self._start_run()
         self.executions += 1
-        what = f"run {tuning.runs} of {domain.name}{self._on_trial()}"
+        what = f"run {tuning.runs} of {domain.name}{self._failures.on_trial()}"
         with (
             domain.agreement.running(
-                what, domain.timeout_s, options.on_stuck, diagnosis_to(self._chronicle.note)
+                what,
+                domain.timeout_s,
+                options.on_stuck,
+                self._failures.tell_stuck,
+                self._failures.whereabouts,
             ),
             INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
         ):
             result = self._timed(thunk)
-        merged = self._exchange(self._finish_run(), what)
+        with told_as_ours(if_reported=True):
+            payload = self._finish_run()
+        merged = self._exchange(payload, what)
         self._step(merged)
         return result
 
@@ -119,7 +138,7 @@ class Session:
             yield
         except BaseException as error:
             if not self.is_over:
-                self._fail(error)
+                self._fail(error, self._failures.diagnosed(error))
             raise
 
     def close(self, error: BaseException | None = None) -> None:
@@ -146,6 +165,8 @@ class Session:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
             self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
+        if outcome == "settled" or isinstance(error, NoValidConfig):
+            self.domain.recovery.discard(tuning)
         self._chronicle.write(
             SessionClosed(runs=self.executions, contexts=len(contexts), outcome=outcome, warning=self.warning)
         )
@@ -155,7 +176,7 @@ class Session:
         """Return what the session has found so far."""
         return TuningReport(
             runs=self.executions,
-            contexts=self.domain.tuned_contexts(self._launched),
+            contexts=tuned_contexts(self.domain.tuning, self.domain.local_contexts, self._launched),
             world_size=len(self.domain.agreement.ranks),
             seconds=self._chronicle.elapsed_s,
             clock=type(self.domain.clock).__name__,
@@ -170,8 +191,8 @@ class Session:
         self.domain.launches.begin_run(tunes=tuning.rules.tunes)
         self._run_watch.begin_run()
         self._judged = tuning.judged_run
-        plan = {c.name: c.trial for c in tuning.unsettled if c.trial is not None and not c.waiting}
-        self._chronicle.write(RunStarted(run=tuning.runs, plan=plan))
+        self._chronicle.write(RunStarted(run=tuning.runs, plan=decisions.plan_of(tuning)))
+        self.domain.recovery.run(tuning)
 
     def _timed(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, timed as a whole if this run is judged so."""
@@ -186,61 +207,95 @@ class Session:
         launches = self.domain.launches
         agreement = self.domain.agreement
         if launches.has_new:
-            with agreement.busy():
-                launches.preflight_new()
+            with agreement.busy(), self.domain.recovery.paused():
+                for local, tally in launches.preflight_new(self._terms()):
+                    self._chronicle.preflighted(local, tally)
         waits = self.domain.options.mode == "replay"
-        parts = launches.end_run(waits=waits)
+        parts = self.domain.local_contexts.tell(waits=waits)
         run = Part()
         if self._judged is not None or self._run_watch.report is not None:
             run = self._run_watch.tell("|".join(self._judged or ()), waits=waits)
+        self.domain.recovery.ran()
         self._launched.update(parts)
-        sources = {SOURCE_OF + name: texts for name, texts in launches.new_sources().items()}
+        sources = {
+            SOURCE_OF + name: texts for name, texts in self.domain.local_contexts.new_sources().items()
+        }
         facts = {name: {text: agreement.rank} for name, text in {**self.domain.point, **sources}.items()}
-        return Payload(
-            "run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=self._chronicle.elapsed_s
-        )
+        elapsed_s = self.domain.tuning.elapsed_before_s + self._chronicle.elapsed_s
+        return Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+
+    def _terms(self) -> Terms:
+        """Return on what terms this rank compiles candidates, here and now."""
+        agreement = self.domain.agreement
+        position, count = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+        patience_s = PATIENCE * self.domain.timeout_s if count > 1 else math.inf
+        return Terms.agreed(self._chronicle.session, position, count, patience_s)
 
     def _step(self, merged: Payload) -> None:
         """Take in what all ranks said of the run, and write down what follows."""
         domain, tuning = self.domain, self.domain.tuning
         run = tuning.runs
         self._is_stepping = True
+        said = merged
         duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
         try:
             domain.check_run(merged)
-            merged, names = tuning.unite(merged)
-            domain.launches.rename(names)
+            self._chronicle.merged(run, merged)
+            merged, names = tuning.kernels.unite(merged, tuning.contexts)
+            domain.local_contexts.rename(names)
             self._launched = {names.get(name, name) for name in self._launched}
             outcomes = tuning.step(merged)
         except TuningError as error:  # the same on every rank: nobody is left waiting
             domain.drop_session()
             self.close(error)
             raise
-        told = [local for local in domain.launches.contexts.values() if local.told is not None]
-        trials = [self._chronicle.trial(run, local, outcomes[local.name]) for local in told if local.launches]
-        domain.launches.take(tuning.contexts, outcomes)
-        counts = duel_sample or any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
+        told = [local for local in domain.local_contexts.by_name.values() if local.told is not None]
+        trials = [
+            self._chronicle.trial(run, local, outcomes[local.name])
+            for local in told
+            if local.launches or local.stopwatch.sample_ms is not None
+        ]
+        domain.local_contexts.take(tuning.contexts, outcomes)
+        counts = decisions.counts_whole_run(duel_sample, outcomes)
+        self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
+        own = self._samples_taken(told, outcomes, of_run=counts and not merged.run.pending)
+        domain.recovery.agreed(said, own, told)
         self._run_watch.take(waiting=bool(merged.run.pending), counts=counts)
         if tuning.remark:
             self._chronicle.write(Note(text=tuning.remark))
             self.warning, tuning.remark = tuning.remark, ""
         self._chronicle.step(run, merged, outcomes, trials)
         for context in domain.publish(self._chronicle.elapsed_s):
-            self._chronicle.settled(run, context)
+            self._chronicle.write(decisions.settled(run, context))
         detail = ", ".join(context.title for context in tuning.unsettled) or domain.name
         self._progress.update(tuning.runs, tuning.planned_runs, detail[:60])
         self._is_stepping = False
 
-    def _fail(self, error: BaseException) -> None:
-        """Leave a run that raised: the peers learn of it, the next call goes on or starts anew."""
+    def _samples_taken(
+        self, told: list[Local], outcomes: dict[str, Outcome], *, of_run: bool
+    ) -> dict[str, tuple[str, float, float]]:
+        """Return this rank's own samples of a run, as (candidate, ms, gap ms); "": of all of it."""
+        own = {}
+        for local in told:
+            outcome, watch = outcomes[local.name], local.stopwatch
+            is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
+            if is_sample and outcome.index is not None and watch.sample_ms is not None:
+                candidate = self.domain.tuning.contexts[local.name].digests[outcome.index]
+                own[local.name] = (candidate, watch.sample_ms, watch.sample_gap_ms)
+        report, ms = self._run_watch.report, self._run_watch.sample_ms
+        if of_run and report is not None and ms is not None:
+            own[""] = (str(report.ran), ms, self._run_watch.sample_gap_ms)
+        return own
+
+    def _fail(self, error: BaseException, told: BaseException) -> None:
+        """Leave a run that raised: the peers are `told`, the next call goes on or starts anew."""
         domain = self.domain
+        domain.recovery.failed()
         domain.launches.abandon_run()
         self._run_watch.abandon()
-        self._chronicle.write(
-            RunFailed(run=domain.tuning.runs, by_rank=domain.agreement.rank, error=_one_line(error))
-        )
+        self._failures.write(told, domain.agreement.rank)
         if len(domain.agreement.ranks) > 1 or isinstance(error, TuningError) or self._is_stepping:
-            domain.agreement.fail(error)
+            domain.agreement.fail(told)
             domain.drop_session()
             self.close(error)
 
@@ -251,16 +306,7 @@ class Session:
         try:
             received = domain.agreement.exchange(sent, merge, domain.timeout_s, what)
         except BaseException as error:
-            if isinstance(error, AgreementTimeout) and self._log_dir is not None:
-                files = ", ".join(f"{self._log_dir}/rank-{rank}.jsonl" for rank in error.missing_ranks)
-                error.args = (f"{error} Last records: {files}",)
-            self._chronicle.write(
-                RunFailed(
-                    run=domain.tuning.runs,
-                    by_rank=getattr(error, "rank", domain.agreement.rank),
-                    error=_one_line(error),
-                )
-            )
+            self._failures.of_exchange(error)
             domain.launches.abandon_run()
             self._run_watch.abandon()
             domain.drop_session()
@@ -272,59 +318,3 @@ class Session:
             Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
         )
         return Payload.decode(received)
-
-    def _on_trial(self) -> str:
-        """Return what the run under way tries, for messages."""
-        trials = [
-            f"{c.title} with {c.texts[c.trial]}" for c in self.domain.tuning.unsettled if c.trial is not None
-        ]
-        more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
-        return f" ({trials[0]}{more})" if trials else ""
-
-
-def settled_call(
-    domain: Domain, thunk: Callable[[], T], note: Callable[[str], None], *, votes: bool
-) -> tuple[T, bool]:
-    """Run `thunk` with what is settled; return its result and whether some rank wants a session.
-
-    `votes`: ask the peers. A rank that raises tells them instead, so that they do not wait for it.
-    """
-    launches, agreement = domain.launches, domain.agreement
-    launches.begin_run(tunes=False)
-    launches.met.clear()
-    if not votes:
-        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
-            return thunk(), bool(launches.met)
-    what = f"a call of {domain.name}"
-    try:
-        with (
-            agreement.running(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note)),
-            INTERCEPTION.installed(launches.settled.runner, launches.choose),
-        ):
-            result = thunk()
-        facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
-        payload = Payload("vote", agreement.rank, facts=facts, wants_session=bool(launches.met)).encode()
-    except BaseException as error:
-        agreement.fail(error)
-        raise
-    merged = Payload.decode(agreement.exchange(payload, merge, domain.timeout_s, what))
-    check_facts(merged, "vote")
-    return result, merged.wants_session
-
-
-def diagnosis_to(note: Callable[[str], None]) -> Callable[[str], None]:
-    """Return what says why this process may be stuck: by `note`, and where it is seen if it never ends."""
-
-    def write(text: str) -> None:
-        note(text)
-        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-            sys.stderr.write(f"dist_autotune: {text}\n")
-            sys.stderr.flush()
-
-    return write
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, PeerFailed):
-        return f"rank {error.rank}: {error.error}"
-    return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(": ")[:500]

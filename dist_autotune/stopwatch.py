@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .clock import Clock
-from .payload import MIXED, Part
+from .payload import MIXED, Part, femtoseconds
+
+if TYPE_CHECKING:
+    from .clock import Clock  # imports torch, which nobody who only reads logs needs
 
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "median": statistics.median,
@@ -24,28 +26,53 @@ class Stopwatch:
     A run is timed by `start` and `stop`, told by `tell`, and its sample is kept or dropped by `take`,
     when the ranks have agreed what the run was. While some rank's sample is not read yet (online), the
     same report is told again at every exchange.
+
+    feeds: where the clock can, keep the stream busy before each launch, so that the host's part is not timed.
+    A whole run is timed without: there the host's part belongs to it.
     """
 
-    def __init__(self, clock: Clock, statistic: str) -> None:
+    def __init__(self, clock: Clock, statistic: str, *, feeds: bool = False) -> None:
         self.samples: dict[str, list[float]] = {}  # candidate -> ms of each run
         self.sample_ms: float | None = None  # of the run being told
+        self.sample_gap_ms = 0.0  # how much of that may be the host's
         self.report: Part | None = None
         self._clock = clock
         self._statistic = STATISTICS[statistic]
         self._marks: list[Any] = []
+        self._gaps_ms: dict[str, list[float]] = {}  # candidate -> the host's part, at most, of each run
+        self._is_launching = False
+        # What only some clocks have; see `EventClock`.
+        self._feeder = clock.feeder() if feeds and hasattr(clock, "feeder") else None
+        self._gap_ms: Callable[[Any], float] | None = getattr(clock, "gap_ms", None) if feeds else None
+        self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
 
     def start(self) -> Any:
+        self._is_launching = True
+        if self._feeder is not None:
+            self._feeder.feed()
         return self._clock.start()
 
     def stop(self, mark: Any) -> None:
         self._clock.stop(mark)
+        self._is_launching = False
         self._marks.append(mark)
+        if self._feeder is not None:
+            self._feeder.learn(mark)
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a launch of this run is being made or runs on the device; any thread may ask."""
+        try:
+            return self._is_launching or any(map(self._is_running, tuple(self._marks)))
+        except RuntimeError:  # the device answers every question with an error that is told elsewhere
+            return False
 
     def begin_run(self) -> None:
         """Forget the last run, unless it is still to be told again."""
+        self._is_launching = False
         if self.report is None:
             self._marks.clear()
-            self.sample_ms = None
+            self.sample_ms, self.sample_gap_ms = None, 0.0
 
     def tell(self, ran: str | None, *, waits: bool) -> Part:
         """Return what to tell of the run in which `ran` was launched.
@@ -68,7 +95,13 @@ class Stopwatch:
             return
         if not counts and self.sample_ms is not None:
             self.samples[str(self.report.ran)].pop()
+            self._gaps_ms[str(self.report.ran)].pop()
         self.report = None
+
+    def restore(self, samples: Mapping[str, list[tuple[float, float]]]) -> None:
+        """Go on from samples of an earlier process: by candidate, the (ms, gap ms) of each run."""
+        self.samples = {candidate: [ms for ms, _ in runs] for candidate, runs in samples.items()}
+        self._gaps_ms = {candidate: [gap_ms for _, gap_ms in runs] for candidate, runs in samples.items()}
 
     def abandon(self) -> None:
         """Drop the run under way: it raised."""
@@ -81,18 +114,25 @@ class Stopwatch:
 
     def _read(self, report: Part) -> Part:
         """Read the clock: the run's sample is the mean of its usable launches."""
-        times_ms = [self._clock.read_ms(mark) for mark in self._marks]
+        times = [(self._clock.read_ms(mark), self._gap_of(mark)) for mark in self._marks]
         self._marks.clear()
-        usable = [float(ms) for ms in times_ms if ms is not None and math.isfinite(ms) and ms > 0]
+        usable = [(float(ms), gap) for ms, gap in times if ms is not None and math.isfinite(ms) and ms > 0]
         samples = self.samples.setdefault(str(report.ran), [])
+        gaps_ms = self._gaps_ms.setdefault(str(report.ran), [])
         if usable and report.ran != MIXED:
-            self.sample_ms = statistics.fmean(usable)
+            self.sample_ms = statistics.fmean(ms for ms, _ in usable)
+            self.sample_gap_ms = statistics.fmean(min(gap, ms) for ms, gap in usable)
             samples.append(self.sample_ms)
+            gaps_ms.append(self.sample_gap_ms)
         return self._statistic_of(str(report.ran), replace(report, pending=0))
+
+    def _gap_of(self, mark: Any) -> float:
+        return 0.0 if self._gap_ms is None else float(self._gap_ms(mark))
 
     def _statistic_of(self, candidate: str, report: Part) -> Part:
         samples = self.samples[candidate]
         if not samples:
             return replace(report, unmeasured=1)
         ms = self._statistic(samples)
-        return replace(report, worst_ms=ms, best_ms=ms, total_ms=ms, measured=1)
+        gap_ms = min(ms, statistics.median(self._gaps_ms[candidate]))
+        return replace(report, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms, measured=1)

@@ -6,8 +6,24 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .analysis import CandidateHistory, ContextHistory, SessionHistory, Step, Straggler, percent_over
-from .text import WALL_CLOCK_NOTE, counted, format_ms, format_percent, one_line
+from .analysis import (
+    CandidateHistory,
+    Compiling,
+    ContextHistory,
+    SessionHistory,
+    Step,
+    Straggler,
+    percent_over,
+)
+from .text import (
+    LAUNCH_BOUND_NOTE,
+    WALL_CLOCK_NOTE,
+    counted,
+    format_ms,
+    format_percent,
+    one_line,
+    status_label,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,8 @@ def session_tables(session: SessionHistory) -> list[Table]:
     tables = [_contexts_table(session)] if session.contexts else []
     if session.stragglers:
         tables.append(_stragglers_table(session.stragglers))
+    if session.compiling:
+        tables.append(_compiling_table(session.compiling))
     return tables
 
 
@@ -100,7 +118,7 @@ def _contexts_table(session: SessionHistory) -> Table:
                 context.label,
                 winner.config if winner else "-",
                 format_ms(context.ms),
-                context.status,
+                status_label(context.status, launch_bound=context.launch_bound),
                 str(sum(candidate.agreed_ms is not None for candidate in context.candidates)),
                 str(sum(bool(candidate.banned) for candidate in context.candidates)),
                 format_percent(spread.percent if spread else None),
@@ -111,6 +129,8 @@ def _contexts_table(session: SessionHistory) -> Table:
         "ms: agreed over the ranks. spread: slowest rank over fastest, of the winner. "
         "cost alone: what the worst choice of a single rank would have cost all of them."
     )
+    if any(context.launch_bound for context in session.contexts):
+        note += f" {LAUNCH_BOUND_NOTE}"
     return Table("Contexts", names, tuple(rows), note)
 
 
@@ -121,6 +141,16 @@ def _stragglers_table(stragglers: Sequence[Straggler]) -> Table:
         for s in stragglers
     ]
     return Table("Stragglers", names, tuple(rows), "Samples that at least two ranks took in the same run.")
+
+
+def _compiling_table(compiling: Sequence[Compiling]) -> Table:
+    names = columns("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
+    rows = [
+        (str(c.rank), str(c.compiled), str(c.from_peers), str(c.cached), str(c.failed), f"{c.seconds:.1f}")
+        for c in compiling
+    ]
+    note = "Candidates compiled and loaded before trials. By peers: by another process of the same host."
+    return Table("Compiling", names, tuple(rows), note)
 
 
 def _candidates_table(context: ContextHistory) -> Table:

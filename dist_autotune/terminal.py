@@ -1,17 +1,23 @@
-"""Prints tables of the report and of the cache with rich."""
+"""What the commands print: tables with rich, errors as one line."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
+import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from . import tables
+from . import replay_tables, tables
 from .analysis import History, SessionHistory
+from .errors import CacheWarning, TuningError
 from .log import describe_skipped
+from .replay import Verdict
+from .what_if import WhatIf
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
 
@@ -43,6 +49,22 @@ def print_history(console: Console, history: History, shown: Iterable[SessionHis
                 print_table(console, table)
 
 
+def print_replay(
+    console: Console, verdicts: Sequence[Verdict], found: Sequence[WhatIf], unread: Mapping[str, str]
+) -> None:
+    """Print what recomputing the sessions found, and what another search would have done."""
+    print_table(console, replay_tables.verdicts_table(verdicts))
+    for name, what in unread.items():
+        print_text(console, f"{name}: {what}", "yellow")
+    for verdict in verdicts:
+        for note in verdict.notes:
+            print_text(console, f"session {verdict.session}: {note}", "yellow")
+    if any(verdict.differences for verdict in verdicts):
+        print_table(console, replay_tables.differences_table(verdicts))
+    if found:
+        print_table(console, replay_tables.what_if_table(found))
+
+
 def print_table(console: Console, table: tables.Table) -> None:
     print_text(console, f"\n{table.title}", "bold")
     rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -60,3 +82,23 @@ def print_table(console: Console, table: tables.Table) -> None:
 def print_text(console: Console, text: str, style: str = "") -> None:
     """Print `text` as it stands, long lines unbroken."""
     console.print(Text(text, style), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn errors and cache warnings of the package and the system into one line each on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CacheWarning)
+        try:
+            yield
+        except (TuningError, OSError) as error:
+            fail(str(error))
+        finally:
+            for warning in caught:
+                typer.echo(str(warning.message), err=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with exit code 2."""
+    typer.echo(message, err=True)
+    raise typer.Exit(2)

@@ -7,6 +7,10 @@ import re
 from collections.abc import Collection, Sequence
 
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
+LAUNCH_BOUND_NOTE = (
+    "launch-bound: the device waited for the host, whose part is in these times; candidates no further from "
+    "the incumbent than that part left it in place."
+)
 WALL_CLOCK_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
 
 
@@ -22,6 +26,11 @@ def format_ms(ms: float | None) -> str:
 def format_percent(percent: float | None) -> str:
     """Return `percent` with its sign and one decimal; `-` for None."""
     return "-" if percent is None else f"{percent:+.1f}"
+
+
+def status_label(status: str, *, launch_bound: bool) -> str:
+    """Return a context's status, marked where its times hold the host's part."""
+    return f"{status}, launch-bound" if launch_bound else status
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -45,6 +45,10 @@ p given up also sets FREE[p], so that the side stream runs through. (No other pe
 gives those of call k before it pushes its chunk of call k.) The host sees the record in `check`, `close` and
 the next eager call; replays that are enqueued already run to their end with wrong results. So may those of
 a rank that has been given up and comes back: the failure is that of the operation, on all ranks.
+
+**A live peer may be given up too** where there are three ranks or more: one whose push to us stands behind
+its push to the dead one, if our GEMM gives up before its own does. What we then push to it without its permit
+may overwrite an earlier push, so it may spend a budget on us as well, once.
 """
 
 from __future__ import annotations

@@ -1,20 +1,89 @@
-"""In which order a persistent kernel visits the tiles of its output.
+"""In which order the programs of a persistent kernel visit the tiles of its output.
 
-Each function maps the running number of a tile to its place and is written with `+ - * // %` and `min`
-only, so the source that a kernel calls is, through `on_host`, an ordinary Python function as well:
+Two questions, answered apart. Which numbers does a program visit?
+
+    strided_number       program, program + programs, ...: neighbours in time are neighbours in number
+    contiguous_number    a run of its own, one number after the other
+    chiplet_number       strided, renumbered so that the programs of a chiplet (XCD) share runs of numbers
+    claim_number         the next one that nobody has: an atomic counter
+
+And where does a number lie?
 
     row_major_tile          0 1 2     grouped_tile       0 2 4     rotated_chunk     chunk rank first,
                             3 4 5     (GROUP_M = 2)      1 3 5     (3 chunks)        then rank + 1, ...
                             6 7 8                        6 7 8
+
+Save for the counter, each is written with `+ - * // %`, `min` and `max` only, so the source that a kernel
+calls, of plain Triton or Gluon, is through `on_host` an ordinary Python function as well. A number that is
+not below the number of tiles says that the program has no more.
+
+    SCHEDULE      "contiguous"   "strided"   "grouped"   "chiplet"   "dynamic"
+    numbers       a run          strided     strided     chiplets    the counter
+    places        row by row     row by row  in groups   in groups   in groups
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl  # the interpreter wants to see it in every module with a kernel
+
+
+@triton.jit
+def strided_number(visit, program, programs):
+    """Return the number of the program's tile at this visit (0, 1, 2, ...)."""
+    return program + visit * programs
+
+
+@triton.jit
+def contiguous_number(visit, program, programs, tiles):
+    """Return the number of the program's tile at this visit; runs differ by one tile at most in length."""
+    short = tiles // programs
+    longer = tiles % programs  # so many programs, the first ones, have one tile more
+    first = program * short + min(program, longer)
+    end = first + short + min(max(longer - program, 0), 1)
+    beyond = min(max(first + visit + 1 - end, 0), 1)
+    return first + visit + beyond * tiles
+
+
+@triton.jit
+def chiplet_number(visit, program, programs, tiles, CHIPLETS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of the program's tile at this visit, CHUNK consecutive ones to a chiplet at a time.
+
+    The hardware deals programs out to chiplets in turn, each with an L2 cache of its own: program p runs on
+    chiplet p % CHIPLETS (as long as CHIPLETS divides `programs`; if not, the order is still complete). So
+    number n of the strided order, on chiplet n % CHIPLETS, takes the place n // CHIPLETS of the tiles that
+    belong to this chiplet. What is left when CHIPLETS * CHUNK does not divide `tiles` stays as it is.
+    """
+    number = program + visit * programs
+    block = CHIPLETS * CHUNK
+    whole = tiles // block * block
+    place = number // CHIPLETS
+    moved = place // CHUNK * block + number % CHIPLETS * CHUNK + place % CHUNK
+    inside = min(max(whole - number, 0), 1)  # 1 in the whole blocks, 0 behind them
+    return inside * moved + (1 - inside) * number
+
+
+@triton.jit
+def claim_number(counter_ptr):
+    """Return the next number that no program has; the counter starts at 0. One that gets none must stop."""
+    return tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def reset_counter(counter_ptr, programs):
+    """Put the counter back to 0 for the next launch, once every program has called this, each at its end.
+
+    The word behind the counter counts who is through; the last one resets both, so no launch needs a memset.
+    """
+    done = tl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu")
+    if done == programs - 1:
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(counter_ptr + 1, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -47,7 +116,34 @@ def rotated_chunk(tile, tiles_per_chunk, chunks, first):
     return (first + tile // tiles_per_chunk) % chunks, tile % tiles_per_chunk
 
 
+@triton.jit
+def scheduled_number(
+    visit, program, programs, tiles, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Return the number of the program's tile at this visit, in one of the orders that need no counter."""
+    if SCHEDULE == "contiguous":
+        number = contiguous_number(visit, program, programs, tiles)
+    elif SCHEDULE == "chiplet":
+        number = chiplet_number(visit, program, programs, tiles, CHIPLETS, CHUNK)
+    else:
+        number = strided_number(visit, program, programs)
+    return number
+
+
+@triton.jit
+def scheduled_tile(number, tiles_m, tiles_n, SCHEDULE: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return (pid_m, pid_n) of the tile with this number."""
+    if SCHEDULE == "contiguous" or SCHEDULE == "strided":
+        pid_m, pid_n = row_major_tile(number, tiles_n)
+    else:
+        pid_m, pid_n = grouped_tile(number, tiles_m, tiles_n, GROUP_M)
+    return pid_m, pid_n
+
+
+@functools.cache
 def on_host(schedule: Any) -> Callable[..., Any]:
-    """Return the Python function behind one of this module's schedules, for integers."""
-    function: Callable[..., Any] = schedule.fn
-    return function
+    """Return the Python function behind a `@triton.jit` function of arithmetic alone, for integers."""
+    function = schedule.fn
+    called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    names = {name: on_host(value) for name, value in called.items() if hasattr(value, "fn")}
+    return types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from rank_programs import wait_for
 from ranks import Result, assert_all_ok, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
@@ -108,6 +109,21 @@ def delay_copies(op: AllGatherGemm, delay: Callable[[], None]) -> None:
         copy(dst, src, stream)
 
     op._memory.copy = copy_late
+
+
+def hold_launch(op: AllGatherGemm, until: Callable[[], Any]) -> None:
+    """Let each launch wait on the host for `until`; what a call does before its launch is not held up.
+
+    A kernel's patience is a number of polls: hold it until the peers that are to come have come, or one
+    that the machine has no time for is given up too.
+    """
+    launch = op._launch
+
+    def launch_then(*args, **kwargs):
+        wait_for(until, 100.0)
+        launch(*args, **kwargs)
+
+    op._launch = launch_then
 
 
 def run_cases(cases: dict[str, Callable[[], Any]]) -> list[str]:

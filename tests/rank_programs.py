@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dist_autotune.agreement import AGREEMENTS
 from kernels_for_tests import Bench
 
 TIMEOUT_S = 20.0  # of exchanges that are to succeed, on a machine that is busy with other tests
-SHORT_S = 0.6  # of those that are to be given up
+SOON_S = 10.0  # the end of what needs no time-out: far from TIMEOUT_S, far above what a busy machine adds
+SHORT_S = 1.5  # of exchanges that are to be given up: `meet` before them, or a slow rank is given up too
+IN_TIME_S = 6 * SHORT_S  # their end: less than the tenfold that heartbeats could buy
 
 
 def tune(bench: Bench, thunk: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -43,6 +49,41 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> None
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.001)
+
+
+def set_patience(tuned: Any, timeout_s: float) -> None:
+    """Let the exchanges of a function that has been called end after `timeout_s`, from the next one on.
+
+    So that only those are short that are to be given up: ranks may start, or come to a run, seconds apart.
+    """
+    tuned._calls.domain.timeout_s = timeout_s
+
+
+def listen() -> list[tuple[str, int]]:
+    """Return a list that grows by (op, position) whenever the default group's hub has taken in a message.
+
+    To be called on the rank that runs the hub, after an exchange.
+    """
+    hub, heard = AGREEMENTS.of(None).peers.hub, []
+    handle = hub.handle
+
+    def handle_and_note(message: dict[str, Any], reply: Callable[[Any], None]) -> None:
+        handle(message, reply)
+        heard.append((message["op"], message["position"]))
+
+    hub.handle = handle_and_note
+    return heard
+
+
+def interrupt_when_waiting() -> None:
+    """Send this process, which runs the hub, a Ctrl-C once it waits for its peers; returns at once."""
+    heard = listen()
+
+    def interrupt() -> None:
+        wait_for(lambda: ("collect", 0) in heard)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
 
 
 def is_gone(pid: int) -> bool:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 Init = Literal["file", "tcp", "none"]
 
 POLL_S = 0.002
+TELL_S = 2.0  # how long a rank that is to be killed may take to say where it stands
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
 
 
@@ -49,14 +50,14 @@ class Result:
     traceback: str | None = None
     exitcode: int | None = None  # None: a signal ended the rank
     signal: signal.Signals | None = None
-    timed_out: bool = False  # killed here, at the deadline; stderr shows where it stood
+    timed_out: bool = False  # killed here, at the deadline; stderr shows where it stood, unless stopped
     elapsed_s: float = 0.0  # in fn; of a rank that reported nothing: from its start to its end
     stderr: str = ""
 
     @property
     def ok(self) -> bool:
-        """True when fn returned and its value arrived."""
-        return self.exitcode == 0 and self.error is None
+        """True when fn returned in time and its value arrived."""
+        return self.exitcode == 0 and self.error is None and not self.timed_out
 
 
 def run_ranks(
@@ -91,12 +92,55 @@ def run_ranks(
 
 
 def assert_all_ok(results: list[Result]) -> list[Any]:
-    """Return the ranks' values; where a rank did not return, fail with what every such rank left behind."""
+    """Return the ranks' values; where a rank did not return, fail with what each rank left behind.
+
+    Where one rank is to end otherwise, pass the others: `assert_all_ok(survivors)`.
+    """
     __tracebackhide__ = True
     failed = [result for result in results if not result.ok]
     if failed:
-        raise AssertionError("\n\n".join(_describe(result) for result in failed))
+        raise AssertionError("\n\n".join(describe(result) for result in failed))
     return [result.value for result in results]
+
+
+def assert_killed(result: Result, by: signal.Signals = signal.SIGKILL) -> None:
+    """Fail with what the rank left behind unless that signal, which the test sent, ended it."""
+    __tracebackhide__ = True
+    if result.signal is not by or result.timed_out:
+        raise AssertionError(f"not ended by {by.name} from the test:\n{describe(result)}")
+
+
+def describe(result: Result) -> str:
+    """Return how a rank ended, with its traceback and what it wrote to stderr."""
+    if result.timed_out:
+        end = f"killed after {result.elapsed_s:.1f} s without an end"
+    elif result.signal is not None:
+        end = f"ended by {result.signal.name}"
+    elif result.ok:
+        end = f"returned {result.value!r}"[:500]
+    else:
+        end = f"exit code {result.exitcode}"
+    parts = [
+        f"rank {result.rank}: {result.error or end}",
+        result.traceback,
+        result.stderr and f"stderr:\n{result.stderr}",
+    ]
+    return "\n".join(part.rstrip() for part in parts if part)
+
+
+def meet(*ranks: int) -> None:
+    """Return when `ranks` (none given: all) have come here as often as this rank; called on all of those.
+
+    To be called between the last collective and the death, or early exit, of a rank: its peers may still
+    be inside that collective, and lose it with the connection. Here nobody depends on a rank that has
+    gone: it goes through the store of `run_ranks`, which outlives every rank. Also to be called where
+    ranks must begin something together because one waits for the other for a short time only.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    names = {rank: f"met/{ranks}/{rank}" for rank in ranks or range(dist.get_world_size())}
+    turn = store.add(names[dist.get_rank()], 1)
+    while any(not store.check([name]) or int(store.get(name)) < turn for name in names.values()):
+        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
@@ -141,10 +185,15 @@ def _run(job: _Job, *, fresh: bool) -> list[Result]:
             pids.append(_fork(lambda rank=rank: _become_rank(job, rank, fresh=fresh)))
         while len(results) < job.world_size:
             late = time.monotonic() > deadline
-            for rank, pid in enumerate(pids):
-                if rank not in results and (late or _has_ended(pid)):
+            left = {rank: pid for rank, pid in enumerate(pids) if rank not in results}
+            running = {rank: pid for rank, pid in left.items() if not _has_ended(pid)}
+            if late:
+                _let_them_tell(job, running)
+            for rank, pid in left.items():
+                if late or rank not in running:
                     status = _end(pid)
-                    results[rank] = _result(job, rank, status, time.monotonic() - started, late=late)
+                    wall_s = time.monotonic() - started
+                    results[rank] = _result(job, rank, status, wall_s, late=rank in running)
             time.sleep(POLL_S)
     finally:
         for rank, pid in enumerate(pids):
@@ -161,6 +210,7 @@ def _fork(main: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to tell, see _serve_rank
         os.setsid()  # one signal reaches the rank and all that it starts
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing spins on when pytest is killed
         main()
@@ -173,6 +223,30 @@ def _fork(main: Callable[[], None]) -> int:
 def _has_ended(pid: int) -> bool:
     # WNOWAIT leaves the process unreaped, so that its pid still names its group when we kill the rest of it.
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _let_them_tell(job: _Job, pids: dict[int, int]) -> None:
+    """Let ranks that are to be killed write to their stderr where they stand, as far as they can."""
+    sizes = {rank: _stderr_path(job, rank).stat().st_size for rank in pids}
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    until = time.monotonic() + TELL_S
+    silent = {rank for rank, pid in pids.items() if _is_running(pid)}
+    while silent and time.monotonic() < until:
+        time.sleep(0.05)  # a text that has not grown for so long has its end
+        for rank in list(silent):
+            before, sizes[rank] = sizes[rank], _stderr_path(job, rank).stat().st_size
+            if sizes[rank] == before and "most recent call first" in _stderr_path(job, rank).read_text():
+                silent.remove(rank)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether the process can act: neither ended nor stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZTt"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _end(pid: int) -> int:
@@ -189,7 +263,7 @@ def _result(job: _Job, rank: int, status: int, wall_s: float, *, late: bool) -> 
         rank=rank,
         exitcode=code if code >= 0 else None,
         signal=signal.Signals(-code) if code < 0 else None,
-        timed_out=late and code == -signal.SIGKILL,
+        timed_out=late,
         elapsed_s=wall_s,
         stderr=_stderr_path(job, rank).read_text(errors="replace"),
     )
@@ -201,21 +275,6 @@ def _result(job: _Job, rank: int, status: int, wall_s: float, *, late: bool) -> 
         text = f"the value cannot be unpickled: {error!r}"
         return replace(result, error=f"UnpicklingError: {text}", error_type="UnpicklingError")
     return replace(result, **vars(report))
-
-
-def _describe(result: Result) -> str:
-    if result.timed_out:
-        end = f"killed after {result.elapsed_s:.1f} s without an end"
-    elif result.signal is not None:
-        end = f"ended by {result.signal.name}"
-    else:
-        end = f"exit code {result.exitcode}"
-    parts = [
-        f"rank {result.rank}: {result.error or end}",
-        result.traceback,
-        result.stderr and f"stderr:\n{result.stderr}",
-    ]
-    return "\n".join(part.rstrip() for part in parts if part)
 
 
 @contextlib.contextmanager
@@ -258,8 +317,10 @@ def _serve_rank(job: _Job, rank: int) -> None:
     """Run fn, write the report and leave the process; nothing that the parent had set up is torn down."""
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
     faulthandler.enable(sys.stderr)
-    # Just before the parent's deadline, so that a rank killed there has said where it stood.
-    faulthandler.dump_traceback_later(job.timeout_s - min(0.5, job.timeout_s / 10), file=sys.stderr)
+    # At the deadline. Not `dump_traceback_later`: its thread can crash on the frames of one that is running.
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    # What a shell starts in the background ignores Ctrl-C, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     exitcode = 0
     try:
@@ -283,7 +344,8 @@ def _serve_rank(job: _Job, rank: int) -> None:
 
 
 def _join(job: _Job, rank: int) -> None:
-    timeout = datetime.timedelta(seconds=job.timeout_s)
+    # Longer than a rank is allowed: who hangs is to be killed where it stands, not to fail by itself first.
+    timeout = datetime.timedelta(seconds=job.timeout_s + 60)
     if job.init == "none":
         return
     if "nccl" in job.backend:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ag_gemm_runs import (
     INTERPRETER,
@@ -16,14 +14,17 @@ from ag_gemm_runs import (
     call_and_compare,
     delay_copies,
     error_ratio,
+    hold_launch,
     message_of,
     results,
     tensors,
     values,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.ag_gemm_kernel import READY, all_gather_gemm
 from dist_autotune.kernels.signals import polls
+from rank_programs import wait_for
+from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
 
@@ -122,6 +123,11 @@ def test_nothing_is_gathered_before_the_first_call():
 # ---- what goes wrong between ranks; every wait of the others ends
 
 
+def have_offered(op: AllGatherGemm, call: int, *peers: int) -> bool:
+    """Return whether these peers have told this rank that they have come to the call."""
+    return all(int(op._words.local[READY.value, peer]) >= call for peer in peers)
+
+
 def different_rows(rank):
     op = AllGatherGemm(8, 16, torch.float16)
     call_and_compare(op, 4, 16)
@@ -148,13 +154,13 @@ def test_different_rows_raise_on_every_rank(world):
 
 
 def dead_peer(rank, last):
-    survivors = dist.new_group(range(last))
     op = AllGatherGemm(8, 16, torch.float16)
     call_and_compare(op, 8, 16)
+    meet()
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier(survivors)  # or one of them might take another for late
     lose_patience(op)
+    hold_launch(op, lambda: have_offered(op, 2, *(peer for peer in range(last) if peer != rank)))
 
     def call():
         op(*tensors(8, 16, 16, torch.float16))
@@ -167,9 +173,8 @@ def dead_peer(rank, last):
 @pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
 def test_a_dead_peer_is_named_and_the_wait_ends(world):
     *survivors, dead = results(dead_peer, world, world - 1)
-    assert dead.signal is signal.SIGKILL
-    for rank, survivor in enumerate(survivors):
-        message, again, at_close = survivor.value
+    assert_killed(dead)
+    for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
         lost = f"rank {world - 1} did not offer chunk {world - 1} of call 2 in time (its last: call 1)"
         assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
         assert lost in message
@@ -180,8 +185,10 @@ def test_a_dead_peer_is_named_and_the_wait_ends(world):
 
 def die_before_fetching(rank):
     op = AllGatherGemm(8, 16, torch.float16)
-    lose_patience(op)
-    if rank == 1:
+    if rank == 0:
+        lose_patience(op)
+        hold_launch(op, lambda: have_offered(op, 1, 1))
+    else:
         op._memory.copy = lambda dst, src, stream: stream.enqueue(
             lambda: os.kill(os.getpid(), signal.SIGKILL)
         )
@@ -190,8 +197,9 @@ def die_before_fetching(rank):
 
 def test_a_peer_that_dies_before_it_has_fetched_is_named():
     survivor, dead = results(die_before_fetching, 2)
-    assert dead.signal is signal.SIGKILL
-    assert survivor.value.startswith(
+    assert_killed(dead)
+    (message,) = assert_all_ok([survivor])
+    assert message.startswith(
         "PeerTimeout: AllGatherGemm, rank 0: rank 1 did not fetch chunk 0 of call 1 in time"
     )
 
@@ -201,13 +209,9 @@ def stuck_copy(rank):
     op = AllGatherGemm(8, 16, torch.float16)
     if rank == 0:
         lose_patience(op)
-        delay_copies(op, lambda: wait_for(op._error_words.any))
+        hold_launch(op, lambda: have_offered(op, 1, 1))
+        delay_copies(op, lambda: wait_for(op._error_words.any, 100.0))
     return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
-
-
-def wait_for(condition) -> None:
-    while not condition():
-        time.sleep(0.001)
 
 
 def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come():

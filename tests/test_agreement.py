@@ -5,19 +5,28 @@ import re
 import signal
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from dist_autotune import AgreementTimeout, NoValidConfig, PeerFailed
-from dist_autotune import agreement as agreement_module
+from dist_autotune import AgreementTimeout, NoValidConfig, PeerFailed, attendant, peers
+from dist_autotune import exchange as exchange_module
 from dist_autotune.agreement import AGREEMENTS
 from dist_autotune.payload import Part, Payload, merge
-from rank_programs import SHORT_S, TIMEOUT_S, ending, is_gone, wait_for
-from ranks import assert_all_ok, run_ranks
+from rank_programs import (
+    IN_TIME_S,
+    SHORT_S,
+    SOON_S,
+    TIMEOUT_S,
+    ending,
+    interrupt_when_waiting,
+    is_gone,
+    listen,
+    wait_for,
+)
+from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
 
 def join(*payloads: bytes) -> bytes:
@@ -46,7 +55,7 @@ def test_every_rank_gets_every_payload_once(init, world_size):
 
 @pytest.mark.parametrize("late", [0, 1, 3, 6], ids="late rank {}".format)
 def test_a_tree_of_three_levels_gives_the_same_as_a_flat_one(monkeypatch, late):
-    monkeypatch.setattr(agreement_module, "FAN_OUT", 2)
+    monkeypatch.setattr(peers, "FAN_OUT", 2)
 
     def program(rank):
         first = exchange(rank)
@@ -73,7 +82,7 @@ def test_nothing_grows_over_500_exchanges(init):
         def kept() -> tuple[int, int]:
             dist.barrier()
             store = dist.distributed_c10d._get_default_store()
-            hub = AGREEMENTS.of(None).hub
+            hub = AGREEMENTS.of(None).peers.hub
             counts = store.num_keys(), 0 if hub is None else len(hub.exchanges)
             dist.barrier()
             return counts
@@ -90,7 +99,7 @@ def test_nothing_grows_over_500_exchanges(init):
 
 
 def test_nothing_is_left_after_failures_and_long_waits_in_a_tree(monkeypatch):
-    monkeypatch.setattr(agreement_module, "FAN_OUT", 2)
+    monkeypatch.setattr(peers, "FAN_OUT", 2)
 
     def program(rank):
         for slow in range(7):
@@ -102,7 +111,7 @@ def test_nothing_is_left_after_failures_and_long_waits_in_a_tree(monkeypatch):
             else:
                 assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: Rank {slow} failed")
         dist.barrier()
-        hub = AGREEMENTS.of(None).hub
+        hub = AGREEMENTS.of(None).peers.hub
         return 0 if hub is None else len(hub.exchanges)
 
     assert assert_all_ok(run_ranks(program, 7)) == [0] * 7
@@ -126,22 +135,24 @@ def test_the_users_collectives_are_left_alone():
 def test_time_of_one_exchange_with_8_ranks(capsys):
     def program(rank):
         agreement = AGREEMENTS.of(None)
-        part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, total_ms=1.25, measured=1)
+        part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, total_fs=125 * 10**10, measured=1)
         payload = Payload("run", rank, parts={"fedcba9876543210": part}).encode()
         times_ms = []
         for _ in range(100):
             began = time.perf_counter()
             agreement.exchange(payload, merge, TIMEOUT_S, "a timing")
             times_ms.append((time.perf_counter() - began) * 1e3)
-        return statistics.median(times_ms)
+        return statistics.median(times_ms), min(times_ms)
 
     for world_size in (2, 8):
-        ms = max(assert_all_ok(run_ranks(program, world_size)))
+        medians_ms, best_ms = zip(*assert_all_ok(run_ranks(program, world_size)), strict=True)
         with capsys.disabled():
             sys.stdout.write(
-                f"\n  exchange, {world_size} ranks, {os.cpu_count()} cores: {ms:.2f} ms (median)"
+                f"\n  exchange, {world_size} ranks, {os.cpu_count()} cores: {max(medians_ms):.2f} ms (median)"
             )
-        assert ms < 50  # the promise, 1 ms with 8 ranks, holds where each rank has a core
+        # The promise, 1 ms with 8 ranks, holds where each rank has a core. The best: what others do on the
+        # machine only adds. Polling, or a wait that is woken by its time-out, would show in each.
+        assert max(best_ms) < 50
 
 
 # ---- somebody fails
@@ -167,7 +178,7 @@ def test_a_failing_rank_is_told_at_once_and_the_next_exchange_works(init, failin
         if rank != failing:
             assert text.startswith(f"Rank {failing} failed")
             assert "ValueError: no such tensor" in text
-            assert waited_s < 5
+            assert waited_s < SOON_S
 
 
 def test_all_ranks_may_fail_at_once_and_the_next_exchange_works():
@@ -178,7 +189,7 @@ def test_all_ranks_may_fail_at_once_and_the_next_exchange_works():
 
     results = run_ranks(program, 3)
     assert assert_all_ok(results) == [[0, 1, 2]] * 3
-    assert max(result.elapsed_s for result in results) < 5
+    assert max(result.elapsed_s for result in results) < SOON_S
 
 
 def test_a_rank_may_fail_before_its_first_exchange():
@@ -186,7 +197,7 @@ def test_a_rank_may_fail_before_its_first_exchange():
         if rank == first:
             AGREEMENTS.of(None).fail(ValueError("early"))
         else:
-            time.sleep(0.2 if rank == 1 else 0.0)
+            time.sleep(0.2 if rank == 1 else 0.0)  # on purpose: it comes when the failure is known
             assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: Rank {first} failed")
         return exchange(rank)
 
@@ -218,7 +229,7 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
         return [ending(lambda: exchange(rank)) for _ in range(2)]
 
     zero, *others = run_ranks(program, 3, Path.cwd() / "pid")
-    assert zero.exitcode == 1
+    assert zero.exitcode == 1, describe(zero)
     for first, second in assert_all_ok(others):
         assert first.startswith("PeerFailed: Rank 0 failed")
         assert "ValueError: boom" in first
@@ -227,19 +238,21 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
 
 
 def test_ctrl_c_while_waiting_is_raised_soon_and_told():
-    def program(rank):
+    def program(rank, note):
         exchange(rank)
         if rank == 0:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            interrupt_when_waiting()
             began = time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
-                exchange(rank)
-            return time.monotonic() - began
-        time.sleep(1.0)
+            end = ending(lambda: exchange(rank))
+            waited_s = time.monotonic() - began
+            note.touch()
+            return end, waited_s
+        wait_for(note.exists)
         return ending(lambda: exchange(rank))
 
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero < 0.3 + agreement_module.FAREWELL_S + 0.5
+    (zero, waited_s), one = assert_all_ok(run_ranks(program, 2, Path.cwd() / "interrupted"))
+    assert zero.startswith("KeyboardInterrupt")
+    assert waited_s < SOON_S
     assert one.startswith("PeerFailed: Rank 0 failed")
     assert "KeyboardInterrupt" in one
 
@@ -267,30 +280,35 @@ def test_a_merge_that_raises_is_a_failure_of_the_rank_that_merges():
     ids=str,
 )
 def test_absent_ranks_are_named_by_all_others_in_time(init, absent):
+    present = [rank for rank in range(4) if rank not in absent]
+
     def program(rank):
         if rank in absent:
             return None
+        meet(*present)
         began = time.monotonic()
         with pytest.raises(AgreementTimeout) as caught:
             exchange(rank, SHORT_S)
         assert caught.value.missing_ranks == absent
         return str(caught.value), time.monotonic() - began
 
-    for rank, value in enumerate(assert_all_ok(run_ranks(program, 4, init=init))):
-        if rank not in absent:
-            text, waited_s = value
-            assert (f"rank {absent[0]} " if len(absent) == 1 else f"ranks {list(absent)} ") in text
-            assert re.search(r"waited \d\.\d s for ", text)
-            assert SHORT_S - 0.3 < waited_s < SHORT_S + 3
+    results = assert_all_ok(run_ranks(program, 4, init=init))
+    texts, waited_s = zip(*(results[rank] for rank in present), strict=True)
+    for text in texts:
+        assert (f"rank {absent[0]} " if len(absent) == 1 else f"ranks {list(absent)} ") in text
+        assert re.search(r"waited \d\.\d s for ", text)
+    # Whoever came later than the first waited for less.
+    assert SHORT_S - 0.1 < max(waited_s) < IN_TIME_S
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2, 5], ids="rank {}".format)
 def test_an_absent_rank_of_a_tree_is_named_and_not_those_that_wait_for_it(monkeypatch, absent):
-    monkeypatch.setattr(agreement_module, "FAN_OUT", 2)
+    monkeypatch.setattr(peers, "FAN_OUT", 2)
 
     def program(rank):
         exchange(rank)
         if rank != absent:
+            meet(*(other for other in range(7) if other != absent))
             with pytest.raises(AgreementTimeout) as caught:
                 exchange(rank, SHORT_S)
             assert caught.value.missing_ranks == (absent,)
@@ -309,6 +327,8 @@ def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(ini
             exchange(rank)
         if rank == late:
             wait_for(note.exists)
+        else:
+            meet(*(other for other in range(3) if other != late))
         with pytest.raises(AgreementTimeout) as caught:
             exchange(rank, SHORT_S)
         assert caught.value.missing_ranks == (late,)
@@ -319,31 +339,39 @@ def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(ini
 
 
 @pytest.mark.parametrize(("killed", "init"), [(0, "file"), (0, "tcp"), (1, "tcp")], ids=str)
-def test_a_killed_rank_is_named_by_all_others(init, killed):
+def test_a_killed_rank_is_named_by_all_others(init, killed, monkeypatch):
+    monkeypatch.setattr(exchange_module, "SIGNING_S", SOON_S)  # a busy survivor is not to be named too
+
     def program(rank):
         exchange(rank)
         if rank == killed:
             os.kill(os.getpid(), signal.SIGKILL)
+        meet(*(other for other in range(3) if other != killed))
         began = time.monotonic()
         with pytest.raises(AgreementTimeout, match=rf"rank {killed}\b") as caught:
-            exchange(rank, 1.0)
+            exchange(rank, SHORT_S)
         assert caught.value.missing_ranks == (killed,)
         return time.monotonic() - began
 
     results = run_ranks(program, 3, init=init)
-    assert results[killed].signal == signal.SIGKILL
+    assert_killed(results[killed])
     waited_s = assert_all_ok([result for result in results if result.rank != killed])
-    assert max(waited_s) < 4
+    assert max(waited_s) < IN_TIME_S
 
 
-def test_two_killed_ranks_are_both_named_though_one_hosted_the_store():
+def test_two_killed_ranks_are_both_named_though_one_hosted_the_store(monkeypatch):
+    monkeypatch.setattr(exchange_module, "SIGNING_S", SHORT_S)
+
     def program(rank):
         exchange(rank)
         if rank in (0, 3):
             os.kill(os.getpid(), signal.SIGKILL)
-        return ending(lambda: exchange(rank, 1.0))
+        meet(1, 2)
+        return ending(lambda: exchange(rank, SHORT_S))
 
     results = run_ranks(program, 4)
+    assert_killed(results[0])
+    assert_killed(results[3])
     for text in assert_all_ok(results[1:3]):
         assert "ranks [0, 3]" in text
 
@@ -353,17 +381,16 @@ def test_a_rank_killed_after_it_posted_costs_nobody_the_exchange():
         exchange(rank)
         if rank == 1:
             note.write_text(str(os.getpid()))
-            exchange(rank)
-            return None
-        wait_for(note.exists)
-        time.sleep(0.2)
+        heard = listen() if rank == 0 else []
+        meet()
         if rank == 0:
+            wait_for(lambda: ("post", 1) in heard)
             os.kill(int(note.read_text()), signal.SIGKILL)
             wait_for(lambda: is_gone(int(note.read_text())))
         return exchange(rank)
 
     results = run_ranks(program, 3, Path.cwd() / "pid")
-    assert results[1].signal == signal.SIGKILL
+    assert_killed(results[1])
     assert assert_all_ok([results[0], results[2]]) == [[0, 1, 2]] * 2
 
 
@@ -372,16 +399,17 @@ def test_a_rank_killed_after_it_posted_costs_nobody_the_exchange():
 
 @pytest.fixture
 def quick_heartbeats(monkeypatch):
-    """Let the thread that acts for a busy rank act five times a second."""
-    monkeypatch.setattr(agreement_module, "HEARTBEAT_S", 0.2)
+    """Let the thread that acts for a busy rank act often; peers wait for it three times as long."""
+    monkeypatch.setattr(attendant, "HEARTBEAT_S", SHORT_S / 3)
 
 
 def test_heartbeats_extend_the_deadline_while_a_rank_compiles(quick_heartbeats):
     def program(rank):
         exchange(rank)
+        meet()
         if rank == 1:
             with AGREEMENTS.of(None).busy():
-                time.sleep(1.5)
+                time.sleep(2.5 * SHORT_S)
         began = time.monotonic()
         return exchange(rank, SHORT_S), time.monotonic() - began
 
@@ -393,22 +421,27 @@ def test_heartbeats_extend_the_deadline_while_a_rank_compiles(quick_heartbeats):
 def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
     def program(rank, note):
         exchange(rank)
-        began = time.monotonic()
         if rank == 1:
             with AGREEMENTS.of(None).busy():
+                meet()
                 wait_for(note.exists)
+        else:
+            meet()
+        began = time.monotonic()
         text = ending(lambda: exchange(rank, 0.1))
         note.touch()
         return text, time.monotonic() - began
 
     results = assert_all_ok(run_ranks(program, 3, Path.cwd() / "given up"))
-    for text, waited_s in results:
+    for text, _ in results:
         assert text.startswith("AgreementTimeout: ")
         assert "for rank 1 to agree" in text
-        assert 0.9 < waited_s < 2.5
+    assert 0.9 < max(waited_s for _, waited_s in results) < SOON_S
 
 
-def test_beats_of_an_earlier_exchange_extend_nothing():
+def test_beats_of_an_earlier_exchange_extend_nothing(monkeypatch):
+    monkeypatch.setattr(attendant, "HEARTBEAT_S", SOON_S)  # a beat would buy the tenfold
+
     def program(rank):
         exchange(rank)
         with AGREEMENTS.of(None).busy():
@@ -420,7 +453,7 @@ def test_beats_of_an_earlier_exchange_extend_nothing():
         assert ending(lambda: exchange(rank, SHORT_S)).startswith("AgreementTimeout")
         return time.monotonic() - began
 
-    assert assert_all_ok(run_ranks(program, 2))[0] < SHORT_S + 0.5
+    assert assert_all_ok(run_ranks(program, 2))[0] < IN_TIME_S
 
 
 def test_a_peer_stuck_in_a_collective_of_its_own_is_told_why(quick_heartbeats):
@@ -457,11 +490,11 @@ def test_a_stuck_peer_is_ended_when_that_is_asked_for(quick_heartbeats):
             time.sleep(60)
 
     zero, one = run_ranks(program, 2, Path.cwd() / "pid")
-    assert zero.ok, zero
-    assert one.exitcode == 1
+    assert_all_ok([zero])
+    assert one.exitcode == 1, describe(one)
     assert "Rank 1 is ended" in one.stderr
     assert "in program" in one.stderr  # where it stood
-    assert one.elapsed_s < 10
+    assert one.elapsed_s < 30  # half of what it would have slept
 
 
 # ---- which agreement a call uses

@@ -19,6 +19,7 @@ from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs_candidates import CANDIDATES
 from dist_autotune.kernels.gemm_rs_kernel import gemm_reduce_scatter
 from dist_autotune.kernels.signals import polls
+from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
 HALF = torch.float16
@@ -346,13 +347,10 @@ def test_different_rows_raise_on_every_rank(world):
 
 
 def dead_peer(rank, last):
-    store = dist.distributed_c10d._get_default_store()
     op = GemmReduceScatter(8 * dist.get_world_size(), 16, HALF)
     call_and_compare(op, 8 * op.world_size, 16)
-    store.add("called once", 1)
+    meet()
     if rank == last:
-        while store.add("called once", 0) < op.world_size:  # its collectives must be over on all ranks
-            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     op._budget = polls(1.0, op.device.type)
 
@@ -367,10 +365,8 @@ def dead_peer(rank, last):
 @pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
 def test_a_dead_peer_is_named_and_the_wait_ends(world):
     *survivors, dead = results(dead_peer, world, world - 1)
-    assert dead.signal is signal.SIGKILL
-    for rank, survivor in enumerate(survivors):
-        assert survivor.ok, survivor
-        message, again, at_close = survivor.value
+    assert_killed(dead)
+    for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
         assert message.startswith(f"PeerTimeout: GemmReduceScatter, rank {rank}: ")
         assert f"rank {world - 1}, or one that it waits for, did not push its sums" in message
         assert again

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dist_autotune import ContextualAutotuner, contextual_autotune, is_tuning
+from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning
+from dist_autotune.errors import LaunchTimeout
+from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -207,3 +209,104 @@ def test_the_whole_run_decides_where_it_is_the_objective() -> None:
     assert report is not None
     assert report.contexts[0].status == "tuned"
     assert len(report.contexts[0].timings) == len(BLOCKS)
+
+
+# ---- whose time a sample is
+
+
+def tuned_alone_on_its_stream(**options: Any) -> Any:
+    """Return what tuning finds of a kernel that always meets an idle stream."""
+    kernel, x = make_scale(), torch.randn(1 << 16, device="cuda")
+
+    def thunk() -> None:
+        launch(kernel, x)
+        torch.cuda.synchronize()
+
+    tuning = tuned(thunk, n_warmup=2, n_repeat=7, **options)
+    tuning()
+    report = tuning.report
+    assert report is not None
+    return report.contexts[0]
+
+
+def test_a_kernel_on_an_idle_stream_is_timed_without_the_hosts_part() -> None:
+    fed, bare = tuned_alone_on_its_stream(), tuned_alone_on_its_stream(clock=EventClock(feeds=False))
+    assert not fed.launch_bound
+    assert bare.launch_bound
+    assert bare.config.kwargs["BLOCK"] == BLOCKS[0]  # the incumbent: the host decides nothing
+    assert fed.ms < bare.ms
+
+
+def test_a_filler_is_as_long_as_it_says() -> None:
+    from dist_autotune.feeding import CYCLES_PER_MS, LONGEST_MS, load_filler
+
+    load_filler(0)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(CYCLES_PER_MS)
+    begin.record()
+    torch.cuda._sleep(int(LONGEST_MS * CYCLES_PER_MS))
+    end.record()
+    torch.cuda.synchronize()
+    # Cycles are counted at 2 GHz; a GPU in its lowest state, below 0.4 GHz, takes five times as long.
+    assert 0.5 * LONGEST_MS < begin.elapsed_time(end) < 6 * LONGEST_MS
+
+
+# ---- launches that do not end, and that break the device
+
+
+def test_a_config_that_never_ends_is_named_and_nothing_hangs() -> None:
+    @triton.autotune([triton.Config({"SPINS": spins}) for spins in (False, True)], key=["n"])
+    @triton.jit
+    def wait(flag_ptr, y_ptr, n, SPINS: tl.constexpr):
+        if SPINS:
+            while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
+                pass
+        tl.store(y_ptr, n)
+
+    flag, y = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    thunk = tuned(lambda: wait[(1,)](flag, y, 7), timeout_s=3, n_repeat=1, name="step")
+    try:
+        with pytest.raises(LaunchTimeout) as caught:
+            thunk()
+    finally:
+        with torch.cuda.stream(side):
+            flag.fill_(1)
+        torch.cuda.synchronize()
+    text = str(caught.value)
+    assert "Rank 0: run 1 of step: cuda:0 did not end a launch within 3 s" in text
+    assert "wait[7" in text
+    assert "SPINS: True" in text
+    assert "SPINS: False" not in text
+    thunk()  # the flag is up: it ends
+    assert thunk.settled
+
+
+def illegal_access(rank: int) -> tuple[bool, str]:
+    """Return whether the error is caught as torch's own, and its text."""
+
+    @triton.autotune([triton.Config({"OFFSET": offset}) for offset in (0, 1 << 40)], key=["n"])
+    @triton.jit
+    def write(y_ptr, n, OFFSET: tl.constexpr):
+        tl.store(y_ptr + OFFSET, n)
+
+    y = torch.zeros(1, device="cuda")
+    thunk = tuned(lambda: write[(1,)](y, 7), n_repeat=1, name="step")
+    try:
+        thunk()
+    except torch.AcceleratorError as error:
+        return True, str(error)
+    except RuntimeError as error:
+        return False, str(error)
+    return False, "it ended"
+
+
+def test_an_illegal_access_ends_the_call_and_names_the_config() -> None:
+    (result,) = run_ranks(illegal_access, 1, init="none", timeout_s=120)
+    assert result.ok, result
+    is_torchs, text = result.value
+    assert is_torchs, text
+    assert "Rank 0: run 1 of step: " in text
+    assert "illegal memory access" in text
+    assert f"OFFSET: {1 << 40}" in text

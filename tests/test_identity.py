@@ -173,9 +173,10 @@ def stock_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         ((), {"n": 64, "y_ptr": "y", "x_ptr": "x"}),
         (("x", "y"), {"n": np.int64(64)}),
         (("x", "y", None), {}),
-        (("x", "y", True), {"num_warps_of_mine": 1}),
+        (("x", "y", True), {"none_of_the_parameters": "x"}),
+        (("x", "y"), {}),
     ],
-    ids=["positional", "mixed", "by keyword", "numpy", "None", "unknown keyword"],
+    ids=["positional", "mixed", "by keyword", "numpy", "None", "unknown keyword", "left to its default"],
 )
 def test_the_key_is_the_one_stock_triton_computes(args, kwargs):
     x, y = torch.zeros(64, dtype=torch.float16), torch.zeros(64)

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import json
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import TuningError
 from dist_autotune.records import Trial
-from kernels_for_tests import Bench, Probe, accumulate, add, double, grid_of, launch, numbers, only, records
+from kernels_for_tests import (
+    Bench,
+    Probe,
+    accumulate,
+    add,
+    double,
+    grid_of,
+    launch,
+    numbers,
+    only,
+    out_of_resources,
+    records,
+)
 
 
 @pytest.fixture
@@ -173,6 +188,24 @@ def test_arguments_may_be_passed_in_every_way(bench, call, interpreted):
     assert list(kernel.cache) == [(64, "torch.float32", "torch.float32")]
 
 
+@pytest.mark.parametrize("call", [(), (2.0,)], ids=["left to its default", "passed"])
+def test_an_argument_with_a_default_makes_the_key_that_stock_triton_makes(bench, call):
+    @triton.jit
+    def shift(x_ptr, y_ptr, n, by=1.0, BLOCK: tl.constexpr = 16):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + by, mask=offs < n)
+
+    def kernel():
+        configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+        return triton.autotune(configs, ["n", "by"], do_bench=lambda launch, quantiles: [1.0] * 3)(shift)
+
+    x, y, stock, ours = numbers(), torch.zeros(64), kernel(), kernel()
+    stock[grid_of(64)](x, y, 64, *call)
+    bench.tune(lambda: ours[grid_of(64)](x, y.zero_(), 64, *call))()
+    assert list(ours.cache) == list(stock.cache)
+    assert torch.equal(y, x + (call[0] if call else 1.0))
+
+
 def test_launch_options_reach_the_kernel_with_those_of_the_config(bench):
     configs = [triton.Config({"BLOCK": 16}, num_warps=w, num_stages=s) for w, s in ((4, 2), (8, 3))]
     kernel = bench.kernel({16: 1.0}, configs=configs)
@@ -261,6 +294,34 @@ def test_a_pre_hook_may_change_an_argument_in_place(bench):
     bench.tune(thunk)()
     blocks = bench.blocks()
     assert all(torch.equal(y, numbers() * block + 1) for y, block in zip(runs, blocks, strict=True))
+
+
+def test_a_pre_hook_may_shape_a_tensor_descriptor_for_the_config_that_is_launched(bench):
+    class Described(Probe):
+        def run(self, x_ptr, *args, BLOCK, **kwargs):
+            shapes.append((BLOCK, list(x_ptr.block_shape)))
+            return super().run(x_ptr.base, *args, BLOCK=BLOCK, **kwargs)
+
+    def hook(arguments):
+        hooked.append(arguments["BLOCK"])
+        arguments["x_ptr"].block_shape = [arguments["BLOCK"]]
+
+    shapes, hooked = [], []
+    probe = Described(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
+    probe.failures[64] = out_of_resources
+    configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32, 64)]
+    kernel = triton.autotune(configs, ["n"])(probe)
+    y = torch.zeros(64)
+
+    def thunk():
+        kernel[grid_of(64)](TensorDescriptor.from_tensor(numbers(), [1]), y.zero_(), 64)
+
+    bench.tune(thunk)()
+    assert torch.equal(y, numbers() + 1)
+    # 64 does not launch: 32 stands in for it, and has shaped the descriptor for itself.
+    assert shapes == [(block, [block]) for block in (16, 32, 64, 16, 32)]
+    assert hooked == [16, 32, 64, 16, 32]
+    assert bench.blocks() == [16, 32, 16, 32]
 
 
 # ---- nothing to tune
@@ -388,6 +449,19 @@ def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
     tuned()
     tuned()
     assert kernel.seen == bench.blocks() == [16, 32, 32, 32]
+
+
+@pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])
+def test_a_config_that_failed_or_was_only_tried_is_never_kept_for_a_subclass(bench, tmp_cache, max_runs):
+    probe = Probe(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
+    probe.failures[64] = out_of_resources
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32, 64)]
+    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
+    kernel.seen = []
+    bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs)()
+    assert kernel.seen == bench.blocks()
+    kept = [json.loads(path.read_text())["config"] for path in tmp_cache.glob("*.json")]
+    assert [text.split(",")[0] for text in kept] == (["BLOCK: 32"] if max_runs is None else [])
 
 
 def test_a_grid_function_may_launch_another_autotuned_kernel(bench):

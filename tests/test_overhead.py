@@ -149,6 +149,43 @@ def test_a_settled_launch_costs_little_more_than_a_stock_launch(capsys, monkeypa
     assert added_us < LAUNCH_US_ALLOWED
 
 
+def bytecodes(function: Callable[[], Any]) -> int:
+    """Return how many instructions of Python one call executes: the same on every machine, busy or not."""
+    executed = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal executed
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch():
+    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (16, 32)], ["n"])(Nothing())
+    x, y = numbers(), numbers()
+
+    def thunk(launches: int) -> None:
+        for _ in range(launches):
+            kernel[(4,)](x, y, 64)
+
+    tuned = contextual_autotune(thunk, progress=False, n_warmup=0, n_repeat=1, log_dir=None)
+    tuned(1)
+    tuned(1)
+
+    def of_a_launch(function: Callable[[int], None]) -> float:
+        return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10
+
+    assert 0 < of_a_launch(tuned) <= of_a_launch(thunk)
+
+
 def test_an_online_session_is_over_when_it_is_settled(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")

@@ -69,6 +69,7 @@ def test_what_the_function_prints_goes_where_it_always_went(terminal, capsys):
 
 
 def test_it_has_no_thread(terminal):
+    tune(cache=False)()  # starts the thread that watches how long a run takes
     before, seen = threading.active_count(), []
     with contextlib.redirect_stderr(terminal):
         tune(lambda: seen.append(threading.active_count()))()

@@ -144,7 +144,7 @@ def test_keys_of_some_ranks_are_agreed_among_those():
         own = {0: 8, 1: 16, 2: 16}[rank]  # 64 is everybody's, 8 that of rank 0, 16 that of ranks 1 and 2
         ms = {
             64: {16: 2.0, 32: 1.0 + rank},  # rank 2: 3 ms
-            8: {16: 2.0, 32: 1.0},
+            8: {16: 1.0, 32: 2.0},  # with the times of 16 beside its own, rank 0 would take 32
             16: {16: 2.0 + rank, 32: 3.5},  # rank 2: 4 ms
         }
         by_key = lambda launch: ms[launch.n][launch.block]  # noqa: E731
@@ -159,7 +159,7 @@ def test_keys_of_some_ranks_are_agreed_among_those():
         return step.report.runs, blocks_of(step), bench.blocks(n=own), bench.blocks(n=64)
 
     zero, *others = assert_all_ok(run_ranks(program, 3))
-    assert zero == (3, {"add64": 16, "add8": 32}, [16, 32, 32], [16, 32, 16])
+    assert zero == (3, {"add64": 16, "add8": 16}, [16, 32, 16], [16, 32, 16])
     assert others == [(3, {"add64": 16, "add16": 32}, [16, 32, 32], [16, 32, 16])] * 2
 
 
@@ -495,12 +495,14 @@ def test_all_configs_fail(failing):
 def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(monkeypatch):
     # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
     def program(rank):
-        def preflight(tuner, configs, args, kwargs):
-            return {
-                digest: "no room"
-                for digest, config in configs.items()
-                if config.kwargs["BLOCK"] == 32 and rank
-            }
+        def preflight(tuner, configs, args, kwargs, terms, loading):
+            return launches.compiling.Preflight(
+                {
+                    digest: "no room"
+                    for digest, config in configs.items()
+                    if config.kwargs["BLOCK"] == 32 and rank
+                }
+            )
 
         monkeypatch.setattr(launches.intercept, "is_interpreted", lambda: False)
         monkeypatch.setattr(launches.compiling, "current_device", lambda: -1)

@@ -1,6 +1,7 @@
 """Which ranks tune together: groups, subsets, none at all, one after another."""
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from dist_autotune import RankMismatch, TuningError
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, wait_for
-from ranks import assert_all_ok, run_ranks
+from ranks import assert_all_ok, meet, run_ranks
 
 
 def tuned_step(rank_ms, function=None, **options):
@@ -77,7 +78,7 @@ def test_a_failure_in_one_group_leaves_the_other_alone():
 def test_names_of_absent_ranks_are_global():
     def program(rank):
         group = dist.new_group([1, 3])
-        dist.barrier()  # or rank 3 would leave while gloo still connects rank 1 to it
+        meet()  # or rank 3 would leave while gloo still connects rank 1 to it
         if rank != 1:
             return None
         return ending(tuned_step({16: 1.0, 32: 2.0}, group=group, timeout_s=SHORT_S)[0])
@@ -107,6 +108,7 @@ def test_alone_nothing_is_exchanged(what):
         if rank == 0:  # the other rank need not call
             step()
             assert not [event for event in records(rank=rank) if event.event == "exchanged"]
+            assert "dist_autotune hub" not in [thread.name for thread in threading.enumerate()]
             return step.report.world_size, bench.blocks()
         return None
 
@@ -232,9 +234,11 @@ def test_a_group_at_the_same_address_after_the_first_has_ended(monkeypatch):
             dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
             step()
             step()
-            dist.barrier()
             if rank == 1:  # or it would find the first store still there
+                (directory / f"{n} may end").touch()
                 wait_for((directory / f"{n} has ended").exists)
+            else:  # no barrier: rank 0 could close its connections while rank 1 is still in it
+                wait_for((directory / f"{n} may end").exists)
             dist.destroy_process_group()
             (directory / f"{n} has ended").touch()
         return blocks_of(step)
@@ -250,12 +254,12 @@ def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
             if n == 1:  # this one ends badly: its messages are left behind
                 if rank == 0:
                     endings.append(ending(tuned_step({16: 1.0, 32: 2.0}, timeout_s=SHORT_S)[0])[:16])
-                dist.barrier()
+                meet()
             else:
                 step()
                 endings += blocks_of(step).values()
             store = dist.distributed_c10d._get_default_store()
-            dist.barrier()
+            meet()
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.PrefixStore(str(n), store), rank=rank, world_size=2)
             dist.barrier()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from ranks import Result, assert_all_ok, run_ranks
+from ranks import Result, assert_all_ok, assert_killed, describe, meet, run_ranks
 
 
 def sum_of_ranks(rank):
@@ -31,9 +31,14 @@ def test_ranks_share_a_process_group_and_return_values(init, world_size):
     assert [result.rank for result in results] == list(range(world_size))
 
 
-def test_a_fresh_rank_is_a_new_interpreter_with_the_same_module_path():
-    results = run_ranks(sum_of_ranks, 2, fresh=True)
-    assert assert_all_ok(results) == [1, 1]
+def test_a_fresh_rank_is_a_new_interpreter_with_the_same_module_path_and_a_forked_one_starts_much_faster():
+    def seconds(fresh):
+        started = time.monotonic()
+        assert assert_all_ok(run_ranks(sum_of_ranks, 2, fresh=fresh)) == [1, 1]
+        return time.monotonic() - started
+
+    forked_s = min(seconds(False) for _ in range(5))  # the best: the first imports what gloo needs
+    assert forked_s < seconds(True) / 4  # which imports torch; 0.1 s against 2.5 s on a quiet machine
 
 
 def test_without_init_there_is_no_process_group():
@@ -75,7 +80,7 @@ def test_leaving_early_gives_the_exit_code(leave, exitcode, error):
 
 def test_a_killed_rank_is_reported_by_its_signal_and_its_peer_hears_of_it():
     def die_in_the_middle(rank):
-        dist.barrier()
+        meet()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
@@ -84,7 +89,7 @@ def test_a_killed_rank_is_reported_by_its_signal_and_its_peer_hears_of_it():
     assert (one.signal, one.exitcode, one.timed_out, one.error) == (signal.SIGKILL, None, False, None)
     assert zero.error_type is not None
     assert zero.exitcode == 1
-    assert zero.elapsed_s < 10
+    assert zero.elapsed_s < 20  # run_ranks would end it after 30
 
 
 @pytest.mark.parametrize("init", ["file", "tcp"])
@@ -92,7 +97,7 @@ def test_the_store_outlives_rank_0(init):
     def outlive_rank_0(rank, note):
         if rank == 0:
             note.write_text(str(os.getpid()))
-        dist.barrier()
+        meet()
         if rank == 0:
             os._exit(0)
         while _is_alive(int(note.read_text())):
@@ -102,7 +107,7 @@ def test_the_store_outlives_rank_0(init):
         return store.get("still")
 
     _, one = run_ranks(outlive_rank_0, 2, Path.cwd() / "pid", init=init)
-    assert one.value == b"here", one
+    assert assert_all_ok([one]) == [b"here"]
 
 
 def test_a_rank_that_never_ends_is_killed_at_the_deadline_and_says_where_it_stood():
@@ -111,16 +116,15 @@ def test_a_rank_that_never_ends_is_killed_at_the_deadline_and_says_where_it_stoo
             pass
         return "done"
 
-    started = time.monotonic()
-    zero, one = run_ranks(spin_on_one, 2, timeout_s=1.0, init="none")
-    assert time.monotonic() - started < 3
+    zero, one = run_ranks(spin_on_one, 2, timeout_s=2.0, init="none")
     assert (zero.value, zero.timed_out) == ("done", False)
-    assert (one.timed_out, one.signal, one.value) == (True, signal.SIGKILL, None)
+    assert (one.timed_out, one.signal, one.value) == (True, signal.SIGKILL, None), describe(one)
+    assert one.elapsed_s >= 2.0
     assert "in spin_on_one" in one.stderr
 
 
 def test_a_stopped_rank_is_killed_at_the_deadline():
-    (result,) = run_ranks(lambda rank: os.kill(os.getpid(), signal.SIGSTOP), 1, timeout_s=0.5, init="none")
+    (result,) = run_ranks(lambda rank: os.kill(os.getpid(), signal.SIGSTOP), 1, timeout_s=1.0, init="none")
     assert result.timed_out
 
 
@@ -143,8 +147,8 @@ def test_what_a_rank_started_ends_with_it(blocks):
             sleeper.wait()
 
     note = Path.cwd() / "pid"
-    run_ranks(start_a_sleeper, 1, note, timeout_s=1.0, init="none")
-    deadline = time.monotonic() + 5  # init reaps it
+    run_ranks(start_a_sleeper, 1, note, timeout_s=3.0, init="none")
+    deadline = time.monotonic() + 30  # init reaps it
     while _is_alive(int(note.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -214,11 +218,36 @@ def test_no_pytest_teardown_runs_in_a_rank(tmp_path):
     assert tmp_path.is_dir()
 
 
-def test_two_ranks_start_in_tenths_of_a_second():
-    run_ranks(sum_of_ranks, 2)  # the first call imports what gloo needs
-    started = time.monotonic()
-    assert_all_ok(run_ranks(sum_of_ranks, 2))
-    assert time.monotonic() - started < 1.0
+def test_nobody_leaves_a_meeting_before_the_last_has_come():
+    def program(rank, directory):
+        complete = []
+        for turn in range(3):
+            if rank == turn:
+                time.sleep(0.05)  # on purpose: another one is late in each turn
+            (directory / f"{turn} {rank}").touch()
+            meet()
+            complete.append(len(list(directory.glob(f"{turn} *"))))
+        if rank != 1:
+            (directory / f"two {rank}").touch()
+            meet(0, 2)  # without rank 1, which is gone
+        return complete, len(list(directory.glob("two *")))
+
+    for rank, (complete, without_one) in enumerate(assert_all_ok(run_ranks(program, 3, Path.cwd()))):
+        assert complete == [3, 3, 3]
+        assert without_one == 2 or rank == 1
+
+
+def test_ctrl_c_reaches_a_rank_whatever_pytest_was_started_with():
+    def interrupt_myself(rank):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what a shell gives to `pytest &`
+    try:
+        (result,) = run_ranks(interrupt_myself, 1, init="none")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.error_type == "KeyboardInterrupt", describe(result)
 
 
 def test_a_result_says_how_it_ended():
@@ -228,3 +257,14 @@ def test_a_result_says_how_it_ended():
         assert_all_ok([Result(rank=1, signal=signal.SIGSEGV)])
     with pytest.raises(AssertionError, match="rank 2: exit code 7"):
         assert_all_ok([Result(rank=2, exitcode=7)])
+    assert describe(Result(rank=3, exitcode=0, value=[1, 2])) == "rank 3: returned [1, 2]"
+
+
+def test_a_rank_that_was_not_killed_by_the_test_is_described():
+    assert_killed(Result(rank=0, signal=signal.SIGKILL))
+    for other in (
+        Result(rank=0, exitcode=1, error="ValueError: no"),
+        Result(rank=0, signal=signal.SIGKILL, timed_out=True),
+    ):
+        with pytest.raises(AssertionError, match="not ended by SIGKILL from the test:\nrank 0: "):
+            assert_killed(other)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import CacheWarning, tunable
 from dist_autotune.records import ContextSettled, SessionClosed, SessionOpened
 from kernels_for_tests import (
+    EMULATIONS,
     Bench,
     Probe,
     double,
@@ -209,6 +211,18 @@ def test_what_belongs_to_one_function_alone_is_neither_given_nor_taken(bench, sh
         assert bench.blocks() == [16, 32, 32]
 
 
+def test_a_kernel_whose_results_triton_would_store_is_tuned_and_its_own_store_left_alone(bench, monkeypatch):
+    monkeypatch.setattr(Autotuner, "check_disk_cache", no_bench)  # there stock Triton reads and writes them
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    kernel.cache_results = True  # as `cache_results=True` does, but for the interpreter
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    launch(kernel, numbers())  # outside: stock Triton finds the result in memory
+    assert bench.blocks() == [16, 32, 32, 32, 32]
+    assert kernel.cache[KEY] is kernel.configs[1]
+
+
 # ---- who listens
 
 
@@ -388,6 +402,60 @@ def test_an_entry_is_not_used_when_the_kernel_changes(bench, change):
         changed.keys = ["n", "n"]  # as a list of keys it is another, as a key it can be hashed
     bench.tune(lambda: launch(changed, numbers()))()
     assert len(bench.blocks()) == len(changed.configs) + 1
+
+
+@triton.jit
+def plus_one(x):
+    return x + 1
+
+
+@triton.jit
+def plus_also_one(x):
+    return x + 2 - 1
+
+
+def applying(helper):
+    @triton.jit
+    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=offs < n)), mask=offs < n)
+
+    return apply
+
+
+def applying_otherwise(helper):
+    @triton.jit
+    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < n
+        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=mask)), mask=mask)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_used"),
+    [
+        (lambda: applying(plus_one), True),
+        (lambda: applying(plus_also_one), False),
+        (lambda: applying_otherwise(plus_one), False),
+    ],
+    ids=["the same", "another helper", "another body"],
+)
+def test_an_entry_is_not_used_when_the_source_changes_under_the_same_name(
+    bench, monkeypatch, changed, is_used
+):
+    first, second = applying(plus_one), changed()
+    for function in (first, second):
+        monkeypatch.setitem(EMULATIONS, function, lambda x, y: x + 1)
+    known = bench.kernel({16: 3.0, 32: 1.0}, first)
+    bench.tune(lambda: launch(known, numbers()))()
+    bench.forget()
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, second)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert bench.blocks() == ([32] if is_used else [16, 32, 32])
+    assert only(tuned.report).status == ("cached" if is_used else "tuned")
 
 
 def test_the_order_of_the_configs_does_not_matter(bench):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from dist_autotune.errors import NoValidConfig, TuningError
-from dist_autotune.flows import STRATEGIES, Warmup, exhaustive
-from dist_autotune.payload import MIXED, Announcement, Part
+from dist_autotune.flows import STRATEGIES, Warmup, Winner, exhaustive
+from dist_autotune.payload import MIXED, Announcement, Part, femtoseconds
 from dist_autotune.search import BY_LAUNCH, Context, Outcome, Rules
 
 
@@ -33,7 +33,7 @@ def context(candidates: Sequence[str] = ("a", "b", "c"), *, start: bool = True, 
 
 
 def timed(ran: str, ms: float, **fields) -> Part:
-    return Part(ran=ran, worst_ms=ms, best_ms=ms, total_ms=ms, measured=1, **fields)
+    return Part(ran=ran, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), measured=1, **fields)
 
 
 def advance(made: Context, part: Part) -> Outcome:
@@ -81,7 +81,7 @@ def test_runs_are_warm_ups_and_samples_counted_from_one():
 def test_a_run_that_did_not_run_the_plan_does_not_count(part):
     made = context()
     assert advance(made, part).kind == "incumbent"
-    assert made.timings == {}
+    assert made.times.ms == {}
     assert made.digests[made.planned] == "a"
     assert advance(made, timed("a", 1.0)) == Outcome("sample", 0, 1, 1, BY_LAUNCH)
 
@@ -96,7 +96,7 @@ def test_a_trial_whose_sample_is_not_read_yet_is_waited_for_on_the_incumbent():
     advance(made, timed("b", 0.5))
     assert not made.waiting
     assert made.digests[made.planned] == "c"
-    assert made.timings == {0: 1.0, 1: 0.5}
+    assert made.times.ms == {0: 1.0, 1: 0.5}
 
 
 # ---- who wins
@@ -108,7 +108,7 @@ def test_the_fastest_candidate_wins(strategy, best):
     made = context(strategy=STRATEGIES[strategy], search=strategy, n_repeat=2)
     finish(made, {name: 1.0 if name == best else 2.0 for name in "abc"})
     assert winner(made) == best
-    assert made.timings[made.winner] == 1.0
+    assert made.times.ms[made.winner] == 1.0
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
@@ -132,6 +132,21 @@ def test_a_tie_inside_the_noise_of_racing_goes_to_the_incumbent(ms):
     assert winner(made) == "b"
 
 
+@pytest.mark.parametrize(("incumbent", "expected"), [("b", "b"), ("c", "c"), ("d", "a")])
+def test_a_tie_that_the_flow_tells_of_goes_to_the_incumbent(incumbent, expected):
+    def flow(candidates, *, n_warmup, n_repeat):
+        for index in candidates:
+            ms = yield index
+            assert ms >= 1.0
+        return Winner(0, {0, 1, 2})
+
+    made = context(tuple("abcd"), strategy=flow, search="mine", start=False)
+    made.adopt((0, incumbent, None))
+    made.start()
+    finish(made, {"a": 1.0, "b": 1.3, "c": 1.2, "d": 1.1})
+    assert winner(made) == expected
+
+
 def test_a_tie_without_an_incumbent_of_its_own_goes_to_the_first_viable():
     made = context(start=False)
     made.ban(0, 1, "out of resource")
@@ -148,7 +163,7 @@ def test_a_candidate_that_some_rank_never_timed_cannot_win(strategy):
         part = timed(candidate, 5.0) if candidate == "b" else timed(candidate, 0.1, unmeasured=1)
         advance(made, part)
     assert winner(made) == "b"
-    assert set(made.timings) == {1}
+    assert set(made.times.ms) == {1}
 
 
 def test_a_missing_first_sample_does_not_end_a_candidate():
@@ -164,14 +179,14 @@ def test_without_any_sample_the_incumbent_stays():
     made = context()
     while not made.settled:
         advance(made, Part(ran=made.digests[made.planned], unmeasured=1))
-    assert (winner(made), made.status, made.timings) == ("a", "tuned", {})
+    assert (winner(made), made.status, made.times.ms) == ("a", "tuned", {})
 
 
 @pytest.mark.parametrize(("rank_reduce", "best"), [("max", "a"), ("mean", "b")])
 def test_ranks_are_reduced_by_their_slowest_or_their_mean(rank_reduce, best):
     made = context(("a", "b"), rank_reduce=rank_reduce)
-    advance(made, Part(ran="a", worst_ms=3.0, best_ms=3.0, total_ms=6.0, measured=2))
-    advance(made, Part(ran="b", worst_ms=4.0, best_ms=1.0, total_ms=5.0, measured=2))
+    advance(made, Part(ran="a", worst_ms=3.0, best_ms=3.0, total_fs=femtoseconds(6.0), measured=2))
+    advance(made, Part(ran="b", worst_ms=4.0, best_ms=1.0, total_fs=femtoseconds(5.0), measured=2))
     assert winner(made) == best
 
 
@@ -187,7 +202,7 @@ def test_a_ban_in_the_middle_of_a_trial_moves_on_to_the_next_candidate():
     assert finish(made, {"b": 3.0, "c": 2.0}) == ["b", "b", "b", "c", "c", "c"]
     assert winner(made) == "c"
     assert made.banned == {0: (2, "OutOfResources")}
-    assert 0 not in made.timings
+    assert 0 not in made.times.ms
 
 
 def test_a_ban_of_a_candidate_that_is_not_on_trial_keeps_it_from_ever_being_tried():
@@ -374,12 +389,35 @@ def test_a_strategy_that_breaks_the_contract_gets_an_error_with_its_name(strateg
     assert message in str(caught.value)
 
 
-def test_a_winner_that_was_banned_or_never_timed_is_replaced_by_the_best_known():
-    def insists(candidates, *, n_warmup, n_repeat):
+def insists(candidates, *, n_warmup, n_repeat):
+    yield from candidates
+    return 2
+
+
+@pytest.mark.parametrize(
+    "fields", [{"bans": {"c": (0, "PTXASError")}}, {"unmeasured": 1}], ids=lambda f: [*f]
+)
+def test_a_winner_that_is_banned_or_has_no_sample_is_replaced_by_the_best_known(fields):
+    made = context(strategy=insists, search="insists")
+    advance(made, timed("a", 2.0))
+    advance(made, timed("b", 1.0))
+    advance(made, timed("c", 0.5, **fields))
+    assert made.settled
+    assert winner(made) == "b"
+
+
+def test_the_word_of_a_flow_of_the_users_stands_where_times_are_equal():
+    made = context(strategy=insists, search="insists")
+    finish(made, dict.fromkeys("abc", 1.0))
+    assert winner(made) == "c"
+
+
+def test_a_flow_may_choose_a_candidate_that_it_never_tried():
+    def knows(candidates, *, n_warmup, n_repeat):
         yield 0
-        yield 1
         return 2
 
-    made = context(strategy=insists, search="insists")
-    finish(made, {"a": 2.0, "b": 1.0})
-    assert winner(made) == "b"
+    made = context(strategy=knows, search="knows")
+    finish(made, {"a": 1.0})
+    assert winner(made) == "c"
+    assert 2 not in made.times.ms

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import dist_autotune
-from dist_autotune import ContextualAutotuner, TuningError, contextual_autotune
+from dist_autotune import ContextualAutotuner, TuningError, contextual_autotune, settings
 from dist_autotune.flows import exhaustive
-from dist_autotune.settings import KNOWN_VARIABLES, Options, process_rank, run_mode
+from dist_autotune.options import Options
+from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
 
 
 def thunk() -> str:
@@ -318,6 +319,32 @@ def test_a_timeout_that_is_no_time_is_an_error(monkeypatch, value):
     monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", value)
     with pytest.raises(TuningError, match="DIST_AUTOTUNE_TIMEOUT_S"):
         Options().resolved_timeout_s()
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan"])
+def test_a_compile_timeout_that_is_no_time_is_an_error(monkeypatch, value):
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
+    with pytest.raises(TuningError, match="DIST_AUTOTUNE_COMPILE_TIMEOUT_S"):
+        settings.compile_timeout_s()
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("7.5", 7.5), ("0", 0.0), (None, 120.0)])
+def test_a_compile_timeout_comes_from_its_variable(monkeypatch, value, seconds):
+    if value is not None:
+        monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
+    assert settings.compile_timeout_s() == seconds
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_ranks", "place"),
+    [("3", "4", (3, 4)), ("4", "4", (11, 16)), ("one", "4", (11, 16)), (None, None, (11, 16))],
+)
+def test_the_place_on_the_host_is_torchruns_or_that_in_the_group(monkeypatch, local_rank, local_ranks, place):
+    for name, value in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_ranks)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert settings.place_on_host(11, 16) == place
 
 
 def test_the_log_directory_is_resolved_when_the_function_is_decorated(tmp_path, monkeypatch):

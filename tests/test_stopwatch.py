@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_autotune.payload import MIXED, Part, Payload
+from dist_autotune.payload import MIXED, Part, Payload, femtoseconds
 from dist_autotune.stopwatch import Stopwatch
 
 
@@ -48,6 +48,10 @@ def sample(stopwatch: Stopwatch, launches: int = 1, ran: str = "a") -> Part:
     return report
 
 
+def told(ms: float) -> Part:
+    return Part("a", ms, ms, femtoseconds(ms), measured=1)
+
+
 def test_marks_are_read_at_the_end_of_the_run_only():
     clock = ListClock(1.0, 2.0)
     run(Stopwatch(clock, "median"), launches=2)
@@ -56,7 +60,7 @@ def test_marks_are_read_at_the_end_of_the_run_only():
 
 def test_a_sample_is_the_mean_of_the_launches_of_its_run():
     stopwatch = Stopwatch(ListClock(1.0, 2.0, 6.0), "median")
-    assert sample(stopwatch, launches=3) == Part("a", 3.0, 3.0, 3.0, measured=1)
+    assert sample(stopwatch, launches=3) == told(3.0)
     assert stopwatch.samples == {"a": [3.0]}
 
 
@@ -142,7 +146,7 @@ def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():
     assert "read" not in clock.events
     clock.is_ready = True
     stopwatch.begin_run()
-    assert stopwatch.tell("b", waits=False) == Part("a", 2.0, 2.0, 2.0, measured=1)
+    assert stopwatch.tell("b", waits=False) == told(2.0)
     stopwatch.take(waiting=False, counts=True)
     assert stopwatch.samples == {"a": [2.0]}
 

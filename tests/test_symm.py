@@ -19,7 +19,7 @@ from dist_autotune.kernels import symm
 from dist_autotune.kernels.symm import SymmetricMemoryError, nvshmem, open_symmetric_memory
 from dist_autotune.kernels.symm import shm as shm_module
 from dist_autotune.kernels.symm.ranks import RankGroup
-from ranks import assert_all_ok, run_ranks
+from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 PROCESS_GROUP = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
@@ -101,19 +101,18 @@ def test_signals_compare_across_the_end_of_int32(backend):
     assert ranks(wait_across_the_wrap, 2, backend) == [[-(2**31), 1]] * 2
 
 
-def come_late(rank, backend):
+def come_late(rank, backend, note):
     with open_symmetric_memory(backend=backend) as memory:
         if rank == 1:
-            time.sleep(0.2)
-        started = time.monotonic()
+            time.sleep(0.2)  # on purpose: the other is to wait
+            note.touch()
         memory.barrier()
-        return time.monotonic() - started
+        return note.exists()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_barrier_waits_for_the_last_rank(backend):
-    first, _ = ranks(come_late, 2, backend)
-    assert first > 0.1
+def test_a_barrier_waits_for_the_last_rank(backend, tmp_path):
+    assert ranks(come_late, 2, backend, tmp_path / "rank 1 has come") == [True, True]
 
 
 def use_after_close(rank, backend):
@@ -171,7 +170,7 @@ def leave_by_exception(rank, backend):
             memory.allocate((4,), torch.int32)
             raise KeyError("the user's own")
         return time.monotonic() - started
-    with pytest.raises(SymmetricMemoryError), open_symmetric_memory(backend=backend, timeout_s=2) as memory:
+    with pytest.raises(SymmetricMemoryError), open_symmetric_memory(backend=backend, timeout_s=10) as memory:
         memory.allocate((4,), torch.int32)
     return None
 
@@ -179,7 +178,7 @@ def leave_by_exception(rank, backend):
 @pytest.mark.parametrize("backend", [BACKENDS[0]])
 def test_a_rank_that_fails_leaves_without_its_peers(backend):
     _, elapsed_s = ranks(leave_by_exception, 2, backend)
-    assert elapsed_s < 1
+    assert elapsed_s < 30  # its patience is that of the default, 300 s
 
 
 # ---- groups
@@ -240,7 +239,7 @@ def stay_away(rank, done):
 
 def test_a_peer_that_does_not_come_ends_the_wait(tmp_path):
     (message, elapsed_s), _ = ranks(stay_away, 2, tmp_path / "done")
-    assert elapsed_s < 5, message
+    assert elapsed_s < 30, message
 
 
 # ---- which backend
@@ -299,6 +298,7 @@ def look_for_files(rank):
         memory.barrier()
         names = list(shm_module.DIRECTORY.glob("symmetric-*"))
         memory.barrier()
+        meet()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
@@ -311,10 +311,10 @@ def look_for_files(rank):
 
 def test_nothing_has_a_name_once_it_is_mapped_and_a_killed_rank_leaves_nothing(shm_directory):
     survivor, killed = run_ranks(look_for_files, 2)
-    names, error = survivor.value
+    assert_killed(killed)
+    ((names, error),) = assert_all_ok([survivor])
     assert names == []
     assert error.startswith("rank 0 of 2 got no answer from all its peers")
-    assert killed.signal is signal.SIGKILL
     assert list(shm_directory.glob("symmetric-*")) == []
 
 
@@ -373,4 +373,4 @@ def close_while_waiting(rank):
 
 def test_abandoning_ends_the_threads_that_wait():
     (elapsed_s,) = ranks(close_while_waiting, 1)
-    assert elapsed_s < 5
+    assert elapsed_s < 30  # its patience is five times 300 s

@@ -12,13 +12,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-HOPPER, BLACKWELL, CDNA3 = (
+from dist_autotune.kernels.compat import GluonASTSource
+
+HOPPER, BLACKWELL, CDNA3, CDNA4 = (
     GPUTarget("cuda", 90, 32),
     GPUTarget("cuda", 100, 32),
     GPUTarget("hip", "gfx942", 64),
+    GPUTarget("hip", "gfx950", 64),
 )
-SHARED_BYTES = {HOPPER: 232448, BLACKWELL: 232448, CDNA3: 65536}  # the most that one block may have
-REGISTERS = {HOPPER: 255, BLACKWELL: 255, CDNA3: 512}  # of a thread
+SHARED_BYTES = {HOPPER: 232448, BLACKWELL: 232448, CDNA3: 65536, CDNA4: 163840}  # the most of one block
+REGISTERS = {HOPPER: 255, BLACKWELL: 255, CDNA3: 512, CDNA4: 512}  # of a thread
 
 
 def compile_for(
@@ -34,7 +37,8 @@ def compile_for(
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [name for name in types if name not in any_value]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    source_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_of(kernel, signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=target, options=options)
 
 

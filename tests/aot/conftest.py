@@ -2,11 +2,66 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 if "triton" in sys.modules:
     raise pytest.UsageError("triton is loaded with the interpreter on; run `pytest tests/aot` by itself")
 os.environ.pop("TRITON_INTERPRET", None)
+
+
+class Device:
+    """The pretended device of a test, for the kernel of `candidates`."""
+
+    def __init__(self, driver: Any, kernel: Any) -> None:
+        self._driver = driver
+        self._kernel = kernel
+
+    @property
+    def launched(self) -> list[dict[str, Any]]:
+        return self._driver.launched
+
+    def forget(self) -> None:
+        """Drop what this process has compiled; Triton's cache on disk stays."""
+        self._kernel.device_caches.clear()
+        gc.collect()  # kernels unload themselves from the device they were loaded on: now
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
+    """Give a Hopper GPU with little shared memory that loads all and runs nothing, and an empty cache."""
+    import triton
+    from candidates import square
+    from triton.runtime.driver import driver
+
+    from dist_autotune import compile as compiling
+    from pretended_device import PretendedDevice
+
+    made = PretendedDevice(shared_bytes=20 * 1024)
+    monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    shared_memory = triton.compiler.compiler.max_shared_mem
+    shared_memory.cache_clear()
+    device = Device(made, square)
+    device.forget()
+    yield device
+    shared_memory.cache_clear()
+    device.forget()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Give the compiler that notes what it compiles, in this process and its children."""
+    from candidates import Compiler
+    from triton.compiler.compiler import ASTSource
+
+    made = Compiler(tmp_path / "compilations")
+    monkeypatch.setattr(ASTSource, "make_ir", made.stand_in())
+    return made

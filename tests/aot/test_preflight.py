@@ -6,110 +6,43 @@ leaves its output alone; what a device would refuse, too much shared memory, Tri
 
 from __future__ import annotations
 
-import gc
-import types
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
-import triton.language as tl
-from compiled import HOPPER
-from triton.backends.driver import DriverBase
-from triton.runtime.driver import driver
+from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, TOO_LARGE, Compiler, kernel
 
-from dist_autotune import NoValidConfig, contextual_autotune
-from dist_autotune import compile as compiling
+from dist_autotune import NoValidConfig, contextual_autotune, history
+from dist_autotune.log_lines import LogLines
+from dist_autotune.records import RECORD_TYPES, Preflighted
+from dist_autotune.serialize import from_json
+from dist_autotune.tables import session_tables
+from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
 
-SHARED_BYTES = 20 * 1024
 
-
-class PretendedDevice(DriverBase):
-    """A Hopper GPU with little shared memory that loads everything and runs nothing."""
-
-    def __init__(self) -> None:
-        self.launched: list[dict[str, Any]] = []
-        self.utils = types.SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
-            load_binary=lambda name, *args: ("module", name, 32, 0, 1024),
-            unload_module=lambda *args: None,
-        )
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return HOPPER
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def launch(*args: Any) -> None:
-            constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
-            self.launched.append(constants)
-
-        return launch
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_benchmarker(self) -> Any:
-        raise AssertionError("nothing is benchmarked by stock Triton")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = PretendedDevice()
-    monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    shared_memory = triton.compiler.compiler.max_shared_mem
-    shared_memory.cache_clear()
-    square.device_caches.clear()
-    yield made
-    shared_memory.cache_clear()
-    square.device_caches.clear()
-    gc.collect()  # kernels unload themselves from the device they were loaded on: now
-
-
-@triton.jit
-def square(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    tl.static_assert(BLOCK != 32, "no block of 32")
-    offs = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + offs)
-    tl.store(y_ptr + offs, tl.dot(x, x))
-
-
-GOOD, ASSERTED, TOO_LARGE = 16, 32, 128
-
-
-def kernel(*blocks: int) -> Any:
-    return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(square)
-
-
-def tuned(kernel: Any) -> Any:
+def tuned(kernel: Any, **options: Any) -> Any:
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-    return contextual_autotune(lambda: kernel[(1,)](x, y), **options)
+    chosen = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False} | options
+    return contextual_autotune(lambda: kernel[(1,)](x, y), **chosen)
+
+
+def banned(function: Any) -> dict[int, str]:
+    (context,) = function.report.contexts
+    return {int(text.split(",")[0].removeprefix("BLOCK: ")): why for text, why in context.banned.items()}
 
 
 def test_each_failure_is_found_before_the_first_trial_and_named(device):
     function = tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE))
     function()
-    (context,) = function.report.contexts
-    banned = {text.split(",")[0]: reason for text, reason in context.banned.items()}
-    assert banned.keys() == {f"BLOCK: {ASSERTED}", f"BLOCK: {TOO_LARGE}"}
-    assert "CompileTimeAssertionFailure" in banned[f"BLOCK: {ASSERTED}"]
-    assert "out of resource: shared memory" in banned[f"BLOCK: {TOO_LARGE}"]
+    reasons = banned(function)
+    assert reasons.keys() == {ASSERTED, TOO_LARGE}
+    assert "CompileTimeAssertionFailure" in reasons[ASSERTED]
+    assert "out of resource: shared memory" in reasons[TOO_LARGE]
     assert function.report.runs == 3
     assert {constants["BLOCK"] for constants in device.launched} == {GOOD, 64}
 
@@ -142,3 +75,87 @@ def test_compiling_only_returns_the_compiled_incumbent(device):
     contextual_autotune(thunk, log_dir=None, cache=False, progress=False)()
     assert [type(each).__name__ for each in compiled] == ["CompiledKernel"]
     assert device.launched == []
+
+
+# ---- what a candidate does to the compiler stays in a process of its own
+
+
+def test_a_candidate_that_aborts_llvm_is_banned_and_the_session_goes_on(device, capfd):
+    function = tuned(kernel(GOOD, ABORTS, 64))
+    function()
+    (reason,) = banned(function).values()
+    assert reason.startswith("rank 0: the compiler was ended by SIGABRT: Assertion ")
+    assert {constants["BLOCK"] for constants in device.launched} == {GOOD, 64}
+    assert "Assertion" in capfd.readouterr().err  # the compiler's own words are kept from nobody
+
+
+def test_a_candidate_that_ends_the_compiler_s_process_is_banned(device, compiler):
+    compiler.behaves({64: "exit"})
+    function = tuned(kernel(GOOD, 64))
+    function()
+    assert banned(function) == {64: "rank 0: the compiler ended its process with exit code 3"}
+
+
+def test_a_candidate_that_compiles_without_end_is_banned_when_its_time_is_up(device, compiler, monkeypatch):
+    tuned(kernel(GOOD, 64))()  # now these are in Triton's cache, and a short limit does not concern them
+    compiler.behaves({ENDLESS: "spin"})
+    device.forget()
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "1")
+    function = tuned(kernel(GOOD, 64, ENDLESS))
+    function()
+    assert banned(function) == {ENDLESS: "rank 0: did not compile within 1 s"}
+    assert compiler.processes_left() == []
+
+
+def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, compiler):
+    compiler.behaves({64: "raise"})
+    with pytest.raises(TypeError, match="of the user's") as caught:
+        tuned(kernel(GOOD, 64))()
+    assert caught.traceback[-1].name == "misbehave"
+
+
+def test_two_ranks_lose_one_compiler_to_a_candidate_and_both_ban_it(device, compiler):
+    def program(rank: int) -> tuple[dict[int, str], list[int]]:
+        function = tuned(kernel(GOOD, ABORTS, 64), is_dist=True)
+        function()
+        return banned(function), sorted({constants["BLOCK"] for constants in device.launched})
+
+    ((zero, launched), (one, launched_by_one)) = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero.keys() == {ABORTS}
+    assert "SIGABRT" in zero[ABORTS]
+    assert launched == launched_by_one == [GOOD, 64]
+    assert compiler.compilations().count(ABORTS) == 1
+
+
+# ---- what is written down
+
+
+def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
+    tuned(kernel(64))()
+    device.forget()
+    tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE), log_dir=str(tmp_path / "logs"))()
+    records = [json.loads(line) for line in Path("logs/rank-0.jsonl").read_text().splitlines()]
+    (written,) = [record for record in records if record["event"] == Preflighted.event]
+    record = from_json(RECORD_TYPES[Preflighted.event], written)
+    assert (record.compiled, record.from_peers, record.cached, record.failed) == (1, 0, 1, 1)
+    assert record.seconds > 0
+    assert "compiled 1 here" in LogLines().line(record)
+    assert "square[" in LogLines().line(record)
+    (session,) = history.load(tmp_path / "logs").sessions
+    (table,) = [table for table in session_tables(session) if table.title == "Compiling"]
+    assert [row[:5] for row in table.rows] == [("0", "1", "0", "1", "1")]
+
+
+def test_a_compiler_whose_binaries_nobody_else_finds_works_in_this_process(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    function = tuned(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"))
+    function()
+    assert banned(function).keys() == {ASSERTED}
+    assert "without a limit: TRITON_ALWAYS_COMPILE is set" in Path("logs/rank-0.log").read_text()
+
+
+def test_a_limit_of_zero_means_no_child(device, compiler, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "0")
+    tuned(kernel(GOOD, 64))()
+    assert compiler.pids() == {Compiler.own_pid()}

@@ -1,0 +1,162 @@
+"""What a call of one tuned function does: it goes on with a session, or runs with what is settled.
+
+With all that a session needs, this is imported when a tuned function is first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import identity, intercept
+from .agreement import AGREEMENTS, Agreement
+from .domain import Domain
+from .errors import RankMismatch
+from .failures import diagnosis_to
+from .intercept import INTERCEPTION
+from .log import SessionLog
+from .options import Options
+from .payload import Payload, check_facts, merge
+from .records import Note
+from .report import TuningReport
+from .session import Session
+
+T = TypeVar("T")
+
+
+class Calls:
+    """The calls of one tuned function, one after another, and what they have found so far.
+
+    function: whose source text names the results that are not shared.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
+    ) -> None:
+        self.domain: Domain | None = None
+        self._function = function
+        self._options = options
+        self._name = name
+        self._log_dir = log_dir
+        self._session: Session | None = None
+        self._report: TuningReport | None = None
+        self._wants_session = True
+        self._forgets = False
+        self._noted: set[str] = set()  # contexts that are logged as not tuned
+
+    @property
+    def report(self) -> TuningReport | None:
+        """What the last session found, or has found so far; None before the first."""
+        return self._report if self._session is None else self._session.report()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to try."""
+        return self._session is None and not self._wants_session
+
+    def retune(self) -> None:
+        """Tune anew at the next call, whatever memory and disk hold."""
+        if self._session is not None:
+            self._session.close()
+            self._report = self._session.report()
+        self._session, self._wants_session, self._forgets = None, True, True
+
+    def call(self, mode: str, thunk: Callable[[], T]) -> T:
+        """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
+        domain = self._current_domain(tunes=mode == "tune")
+        if intercept.is_capturing():
+            if not self._forgets:
+                domain.look_on_disk()
+            return _settled_call(domain, thunk, self._note, votes=False)[0]
+        if self._session is None and not self._wants_session:
+            is_alone = len(domain.agreement.ranks) == 1
+            votes = self._options.watch and not is_alone and mode == "tune"
+            try:
+                result, wants = _settled_call(domain, thunk, self._note, votes=votes)
+            except RankMismatch as error:
+                self._wants_session = error.starts_anew
+                raise
+            self._wants_session = wants and mode == "tune" and (votes or is_alone)
+            if wants and not self._wants_session:
+                self._note_unwatched(domain)
+            return result
+        return self._run_session(domain, thunk)
+
+    def _note(self, text: str) -> None:
+        """Write a remark to the log outside a session."""
+        rank = 0 if self.domain is None else self.domain.agreement.rank
+        with SessionLog(self._log_dir, rank) as log:
+            log.write(Note(rank=rank, text=text))
+
+    def _note_unwatched(self, domain: Domain) -> None:
+        """Log, once each, the keys that are new and will not be tuned."""
+        for name in sorted(domain.launches.met - self._noted):
+            self._noted.add(name)
+            title = domain.local_contexts.by_name[name].title
+            self._note(f"{title} is new to {self._name} and keeps its first config: nothing watches for it")
+
+    def _run_session(self, domain: Domain, thunk: Callable[[], T]) -> T:
+        if self._session is None:
+            domain.forgetful = self._forgets and domain.tuning.rules.tunes
+            log = SessionLog(self._log_dir, domain.agreement.rank)
+            self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
+            self._wants_session = True
+        session = self._session
+        try:
+            session.open_once()
+            INTERCEPTION.tuning = domain.tuning.rules.tunes
+            return session.online(thunk) if self._options.mode == "online" else session.replay(thunk)
+        finally:
+            INTERCEPTION.tuning = False
+            if session.is_over:
+                self._report, self._session = session.report(), None
+                self._wants_session = session.wants_another
+                self._forgets = self._forgets and (session.has_failed or not domain.forgetful)
+
+    def _current_domain(self, *, tunes: bool) -> Domain:
+        """Return the state for the group as it is now; another group or mode starts anew."""
+        agreement: Agreement = (
+            AGREEMENTS.of(self._options.group) if self._options.is_dist else AGREEMENTS.alone()
+        )
+        known = self.domain
+        if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
+            try:
+                digest = identity.function_digest(self._function)
+                known = Domain(self._options, self._name, digest, agreement, tunes=tunes)
+            except BaseException as error:  # the peers wait for this rank to open a session
+                agreement.fail(error)
+                raise
+            self.domain = known
+            self._session, self._wants_session = None, True
+        return known
+
+
+def _settled_call(
+    domain: Domain, thunk: Callable[[], T], note: Callable[[str], None], *, votes: bool
+) -> tuple[T, bool]:
+    """Run `thunk` with what is settled; return its result and whether some rank wants a session.
+
+    `votes`: ask the peers. A rank that raises tells them instead, so that they do not wait for it.
+    """
+    launches, agreement = domain.launches, domain.agreement
+    launches.begin_run(tunes=False)
+    launches.met.clear()
+    if not votes:
+        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
+            return thunk(), bool(launches.met)
+    what = f"a call of {domain.name}"
+    try:
+        with (
+            agreement.running(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note)),
+            INTERCEPTION.installed(launches.settled.runner, launches.choose),
+        ):
+            result = thunk()
+        facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
+        payload = Payload("vote", agreement.rank, facts=facts, wants_session=bool(launches.met)).encode()
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+    merged = Payload.decode(agreement.exchange(payload, merge, domain.timeout_s, what))
+    check_facts(merged, "vote")
+    return result, merged.wants_session

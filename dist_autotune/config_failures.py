@@ -1,0 +1,59 @@
+"""Tells failures of a config, which another config may not have, from errors of the user's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+_COMPILER_FAILURE = re.compile(
+    r"PassManager::run failed|failed to translate module|LLVM ERROR|ptxas|out of resource", re.I
+)
+_OUT_OF_MEMORY = re.compile(r"out of memory", re.I)
+
+
+def config_failure(error: BaseException, grid: Any = None, hook: Any = None) -> str | None:
+    """Return why `error` means "this config does not work here", or None: it is the user's error.
+
+    What `grid` raised, the grid function of the launch, is the user's. So is running out of memory inside
+    `hook`, the config's own; a compiler's failure there is the config's.
+    """
+    if isinstance(error, (OutOfResources, PTXASError, CompilationError)):
+        return _first_line(error)
+    text = str(error) if type(error) is RuntimeError else ""
+    if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text):
+        users = [grid, hook]
+    elif _COMPILER_FAILURE.search(text):
+        users = [grid]
+    else:
+        return None
+    return None if _passed_through(error, users) else _first_line(error)
+
+
+def _passed_through(error: BaseException, functions: Sequence[Any]) -> bool:
+    codes = {_code_of(function) for function in functions} - {None}
+    trace = error.__traceback__
+    while trace is not None and codes:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(function: Any) -> Any:
+    """Return the code that a call of `function` runs, through partials and callable objects."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if callable(function) and not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -1,0 +1,53 @@
+"""The final comparison of `objective="thunk"`: the tuned plan against the default one. No torch, no clock."""
+
+from __future__ import annotations
+
+from .search import Context
+
+DUEL_RUNS = 12  # two warm-ups, then five of each in turn
+
+
+class Duel:
+    """The tuned plan against the default plan, in alternating runs judged by the whole run's time."""
+
+    def __init__(self, contexts: list[Context], defaults: dict[str, int]) -> None:
+        self.contexts = [
+            c
+            for c in contexts
+            if defaults.get(c.name, c.winner) != c.winner and defaults[c.name] not in c.banned
+        ]
+        self.defaults = defaults
+        self.run = 0
+        self.waiting = False  # online: its last run's time is not read yet on some rank
+        self.ms: dict[str, float | None] = {"tuned": None, "default": None}
+        self._turn()
+
+    @property
+    def side(self) -> str:
+        return "tuned" if self.run % 2 == 0 else "default"
+
+    @property
+    def is_warmup(self) -> bool:
+        return self.run < 2
+
+    @property
+    def is_over(self) -> bool:
+        return self.run >= DUEL_RUNS or not self.contexts
+
+    def advance(self, ms: float | None) -> None:
+        """Take the agreed time so far of the side that ran."""
+        if not self.is_warmup:
+            self.ms[self.side] = ms
+        self.run += 1
+        self._turn()
+
+    @property
+    def is_won(self) -> bool:
+        """Return whether the tuned plan is faster; it is not if either could not be timed."""
+        tuned, default = self.ms["tuned"], self.ms["default"]
+        return not self.contexts or (tuned is not None and default is not None and tuned < default)
+
+    def _turn(self) -> None:
+        for context in self.contexts:
+            playing = not self.is_over and self.side == "default"
+            context.override = self.defaults[context.name] if playing else None

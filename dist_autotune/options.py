@@ -1,0 +1,138 @@
+"""The options of one tuned function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import settings
+from .errors import InvalidOption
+
+DEFAULT_N_REPEAT = 5
+DEFAULT_N_WARMUP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `contextual_autotune`, checked; its docstring says what each means."""
+
+    is_dist: bool = False
+    n_repeat: int | None = None
+    n_warmup: int | None = None
+    mode: str = "replay"
+    search: str | Callable[..., Any] = "auto"
+    objective: str = "kernel"
+    statistic: str = "median"
+    rank_reduce: str = "max"
+    agree: str = "key"
+    group: Any = None
+    share: bool = True
+    name: str | None = None
+    watch: bool = True
+    preserve: Sequence[Any] = ()
+    cache: bool | str | os.PathLike[str] = True
+    log_dir: str | os.PathLike[str] | None = settings.DEFAULT_LOG_DIR
+    clock: Any = None
+    timeout_s: float = settings.DEFAULT_TIMEOUT_S
+    on_stuck: str = "raise"
+    max_runs: int | None = None
+    budget_s: float | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        settings.check_names()
+        _one_of("mode", self.mode, ("replay", "online"))
+        _one_of("objective", self.objective, ("kernel", "thunk"))
+        _one_of("statistic", self.statistic, ("median", "mean", "min"))
+        _one_of("rank_reduce", self.rank_reduce, ("max", "mean"))
+        _one_of("agree", self.agree, ("key", "ordinal"))
+        _one_of("on_stuck", self.on_stuck, ("raise", "abort"))
+        if not callable(self.search):
+            _one_of("search", self.search, ("auto", "exhaustive", "racing"))
+        _at_least("n_repeat", self.n_repeat, 1)
+        _at_least("n_warmup", self.n_warmup, 0)
+        _at_least("max_runs", self.max_runs, 1)
+        _positive("timeout_s", self.timeout_s)
+        _positive("budget_s", self.budget_s)
+        for name in ("is_dist", "share", "watch"):
+            _one_of(name, getattr(self, name), (True, False), bool)
+        _one_of("progress", self.progress, (True, False, None), bool | None)
+        _is_a("name", self.name, str | None, "a string")
+        _is_a("log_dir", self.log_dir, str | os.PathLike | None, "a directory, or None for no logs")
+        _is_a("cache", self.cache, bool | str | os.PathLike, "True, False or a directory")
+        for method in ("start", "stop", "read_ms"):
+            if self.clock is not None and not callable(getattr(self.clock, method, None)):
+                raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
+        if isinstance(self.preserve, str) or not isinstance(self.preserve, Sequence):
+            raise InvalidOption(
+                f"preserve={self.preserve!r}: give a sequence of tensors or state_dict holders"
+            )
+        if self.preserve and self.mode == "online":
+            raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+
+    @property
+    def repeats(self) -> int:
+        return DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
+
+    @property
+    def warmups(self) -> int:
+        return DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
+
+    @property
+    def search_name(self) -> str:
+        """Return the strategy's name, with `auto` resolved."""
+        if callable(self.search):
+            return str(getattr(self.search, "__qualname__", type(self.search).__name__))
+        if self.search != "auto":
+            return self.search
+        return "exhaustive" if self.n_repeat is not None or self.n_warmup is not None else "racing"
+
+    def resolved_log_dir(self) -> Path | None:
+        """Return the absolute log directory (now: a later os.chdir does not move it)."""
+        if self.log_dir is None:
+            return None
+        is_default = self.log_dir == settings.DEFAULT_LOG_DIR
+        return Path(settings.log_directory() if is_default else self.log_dir).absolute()
+
+    def resolved_timeout_s(self) -> float:
+        """Return the option or, where it is left at its default, what the environment says."""
+        return settings.timeout_s() if self.timeout_s == settings.DEFAULT_TIMEOUT_S else self.timeout_s
+
+    def resolved_cache_dir(self) -> Path | None:
+        """Return the directory of the on-disk cache; None: caching is off."""
+        if self.cache is False:
+            return None
+        return settings.cache_directory() if self.cache is True else Path(self.cache).absolute()
+
+    def agreed_fields(self) -> dict[str, str]:
+        """Return what must be equal on all ranks, as text."""
+        names = ("n_repeat", "n_warmup", "mode", "objective", "statistic", "rank_reduce", "agree", "share")
+        fields = {name: repr(getattr(self, name)) for name in (*names, "watch", "max_runs", "budget_s")}
+        return {**fields, "search": self.search_name}
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...], kind: Any = str) -> None:
+    if not isinstance(value, kind) or value not in allowed:
+        raise InvalidOption(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _is_a(name: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidOption(f"{name}={value!r}: expected {expected}")
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidOption(f"{name}={value!r}: expected an int of at least {least}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise InvalidOption(f"{name}={value!r}: expected a positive number of seconds")

@@ -1,0 +1,174 @@
+"""Results of searches: where they are found before one, and where they go after it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from . import identity, intercept
+from .agreement import Agreement, Alone
+from .cache import DiskCache, Entry, EntryKey
+from .device import Device
+from .intercept import Key
+from .local import Local
+from .local_contexts import LocalContexts
+from .protocol import Tuning
+from .report import TunedContext
+from .search import Context
+from .tunable import CHOICES
+from .version import __version__
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Who wrote an entry of some `Autotuner.cache`."""
+
+    agreement: Agreement
+    scope: str
+    provisional: bool
+
+
+class Marks:
+    """Which entries of `Autotuner.cache` come from a session of ours. Holds no Autotuner alive."""
+
+    def __init__(self) -> None:
+        self._marks: weakref.WeakKeyDictionary[Autotuner, dict[Key, Mark]] = weakref.WeakKeyDictionary()
+
+    def put(self, tuner: Autotuner, key: Key, mark: Mark) -> None:
+        self._marks.setdefault(tuner, {})[key] = mark
+
+    def find(self, tuner: Autotuner, key: Key) -> Mark | None:
+        return self._marks.get(tuner, {}).get(key)
+
+
+MARKS = Marks()
+
+
+class Results:
+    """The results of one tuned function on one group of ranks.
+
+    scope: "" for results that all functions share. agree: the option, as keys of disk entries depend on it.
+    """
+
+    def __init__(self, disk: DiskCache, agreement: Agreement, device: Device, scope: str, agree: str) -> None:
+        self._disk = disk
+        self._agreement = agreement
+        self._device = device
+        self._scope = scope
+        self._agree = agree
+
+    def on_disk(self) -> dict[str, tuple[int, str, float]]:
+        """Return the entries that may be used here: digest of the key -> (this rank, winner, ms)."""
+        usable = self._disk.load_all(self._is_usable)
+        return {name: (self._agreement.rank, entry.winner, entry.ms) for name, entry in usable.items()}
+
+    def in_memory(self, tuner: Autotuner, key: Key) -> Any:
+        """Return the config in `Autotuner.cache` if it counts."""
+        config, mark = tuner.cache.get(key), MARKS.find(tuner, key)
+        if config is None or (mark is not None and mark.provisional):
+            return None
+        if mark is None:
+            return config if isinstance(self._agreement, Alone) and not self._scope else None
+        if not isinstance(self._agreement, Alone) and mark.agreement is not self._agreement:
+            return None
+        return config if mark.scope == self._scope else None
+
+    def publish(self, context: Context, local: Local, seconds: float) -> None:
+        """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
+        local.is_published = True
+        winner = context.digests[context.incumbent]
+        timings = {context.digests[index]: ms for index, ms in context.times.ms.items()}
+        failed = {context.digests[index]: math.inf for index in context.banned}
+        if local.is_choice:
+            CHOICES.remember(context.kernel, local.key_text, local.bindings[0].configs[winner])
+        for binding in local.bindings:
+            tuner = binding.tuner()
+            config = binding.configs.get(winner)
+            if tuner is None or config is None or len(tuner.configs) == 1:
+                continue
+            cached = context.status == "cached"
+            standing = tuner.cache.get(binding.key)
+            if cached and standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
+                continue  # and so does all that belongs to it
+            known = {**timings, **failed}
+            by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
+            intercept.publish(tuner, binding.key, config, by_config, seconds)
+            MARKS.put(tuner, binding.key, Mark(self._agreement, self._scope, context.provisional))
+            if not context.provisional:
+                intercept.announce(tuner, binding.key, cache_hit=cached)
+        ms = timings.get(winner)
+        if context.status == "tuned" and ms is not None and len(context.digests) > 1:
+            self._disk.put(self._entry(context, local, winner, ms))
+
+    def _entry(self, context: Context, local: Local, winner: str, ms: float) -> Entry:
+        return Entry(
+            key=self.entry_key(local),
+            winner=winner,
+            config=context.texts[context.incumbent],
+            ms=ms,
+            timings={context.texts[index]: ms for index, ms in context.times.ms.items()},
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            package_version=__version__,
+        )
+
+    def entry_key(self, local: Local) -> EntryKey:
+        """Return all that a result of this context depends on."""
+        return EntryKey(
+            kernel=local.source.short_name,
+            kernel_digest=local.kernel,
+            key=local.key_text,
+            constants=local.constants,
+            candidates=tuple(sorted(candidate for candidate, _ in local.order)),
+            device=self._device.name,
+            capability=self._device.capability,
+            driver=self._device.driver,
+            triton_version=triton.__version__,
+            world_size=len(self._agreement.ranks),
+            scope=self._scope,
+            agree=self._agree,
+        )
+
+    def _is_usable(self, entry: Entry) -> bool:
+        key = entry.key
+        return (
+            (key.device, key.capability, key.driver)
+            == (self._device.name, self._device.capability, self._device.driver)
+            and key.triton_version == triton.__version__
+            and key.world_size == len(self._agreement.ranks)
+            and key.scope == self._scope
+            and key.agree == self._agree
+        )
+
+
+def tuned_contexts(
+    tuning: Tuning, local_contexts: LocalContexts, names: set[str]
+) -> tuple[TunedContext, ...]:
+    """Return the contexts among `names` that there was a choice in, as they stand."""
+    contexts = []
+    for name in sorted(names):
+        context, local = tuning.contexts.get(name), local_contexts.by_name.get(name)
+        if context is None or local is None or len(context.digests) == 1:
+            continue
+        contexts.append(
+            TunedContext(
+                kernel=context.kernel,
+                key=local.key,
+                config=local.bindings[0].configs.get(context.digests[context.incumbent]),
+                ms=context.times.ms.get(context.incumbent),
+                fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
+                launch_bound=context.is_launch_bound,
+                status=context.status or "tuning",
+                timings={context.texts[index]: ms for index, ms in context.known_ms()},
+                banned={
+                    context.texts[index]: f"rank {rank}: {reason}"
+                    for index, (rank, reason) in sorted(context.banned.items())
+                },
+            )
+        )
+    return tuple(contexts)

@@ -1,0 +1,81 @@
+"""The one place for names that differ between Triton 3.6 and the newest: what uses them compiles on both.
+
+    tma_load, tma_store      3.8 renamed them; 3.9 keeps the old names and lets them raise
+    aggregate                a class of tensors and constants, from its annotations. 3.6 has only the private
+                             decorator, which wants an `__init__`; and annotations that are no strings
+    reinterpret              of shared memory; the method lost its underscore
+    load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
+    GluonASTSource           public since 3.9; what ahead-of-time compilation starts from
+
+Gluon is NVIDIA's and AMD's; importing this needs no GPU. Triton without Gluon's names is not supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, dataclass_transform
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+__all__ = [
+    "GluonASTSource",
+    "aggregate",
+    "load_accumulator",
+    "reinterpret",
+    "tma_load",
+    "tma_store",
+]
+
+_buffer = gl.shared_memory_descriptor
+
+
+def _aggregate_with_init(cls: Any) -> Any:
+    """Return the aggregate of a class whose constructor takes its fields in their order."""
+    fields = dict(cls.__annotations__)
+
+    def init(self: Any, *values: Any) -> None:
+        for (name, kind), value in zip(fields.items(), values, strict=True):
+            wrap = kind is tl.constexpr and not isinstance(value, tl.constexpr)
+            setattr(self, name, tl.constexpr(value) if wrap else value)
+
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]  # it is not a part of the kernel's source
+    cls.__init__ = init
+    return tl.core._aggregate(cls)
+
+
+_make_aggregate: Any = getattr(gluon, "aggregate", None) or _aggregate_with_init
+Aggregate = TypeVar("Aggregate")
+
+
+@dataclass_transform()
+def aggregate(cls: type[Aggregate]) -> type[Aggregate]:
+    """Return the class as an aggregate, whose constructor takes its fields; methods are device code."""
+    made: type[Aggregate] = _make_aggregate(cls)
+    return made
+
+
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret: Any = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
+
+if hasattr(blackwell, "get_tmem_reg_layout"):  # until 3.7
+    _register_layout: Any = blackwell.get_tmem_reg_layout
+
+    @gluon.jit
+    def load_accumulator(accumulator):
+        """Return what the tensor memory holds, in registers."""
+        layout: gl.constexpr = _register_layout(
+            accumulator.dtype, accumulator.shape, accumulator.layout, gl.num_warps()
+        )
+        return accumulator.load(layout)
+
+else:
+
+    @gluon.jit
+    def load_accumulator(accumulator):
+        """Return what the tensor memory holds, in registers."""
+        return accumulator.load()

@@ -1,0 +1,74 @@
+"""Matrices as TMA sees them: a base address, a row length, and the block that one copy moves.
+
+A descriptor depends on numbers alone, so one that is kept holds no tensor: memory that has been freed and
+given to another tensor of the same place and shape is described by it just as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+TMA_BYTES = 16  # what addresses and the distance of rows are multiples of
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+DESCRIPTORS_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows that TMA can address: `rows` of `columns` elements, `pitch` elements apart."""
+
+    address: int
+    rows: int
+    columns: int
+    pitch: int
+    dtype: torch.dtype
+    transposed: bool  # whether the rows are the columns of the tensor
+
+    def data_ptr(self) -> int:
+        """Return the address, which is all that Triton wants to know of a descriptor's base."""
+        return self.address
+
+
+def as_matrix(tensor: torch.Tensor) -> Matrix | None:
+    """Return the tensor's rows, or else its columns, as TMA can address them; None if it can do neither."""
+    for transposed in (False, True):
+        view = tensor.mT if transposed else tensor
+        rows, columns = view.shape
+        row_stride, column_stride = view.stride()
+        quantum = TMA_BYTES // tensor.element_size()
+        if rows == 1:  # there is no second row to which the stride could lead
+            row_stride = -(-columns // quantum) * quantum
+        contiguous = column_stride == 1 or columns == 1
+        apart = row_stride >= columns and row_stride % quantum == 0
+        if contiguous and apart and tensor.data_ptr() % TMA_BYTES == 0:
+            return Matrix(tensor.data_ptr(), rows, columns, row_stride, tensor.dtype, transposed)
+    return None
+
+
+@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
+def described(matrix: Matrix, block: tuple[int, int]) -> TensorDescriptor:
+    """Return the descriptor whose copies move that block; the same object each time, not to be changed."""
+    return describe(matrix, block)
+
+
+def describe(matrix: Matrix, block: tuple[int, int]) -> TensorDescriptor:
+    """Return a new descriptor."""
+    return TensorDescriptor(
+        matrix, [matrix.rows, matrix.columns], [matrix.pitch, 1], list(block), _layout(block, matrix.dtype)
+    )
+
+
+def set_block(descriptor: TensorDescriptor, block: tuple[int, int]) -> None:
+    """Give a descriptor of `describe` another block: what a config's `pre_hook` does."""
+    descriptor.block_shape = list(block)
+    descriptor.layout = _layout(block, descriptor.base.dtype)
+
+
+@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])

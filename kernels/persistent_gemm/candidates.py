@@ -1,0 +1,222 @@
+"""The configs among which `persistent_matmul` is tuned, and which of them a call can use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from .blocks import set_blocks
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
+# Halves of the last two, for whoever wants to know what each is worth.
+PARTS = ("own_buffers", "stealing", "cooperative", "pingpong")
+NAMES = (*VARIANTS, *PARTS)  # the kernel's argument `wanted` is an index
+
+MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and the epilogue need the rest
+BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
+
+
+def _config(
+    variant: str,
+    blocks: tuple[int, int, int],
+    buffers: int,
+    *,
+    warps: int,
+    store: tuple[int, int],
+    extra_n: int = 0,
+    group_m: int = 8,
+) -> triton.Config:
+    """Return a config; `store` is how many columns a store has, and how many buffers there are for them."""
+    kwargs = {
+        "VARIANT": variant,
+        "BLOCK_M": blocks[0],
+        "BLOCK_N": blocks[1],
+        "EXTRA_N": extra_n,
+        "BLOCK_K": blocks[2],
+        "NUM_BUFFERS": buffers,
+        "STORE_N": store[0],
+        "STORE_BUFFERS": store[1],  # 0: the epilogue steals two slots of B
+        "GROUP_M": group_m,
+    }
+    return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
+
+
+STOLEN = (128, 0)
+
+GLUON_CANDIDATES = [
+    # The first is what a tuner's first run takes.
+    _config("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _config("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
+    _config("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
+    _config("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
+    _config("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _config("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
+    _config("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
+    _config("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
+    _config("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    _config("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
+    _config("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    _config("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
+    _config("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
+    _config("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
+    _config("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
+    _config("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+    _config("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
+    _config("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    _config("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _config("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _config("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
+    _config("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
+    _config("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    _config("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    _config("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _config("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _config("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    _config("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _config("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _config("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
+    _config("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
+    _config("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
+]
+
+
+def _plain_config(blocks: tuple[int, int, int], group_m: int, *, warps: int, stages: int) -> triton.Config:
+    kwargs = {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2], "GROUP_M": group_m}
+    return triton.Config(kwargs, num_warps=warps, num_stages=stages)
+
+
+PLAIN_GPU_CANDIDATES = [
+    _plain_config((128, 256, 64), 8, warps=8, stages=3),
+    _plain_config((256, 128, 64), 8, warps=8, stages=2),
+    _plain_config((128, 128, 64), 8, warps=8, stages=2),
+    _plain_config((128, 128, 64), 8, warps=4, stages=3),
+    _plain_config((128, 128, 32), 8, warps=4, stages=3),
+    _plain_config((64, 128, 64), 8, warps=4, stages=3),
+    _plain_config((64, 64, 64), 8, warps=4, stages=2),
+    _plain_config((32, 64, 64), 8, warps=4, stages=2),
+]
+
+# Small, so that a few dozen rows are several tiles, and large, so that few tiles are many rows.
+PLAIN_CPU_CANDIDATES = [
+    _plain_config((32, 32, 32), 2, warps=4, stages=1),
+    _plain_config((16, 64, 32), 3, warps=4, stages=1),
+    _plain_config((128, 128, 128), 2, warps=4, stages=1),
+]
+
+PLAIN_CANDIDATES = PLAIN_CPU_CANDIDATES if INTERPRETED else PLAIN_GPU_CANDIDATES
+
+
+def operand_bytes(kwargs: dict[str, Any]) -> int:
+    """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
+    a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
+    stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
+    return int(a_bytes + b_bytes + stolen)
+
+
+def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
+    """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
+    storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1
+    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
+    return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
+
+
+def accumulator_registers(config: triton.Config) -> int:
+    """Return how many registers of each thread the accumulator takes on Hopper."""
+    width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
+    return int(config.kwargs["BLOCK_M"] * width // (32 * config.num_warps))
+
+
+def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:
+    """Return whether the config fits an SM."""
+    kwargs = config.kwargs
+    if shared_bytes(kwargs, out_bytes, tensor_memory=tensor_memory) > limit_bytes:
+        return False
+    if kwargs["STORE_BUFFERS"] == 0 and _stolen_is_too_small(kwargs, out_bytes):
+        return False
+    if tensor_memory:
+        # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
+        if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
+            return False
+        # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
+        return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
+    return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
+
+
+def _stolen_is_too_small(kwargs: dict[str, Any], out_bytes: int) -> bool:
+    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
+    return bool(piece > kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2)
+
+
+def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
+    """Return whether a config belongs to one of VARIANTS or PARTS."""
+    variant, steals = kwargs["VARIANT"], kwargs["STORE_BUFFERS"] == 0
+    if wanted == "warp_specialized":
+        return variant in ("cooperative", "pingpong")
+    if wanted in ("own_buffers", "stealing"):
+        return variant == "persistent_pipelined" and steals == (wanted == "stealing")
+    return wanted in ("auto", variant)
+
+
+def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
+    """Return the candidates of the Gluon body that this call can use."""
+    args = {**named_args, **kwargs}
+    out_bytes, limit = (4 if args["OUT"] == "fp32" else 2), _shared_memory_limit()
+    usable = [
+        config
+        for config in configs
+        if is_wanted(config.kwargs, NAMES[args["wanted"]])
+        and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
+    ]
+    return _not_too_large(usable, args["M"], args["N"], args["K"])
+
+
+def prune_plain(
+    configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any
+) -> list[triton.Config]:
+    """Return the candidates of the plain body that this call can use."""
+    args = {**named_args, **kwargs}
+    usable = configs
+    if not INTERPRETED:
+        limit = _shared_memory_limit()
+        usable = [config for config in configs if _pipeline_bytes(config) <= limit] or configs
+    return _not_too_large(usable, args["M"], args["N"], args["K"])
+
+
+def _not_too_large(configs: list[triton.Config], m: int, n: int, k: int) -> list[triton.Config]:
+    """Leave out tiles more than twice as large as the matrix, which only add work; never all configs."""
+    for side, size in (("BLOCK_M", m), ("BLOCK_N", n), ("BLOCK_K", k)):
+        smallest = min((config.kwargs[side] for config in configs), default=0)
+        most = max(smallest, triton.next_power_of_2(size))
+        configs = [config for config in configs if config.kwargs[side] <= most]
+    return configs
+
+
+def _pipeline_bytes(config: triton.Config) -> int:
+    """Return what the plain body's tiles in flight take."""
+    kwargs = config.kwargs
+    stages = config.num_stages - 1 if torch.version.hip else config.num_stages
+    return int(stages * (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * kwargs["BLOCK_K"] * 2)
+
+
+def _shared_memory_limit() -> int:
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
+
+
+def _time_once(kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
+    """Return milliseconds of one call by the wall clock, for each quantile."""
+    started = time.perf_counter()
+    kernel_call()
+    return [1e3 * (time.perf_counter() - started)] * len(quantiles)
+
+
+# Triton's own benchmark needs a GPU, also where the kernel is interpreted.
+do_bench = _time_once if INTERPRETED else None

@@ -1,0 +1,118 @@
+"""The epilogue parts: how an accumulator gets to C, through shared memory and TMA, while the next tile runs.
+
+    OwnBuffers      buffers of its own, a piece of STORE_N columns each
+    StolenBuffers   two slots of B's ring, which has one more than there are loads in flight: half a tile each
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ..compat import aggregate, reinterpret, tma_store
+from ..rings import ring_slot
+from .operands import allocate_ring
+
+
+@aggregate
+class OwnBuffers:
+    c_desc: tma.tensor_descriptor
+    bufs: gl.shared_memory_descriptor  # [storing partitions * BUFFERS, BLOCK_M, STORE_N]
+    BUFFERS: gl.constexpr
+    WIDTH: gl.constexpr  # of a tile
+    STORE_N: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(
+        c_desc,
+        operands,
+        WIDTH: gl.constexpr,
+        STORE_N: gl.constexpr,
+        BUFFERS: gl.constexpr,
+        STORERS: gl.constexpr,
+    ):
+        bufs = allocate_ring(c_desc, STORERS * BUFFERS)
+        gl.static_assert(WIDTH // STORE_N % BUFFERS == 0, "each tile must use every buffer equally often")
+        return OwnBuffers(c_desc, bufs, BUFFERS, WIDTH, STORE_N)
+
+    @gluon.jit
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
+        """Start the stores of a tile.
+
+        A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it. TMA
+        reads through the async proxy: each thread fences its own writes, the barrier before the store (the
+        compiler puts it there) gathers the threads, and one of them starts it. The same thread waits later:
+        stores are counted for each thread.
+        """
+        for i in gl.static_range(self.WIDTH // self.STORE_N):
+            piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
+            buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
+            tma.store_wait(pendings=self.BUFFERS - 1)
+            buf.store(piece)
+            fence_async_shared()
+            tma_store(self.c_desc, [row, col + i * self.STORE_N], buf)
+
+    @gluon.jit
+    def before_load(self):
+        """Loads never touch these buffers."""
+
+    @gluon.jit
+    def finish(self):
+        """Shared memory must outlive the stores that read it."""
+        tma.store_wait(pendings=0)
+
+
+@aggregate
+class StolenBuffers:
+    c_desc: tma.tensor_descriptor
+    b_bufs: gl.shared_memory_descriptor
+    B_SLOTS: gl.constexpr
+    WIDTH: gl.constexpr
+    STORE_N: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(
+        c_desc,
+        operands,
+        WIDTH: gl.constexpr,
+        STORE_N: gl.constexpr,
+        BUFFERS: gl.constexpr,
+        STORERS: gl.constexpr,
+    ):
+        gl.static_assert(operands.B_SLOTS == operands.NUM_BUFFERS + 1, "B's ring needs one slot more")
+        gl.static_assert(WIDTH // STORE_N <= 2, "no more than two of B's slots are free")
+        gl.static_assert(
+            c_desc.block_type.nbytes <= operands.b_desc.block_type.nbytes, "a piece must fit one slot of B"
+        )
+        return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, WIDTH, STORE_N)
+
+    @gluon.jit
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
+        """Start the stores of a tile whose last k block was `step - 1`.
+
+        Loads of steps up to step + NUM_BUFFERS - 2 have been started: of B's NUM_BUFFERS + 1 slots all are
+        filled or being filled but those of the next two steps to be loaded. Each piece takes one of the two;
+        they are never taken as one piece of memory, which the ring's end could cut in two.
+        """
+        for i in gl.static_range(self.WIDTH // self.STORE_N):
+            piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
+            slot = ring_slot(step + self.B_SLOTS - 2 + i, self.B_SLOTS)
+            buf = reinterpret(
+                self.b_bufs.index(slot), self.c_desc.dtype, self.c_desc.block_type.shape, self.c_desc.layout
+            )
+            buf.store(piece)
+            fence_async_shared()
+            tma_store(self.c_desc, [row, col + i * self.STORE_N], buf)
+
+    @gluon.jit
+    def before_load(self):
+        """Return when the stolen slots may be filled again; asked once in each tile."""
+        tma.store_wait(pendings=0)
+
+    @gluon.jit
+    def finish(self):
+        """Shared memory must outlive the stores that read it."""
+        tma.store_wait(pendings=0)

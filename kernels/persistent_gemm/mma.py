@@ -1,0 +1,197 @@
+"""The MMA parts: the same few calls for Hopper's and for Blackwell's tensor cores.
+
+    begin(visit)                    the accumulator of the next tile
+    accumulator.multiply(...)       start one k block; the slot of a block that is done becomes empty
+    accumulator.end(...)            no more k blocks
+    await_result(visit)             the sums are complete
+    accumulator.piece(i, ...)       STORE_N columns of them
+    drained(visit)                  the accumulator may be used again
+
+    Wgmma      the accumulator is in registers; whoever multiplies also stores
+    Tcgen05    it is in tensor memory, twice, so one partition can multiply while another stores
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+    tensor_memory_descriptor,
+)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ..compat import aggregate, load_accumulator
+from ..rings import ring_phase, ring_slot
+
+
+@gluon.jit
+def _columns(tensor, i: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return the i-th COLUMNS columns. Halving keeps a thread's columns with it: no data moves."""
+    HALF: gl.constexpr = tensor.shape[1] // 2
+    if HALF < COLUMNS:
+        columns = tensor
+    else:
+        left, right = tensor.reshape((tensor.shape[0], 2, HALF)).permute((0, 2, 1)).split()
+        if i < HALF // COLUMNS:
+            columns = _columns(left, i, COLUMNS)
+        else:
+            columns = _columns(right, i - HALF // COLUMNS, COLUMNS)
+    return columns
+
+
+# ---- Hopper
+
+
+@aggregate
+class WgmmaAccumulator:
+    main: gl.tensor  # [BLOCK_M, BLOCK_N]
+    extra: gl.tensor  # [BLOCK_M, EXTRA_N]; `main` where EXTRA_N is 0
+    BLOCK_N: gl.constexpr
+    EXTRA_N: gl.constexpr
+
+    @gluon.jit
+    def multiply(self, operands, step, k):
+        """Start the step's k block, then give back the slot of the block before it.
+
+        One k block stays in flight, so the tensor cores never wait for the barriers. Once at most this one is
+        outstanding, the one before has read its slot: in every warp, as `arrive` waits for all of them.
+        """
+        main = warpgroup_mma(operands.a(step), operands.b(step), self.main, is_async=True)
+        if self.EXTRA_N > 0:
+            extra = warpgroup_mma(operands.a(step), operands.b_extra(step), self.extra, is_async=True)
+            main, extra = warpgroup_mma_wait(num_outstanding=2, deps=(main, extra))
+        else:
+            main = warpgroup_mma_wait(num_outstanding=1, deps=(main,))
+            extra = main
+        # Of the tile before, everything has been given back in `end`.
+        mbarrier.arrive(operands.empty_bar(step + operands.NUM_BUFFERS - 1), count=1, pred=k > 0)
+        return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N)
+
+    @gluon.jit
+    def end(self, operands, step):
+        """Wait for the last k block and give its slot back; `step` is the one behind it."""
+        if self.EXTRA_N > 0:
+            main, extra = warpgroup_mma_wait(num_outstanding=0, deps=(self.main, self.extra))
+        else:
+            main = warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
+            extra = main
+        mbarrier.arrive(operands.empty_bar(step + operands.NUM_BUFFERS - 1), count=1)
+        return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N)
+
+    @gluon.jit
+    def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
+        """Return columns i * STORE_N and following of the tile."""
+        FROM_MAIN: gl.constexpr = self.BLOCK_N // STORE_N
+        if i < FROM_MAIN:
+            columns = _columns(self.main, i, STORE_N)
+        else:
+            columns = _columns(self.extra, i - FROM_MAIN, STORE_N)
+        return columns
+
+
+@aggregate
+class Wgmma:
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    EXTRA_N: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, EXTRA_N: gl.constexpr):
+        return Wgmma(BLOCK_M, BLOCK_N, EXTRA_N)
+
+    @gluon.jit
+    def begin(self, visit):
+        """Return zeros, spread over the warps of this partition; each warpgroup has whole rows."""
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, self.BLOCK_N, 16]
+        )
+        main = gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, layout)
+        extra = main
+        if self.EXTRA_N > 0:
+            extra_layout: gl.constexpr = gl.NVMMADistributedLayout(
+                version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, self.EXTRA_N, 16]
+            )
+            extra = gl.zeros((self.BLOCK_M, self.EXTRA_N), gl.float32, extra_layout)
+        return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N)
+
+    @gluon.jit
+    def await_result(self, visit):
+        """Nothing to wait for: `end` has."""
+
+    @gluon.jit
+    def drained(self, visit):
+        """Nobody else uses the registers."""
+
+
+# ---- Blackwell
+
+
+@aggregate
+class Tcgen05Accumulator:
+    memory: tensor_memory_descriptor  # [BLOCK_M, BLOCK_N]
+    ready: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def multiply(self, operands, step, k):
+        """Start the step's k block; the hardware arrives at the slot's `empty` when it has read it."""
+        tcgen05_mma(operands.a(step), operands.b(step), self.memory, use_acc=k > 0)
+        tcgen05_commit(operands.empty_bar(step))
+        return self
+
+    @gluon.jit
+    def end(self, operands, step):
+        """Let the hardware arrive at `ready` when all k blocks are done."""
+        tcgen05_commit(self.ready)
+        return self
+
+    @gluon.jit
+    def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
+        """Return columns i * STORE_N and following of the tile."""
+        return load_accumulator(self.memory.slice(i * STORE_N, STORE_N))
+
+
+@aggregate
+class Tcgen05:
+    memory: tensor_memory_descriptor  # [2, BLOCK_M, BLOCK_N]: all of an SM's at 128 x 256
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @staticmethod
+    @gluon.jit
+    def create(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, EXTRA_N: gl.constexpr):
+        gl.static_assert(EXTRA_N == 0, "tiles of two widths are for accumulators in registers")
+        layout: gl.constexpr = TensorMemoryLayout([BLOCK_M, BLOCK_N], col_stride=1)
+        memory = allocate_tensor_memory(gl.float32, [2, BLOCK_M, BLOCK_N], layout)
+        ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(empty.index(i), count=1)
+        return Tcgen05(memory, ready, empty)
+
+    @gluon.jit
+    def accumulator(self, visit):
+        """Return the accumulator of this visit's tile."""
+        slot = ring_slot(visit, 2)
+        return Tcgen05Accumulator(self.memory.index(slot), self.ready.index(slot))
+
+    @gluon.jit
+    def begin(self, visit):
+        """Return the accumulator, once the tile before the last has been read out of it."""
+        mbarrier.wait(self.empty.index(ring_slot(visit, 2)), ring_phase(visit, 2) ^ 1)
+        return self.accumulator(visit)
+
+    @gluon.jit
+    def await_result(self, visit):
+        """Return when the tile's sums are complete."""
+        mbarrier.wait(self.ready.index(ring_slot(visit, 2)), ring_phase(visit, 2))
+
+    @gluon.jit
+    def drained(self, visit):
+        """Let the accumulator be used again: every warp has it in registers."""
+        mbarrier.arrive(self.empty.index(ring_slot(visit, 2)), count=1)

@@ -1,0 +1,178 @@
+"""`persistent_matmul`: a @ b, computed by kernels whose programs stay for many tiles."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+import triton
+
+from dist_autotune import tunable
+
+from ..matrices import Matrix, as_matrix
+from .candidates import INTERPRETED, NAMES
+from .checks import check_name, check_operands, check_out, check_out_dtype
+from .launch import Shape, counter_of, launch
+from .plain import plain_gemm
+from .splits import split_options, sum_splits, workspace_of
+
+SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
+
+CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
+INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
+
+
+def persistent_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    variant: str = "auto",
+    scheduler: str = "auto",
+    *,
+    out_dtype: torch.dtype | None = None,
+    programs: int | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Return a @ b for a [M, K] and b [K, N], fp16 or bf16, summed in float32; forward only.
+
+    The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
+    `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
+    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. `scheduler` is the order
+    of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet". `programs` is how many
+    programs stay: by default one on each SM; fewer leave SMs to what runs beside. `splits` is into how many
+    parts K is cut (on Hopper and Blackwell): by default one, and with `auto`, where tiles are few, what a
+    session of `contextual_autotune` finds best.
+
+    The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
+    of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
+    every variant is computed by the body in plain Triton: on other GPUs, with other strides, and on the CPU,
+    in Triton's interpreter. Raises TypeError or ValueError for arguments that cannot be multiplied.
+    """
+    check_name("variant", variant, NAMES)
+    check_name("scheduler", scheduler, SCHEDULERS)
+    check_operands(a, b)
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}; at least one program must do the work")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits is {splits}; K is at least one part")
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
+        check_out_dtype(out.dtype)
+    else:
+        check_out(out, a, b, out_dtype)
+    if out.numel() == 0:
+        return out
+    if a.shape[1] == 0:
+        return out.zero_()
+    if a.device.type == "cuda" and not INTERPRETED:
+        with torch.cuda.device(a.device):
+            _on_gpu(a, b, out, variant, scheduler, programs, splits)
+    elif INTERPRETED:
+        _run_plain(a, b, out, scheduler, programs or INTERPRETED_PROGRAMS)
+    else:
+        raise ValueError(
+            f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    return out
+
+
+def _on_gpu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    variant: str,
+    scheduler: str,
+    programs: int | None,
+    splits: int | None,
+) -> None:
+    capability, sms = _device(a.device)
+    programs = programs or sms
+    if capability in (9, 10) and _run_gluon(
+        a, b, out, variant, scheduler, programs, splits, tensor_memory=capability == 10
+    ):
+        return
+    _run_plain(a, b, out, scheduler, programs)
+
+
+@functools.lru_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Return NVIDIA's major compute capability, 0 for others, and the number of SMs."""
+    properties = torch.cuda.get_device_properties(device)
+    return (0 if torch.version.hip else properties.major), properties.multi_processor_count
+
+
+def _run_gluon(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    variant: str,
+    scheduler: str,
+    programs: int,
+    splits: int | None = None,
+    *,
+    tensor_memory: bool,
+) -> bool:
+    """Compute with the Gluon body; return False, with nothing done, if TMA cannot address the tensors."""
+    c = as_matrix(out)
+    if c is not None and c.transposed:  # the columns are what is contiguous: out.T = b.T @ a.T
+        a, b, out = b.mT, a.mT, out.mT
+        c = replace(c, transposed=False)  # the same memory, now the rows of `out`
+    left, right = as_matrix(a), as_matrix(b)
+    if c is None or left is None or right is None:
+        return False
+    (m, k), n = a.shape, b.shape[1]
+    if splits is None:
+        options = split_options(m, n, k, programs) if variant == "auto" else [1]
+        key = (m, n, k, str(a.dtype), str(out.dtype), left.transposed, right.transposed, programs)
+        splits = tunable("persistent_matmul splits", options, key=key) if len(options) > 1 else 1
+    workspace, split_rows = out, 0
+    if splits > 1:
+        workspace, split_rows = workspace_of(out, splits)
+        rows, columns = workspace.shape
+        c = Matrix(workspace.data_ptr(), rows, columns, workspace.stride(0), torch.float32, transposed=False)
+    shape = Shape(
+        m=m,
+        n=n,
+        k=k,
+        trans_a=left.transposed,
+        trans_b=right.transposed,
+        dtype=a.dtype,
+        out_dtype=c.dtype,
+        schedule="grouped" if scheduler == "auto" else scheduler,
+        wanted=variant,
+        splits=splits,
+        split_rows=split_rows,
+        programs=programs,
+        device=a.device,
+        tensor_memory=tensor_memory,
+    )
+    launch(left, right, c, shape)
+    if splits > 1:
+        sum_splits(workspace, split_rows, splits, out)
+    return True
+
+
+def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: str, programs: int) -> None:
+    rows, columns = out.shape
+    if scheduler == "auto":
+        scheduler = "chiplet" if torch.version.hip else "grouped"
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (min(programs, triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])),)
+
+    plain_gemm[grid](
+        a,
+        b,
+        out,
+        counter_of(a.device, dynamic=scheduler == "dynamic"),
+        rows,
+        columns,
+        a.shape[1],
+        *a.stride(),
+        *b.stride(),
+        *out.stride(),
+        SCHEDULE=scheduler,
+        CHIPLETS=CHIPLETS,
+        UPCAST=INTERPRETED and a.dtype is torch.bfloat16,
+    )

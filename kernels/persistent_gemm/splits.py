@@ -1,0 +1,74 @@
+"""K in parts: more tiles for a product that has too few of them, and a sum over the parts at the end.
+
+Each part's product goes to rows of its own of a float32 workspace, from which a second kernel writes the sum:
+always in the same order, so the result is the same each time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 128  # a product of so many rows and columns is the work of one program
+SHORTEST_K = 512  # of a part; below it, filling the pipeline costs more than the part saves
+ROWS = 256  # a multiple of every BLOCK_M: the tiles of one part end before the rows of the next begin
+MOST_SPLITS = 16
+
+
+def split_options(m: int, n: int, k: int, programs: int) -> list[int]:
+    """Return into how many parts K may be worth cutting; one part first."""
+    tiles = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
+    powers = [2**power for power in range(1, MOST_SPLITS.bit_length())]
+    return [1, *(s for s in powers if tiles * s <= 2 * programs and k >= s * SHORTEST_K)]
+
+
+def workspace_of(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
+    """Return room for the parts' products, one below the other, and how many rows each has."""
+    rows, columns = out.shape
+    split_rows = triton.cdiv(rows, ROWS) * ROWS
+    pitch = triton.cdiv(columns, 4) * 4  # TMA wants rows of a multiple of 16 bytes
+    room = torch.empty(splits * split_rows, pitch, dtype=torch.float32, device=out.device)
+    return room[:, :columns], split_rows
+
+
+def sum_splits(workspace: torch.Tensor, split_rows: int, splits: int, out: torch.Tensor) -> None:
+    """Write the sum of the parts' products to `out`."""
+    rows, columns = out.shape
+    grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 128))
+    _sum_parts[grid](
+        workspace,
+        out,
+        rows,
+        columns,
+        workspace.stride(0),
+        split_rows * workspace.stride(0),
+        *out.stride(),
+        SPLITS=splits,
+        BLOCK_M=8,
+        BLOCK_N=128,
+    )
+
+
+@triton.jit
+def _sum_parts(
+    parts_ptr,
+    out_ptr,
+    rows,
+    columns,
+    stride_row,
+    stride_part,
+    stride_om,
+    stride_on,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.cast(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.int64)[:, None]
+    col = tl.cast(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.int64)[None, :]
+    mask = (row < rows) & (col < columns)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for part in tl.static_range(SPLITS):
+        at = parts_ptr + part * tl.cast(stride_part, tl.int64) + row * stride_row + col
+        total += tl.load(at, mask=mask, other=0.0)
+    tl.store(out_ptr + row * stride_om + col * stride_on, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,109 @@
+"""A kernel some of whose configs do not compile, and a compiler that can be made to misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.compiler.compiler import ASTSource
+
+GOOD, ASSERTED, TOO_LARGE, ABORTS = 16, 32, 128, 256
+ENDLESS = 32  # where the compiler is told to spin: it does so before it meets the assertion
+
+
+@triton.jit
+def square(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK != 32, "no block of 32")
+    if BLOCK == 256:
+        offs = tl.arange(0, BLOCK)
+        # No register of the GPU is of class q: LLVM's code generator fails an assertion of its own.
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=q,q", [offs], tl.int32, is_pure=True, pack=1)
+        tl.store(y_ptr + offs, x)
+    else:
+        offs = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptr + offs)
+        tl.store(y_ptr + offs, tl.dot(x, x))
+
+
+def kernel(*blocks: int) -> Any:
+    return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(square)
+
+
+class Compiler:
+    """Triton's own, which notes what it compiles in a file, and misbehaves where it is told to."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+        self.manners: dict[int, str] = {}
+        self._make_ir = ASTSource.make_ir
+        notes.touch()
+
+    def behaves(self, manners: dict[int, str]) -> None:
+        """Set what happens by BLOCK: "spin", "sleep", "exit", "raise"."""
+        self.manners = manners
+
+    def stand_in(self) -> Any:
+        """Return what to put in place of `ASTSource.make_ir`, which runs for every compilation."""
+
+        def make_ir(source: ASTSource, *args: Any, **kwargs: Any) -> Any:
+            constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
+            block = constants["BLOCK"]
+            with self.notes.open("a") as file:
+                file.write(f"{os.getpid()} {block}\n")
+            self.misbehave(self.manners.get(block, ""))
+            return self._make_ir(source, *args, **kwargs)
+
+        return make_ir
+
+    @staticmethod
+    def misbehave(manner: str) -> None:
+        if manner == "spin":
+            while True:
+                pass
+        if manner == "sleep":
+            while True:
+                signal.pause()
+        if manner == "exit":
+            os._exit(3)
+        if manner == "raise":
+            raise TypeError("an error of the user's")
+
+    def compilations(self) -> list[int]:
+        """Return the BLOCK of each compilation that has begun, in all processes."""
+        return [int(line.split()[1]) for line in self.notes.read_text().splitlines()]
+
+    def pids(self) -> set[int]:
+        return {int(line.split()[0]) for line in self.notes.read_text().splitlines()}
+
+    def wait_for(self, block: int, deadline_s: float = 60.0) -> None:
+        """Return when some process compiles `block`."""
+        deadline = time.monotonic() + deadline_s
+        while block not in self.compilations():
+            assert time.monotonic() < deadline, f"nobody compiles {block}"
+            time.sleep(5e-3)
+
+    def processes_left(self, deadline_s: float = 30.0) -> list[int]:
+        """Return the compiling processes, this one apart, that are still there at the deadline."""
+        deadline = time.monotonic() + deadline_s
+        while left := [pid for pid in self.pids() - {os.getpid()} if _is_running(pid)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(5e-3)
+        return left
+
+    @staticmethod
+    def own_pid() -> int:
+        return os.getpid()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # one whose parent is gone may wait for the system to take it in

@@ -1,0 +1,130 @@
+"""Compiles the bodies of `persistent_matmul`, and writes the table of what became of each candidate.
+
+python tests/aot/gemm_compiled.py FILE.md
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import triton
+from compiled import BLACKWELL, HOPPER, SHARED_BYTES, compile_for, resources
+from triton.experimental.gluon import language as gl
+
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
+from dist_autotune.kernels.persistent_gemm.body import gemm
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, fits
+
+LANGUAGE_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def descriptor_type(dtype: str, block: Iterable[int]) -> str:
+    """Return the type of a descriptor argument, as Triton spells it."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), LANGUAGE_TYPES[dtype])
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+
+
+def compile_gemm(
+    config: triton.Config,
+    target: Any,
+    *,
+    schedule: str = "grouped",
+    dtype: str = "bf16",
+    out: str = "bf16",
+    trans_a: bool = False,
+    trans_b: bool = True,
+) -> Any:
+    """Return the compiled Gluon body of a candidate."""
+    constants = {
+        "TRANS_A": trans_a,
+        "TRANS_B": trans_b,
+        "TENSOR_MEMORY": target is BLACKWELL,
+        "SCHEDULE": schedule,
+        "OUT": out,
+        "DTYPE": dtype,
+        **config.kwargs,
+    }
+    kinds = {"a_desc": dtype, "b_desc": dtype, "extra_desc": dtype, "c_desc": out}
+    types = {name: descriptor_type(kinds[name], block) for name, block in blocks_of(constants).items()}
+    types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
+    types |= {"splits": "i32", "split_rows": "i32", "wanted": "i32"}
+    descriptors_and_sizes = tuple(name for name in types if name != "counter_ptr")
+    return compile_for(
+        target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
+    )
+
+
+def usable(target: Any, out: str = "bf16") -> list[triton.Config]:
+    """Return the candidates that fit the target."""
+    limit = SHARED_BYTES[target]
+    return [
+        config
+        for config in GLUON_CANDIDATES
+        if fits(config, OUT_BYTES[out], limit, tensor_memory=target is BLACKWELL)
+    ]
+
+
+def in_parallel(jobs: list[Any]) -> list[Any]:
+    """Return what the jobs return; the compiler leaves Python's lock while it works."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job: job(), jobs))
+
+
+def describe(config: triton.Config) -> str:
+    kwargs = config.kwargs
+    width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
+    stolen = kwargs["STORE_BUFFERS"] == 0
+    store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
+    return (
+        f"{kwargs['VARIANT']} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
+        f"{kwargs['NUM_BUFFERS']} | {config.num_warps} | {store} | {kwargs['GROUP_M']}"
+    )
+
+
+def rows(target: Any) -> list[str]:
+    """Return a line of the table for each candidate that fits."""
+    configs = usable(target)
+    compiled = in_parallel([lambda config=config: compile_gemm(config, target) for config in configs])
+    lines = []
+    for config, kernel in zip(configs, compiled, strict=True):
+        used = resources(kernel, target)
+        memory = f"{used['shared_bytes'] / 1024:.1f}"
+        total = kernel.metadata.num_warps
+        lines.append(f"| {describe(config)} | {total} | {used['registers']} | {used['spilled']} | {memory} |")
+    return lines
+
+
+HEADER = (
+    "| variant | tile | buffers | warps | store | GROUP_M | all warps | registers | spilled | shared KiB |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+INTRODUCTION = """# persistent_matmul, its candidates: compiled, not run
+
+{today}, `python tests/aot/gemm_compiled.py FILE`, once for each version of Triton, without a GPU.
+bf16 in and out, A row-major, B column-major, grouped schedule. Nothing here was measured: registers, spills
+and shared memory are what the compiler and ptxas say. `store`: columns of a piece x its buffers. Registers of
+warp-specialised kernels are what each warp starts with; the loading warp then hands most of its share on.
+"""
+
+
+def main() -> None:
+    """Write the page, or add this version's tables to the one that is there."""
+    path = Path(sys.argv[1])
+    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    text = path.read_text() if path.exists() else INTRODUCTION.format(today=today)
+    for name, target in (("Hopper, sm_90", HOPPER), ("Blackwell, sm_100", BLACKWELL)):
+        lines = "\n".join(rows(target))
+        text += f"\n## {name}, Triton {triton.__version__}\n\n{HEADER}\n{lines}\n"
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

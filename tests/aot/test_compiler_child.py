@@ -1,0 +1,163 @@
+"""One child: how it ends is told, and nothing of it is left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from triton.runtime.errors import OutOfResources
+
+from dist_autotune.compiler_child import CompilerChild, Ending
+
+pytestmark = pytest.mark.aot
+
+
+def ending(work: Callable[[], Any], limit_s: float = 60.0) -> Ending:
+    child = CompilerChild(work, limit_s)
+    deadline = time.monotonic() + 2 * limit_s
+    while (end := child.poll()) is None:
+        assert time.monotonic() < deadline, "the child does not end"
+        time.sleep(1e-3)
+    return end
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+ENDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "compiles": (lambda: None, ""),
+    "an error that is the user's": (lambda: raise_(TypeError("the user's")), ""),
+    "an interruption": (lambda: raise_(KeyboardInterrupt()), ""),
+    "a config's error": (lambda: raise_(OutOfResources(2, 1, "threads")), "OutOfResources: out of resource"),
+    "MLIR": (lambda: raise_(RuntimeError("PassManager::run failed")), "RuntimeError: PassManager"),
+    "abort": (os.abort, "the compiler was ended by SIGABRT"),
+    "segmentation fault": (lambda: ctypes.string_at(0), "the compiler was ended by SIGSEGV"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "the compiler was ended by SIGKILL"),
+    "exit": (lambda: os._exit(3), "the compiler ended its process with exit code 3"),
+    "exit 0": (lambda: os._exit(0), "the compiler ended its process with exit code 0"),
+}
+
+
+@pytest.mark.parametrize(("work", "reason"), ENDS.values(), ids=ENDS)
+def test_each_end_is_told(work, reason):
+    told = ending(work).reason
+    assert told.startswith(reason)
+    assert bool(told) == bool(reason)
+
+
+def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):
+    def work() -> None:
+        os.write(2, b"a remark\nLLVM ERROR: Cannot select: intrinsic %llvm.x\nStack dump:\n")
+        os.abort()
+
+    assert ending(work).reason.endswith("SIGABRT: LLVM ERROR: Cannot select: intrinsic %llvm.x")
+    assert "a remark" in capfd.readouterr().err
+
+
+def test_what_a_good_compilation_says_is_passed_on(capfd):
+    assert ending(lambda: print("a warning", file=sys.stderr)) == Ending()
+    assert capfd.readouterr().err == "a warning\n"
+
+
+def test_text_that_waits_in_a_buffer_is_written_once(capfd):
+    sys.stdout.write("ours ")
+    ending(lambda: print("the child's"))
+    sys.stdout.flush()
+    assert capfd.readouterr().out.split() == ["ours", "the", "child's"]
+
+
+@pytest.mark.parametrize("does", ["spins", "sleeps", "waits for a helper"])
+def test_one_that_does_not_end_is_ended_and_known_to_have_worked_or_slept(does):
+    def work() -> None:
+        if does == "waits for a helper":
+            os.system("while :; do :; done")
+        while does == "spins":
+            pass
+        signal.pause()
+
+    assert ending(work, limit_s=2.0) == Ending("did not compile within 2 s", was_idle=does == "sleeps")
+
+
+def test_closing_ends_the_child_and_its_helpers(tmp_path):
+    pids = tmp_path / "pids"
+
+    def work() -> None:
+        os.system(f"echo $$ >> {pids}; sleep 1000")
+
+    child = CompilerChild(work, limit_s=1000.0)
+    deadline = time.monotonic() + 30
+    while not (pids.exists() and pids.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    child.close()
+    child.close()
+    helper = int(pids.read_text())
+    while _runs(helper):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_signals_for_the_job_do_not_end_a_compilation():
+    def work() -> None:
+        for job_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(os.getpid(), job_signal)
+
+    assert ending(work) == Ending()
+
+
+def test_a_child_reaped_by_somebody_else_has_still_told_its_end():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
+    try:
+        assert ending(lambda: None) == Ending()
+        assert ending(os.abort).reason == "the compiler's process is gone without a word"
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_fork_beside_other_threads_is_no_warning():
+    waits = threading.Event()
+    thread = threading.Thread(target=waits.wait)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ending(lambda: None) == Ending()
+    finally:
+        waits.set()
+        thread.join()
+
+
+def test_a_child_may_be_forked_on_any_thread():
+    ends: list[Ending] = []
+    thread = threading.Thread(target=lambda: ends.append(ending(os.abort)))
+    thread.start()
+    thread.join()
+    assert [end.reason for end in ends] == ["the compiler was ended by SIGABRT"]
+
+
+def test_nothing_of_a_child_stays_open():
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    ending(lambda: None)
+    ending(os.abort)
+    CompilerChild(signal.pause, 60.0).close()
+    assert descriptors() == before
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

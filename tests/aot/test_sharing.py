@@ -1,0 +1,235 @@
+"""The processes of a host share Triton's cache: each binary is compiled once, each failure is met once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from candidates import ENDLESS, GOOD, Compiler, kernel
+
+from dist_autotune import compile as compiling
+from dist_autotune import compile_sharing, compiler_child, intercept
+from dist_autotune.binaries import Binaries
+from dist_autotune.compile import Preflight
+from dist_autotune.compile_sharing import Terms
+from dist_autotune.compiler_child import CompilerChild, Ending
+from ranks import assert_all_ok, run_ranks
+
+pytestmark = pytest.mark.aot
+
+BLOCKS = (16, 64, 128)
+
+
+def preflight(*blocks: int, **terms: Any) -> Preflight:
+    tuner = kernel(*blocks)
+    x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    configs = intercept.candidates_of(tuner, (x, y), {})
+    return compiling.preflight(tuner, configs, (x, y), {"grid": (1,)}, Terms(**{"session": "one"} | terms))
+
+
+def arrive(directory: Path, rank: int, ranks: int, deadline_s: float = 60.0) -> None:
+    """Wait until all ranks are here."""
+    (directory / f"arrived-{rank}").touch()
+    deadline = time.monotonic() + deadline_s
+    while len(list(directory.glob("arrived-*"))) < ranks:
+        assert time.monotonic() < deadline, "a rank is missing"
+        time.sleep(1e-3)
+
+
+def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:
+    """Do `action` on another thread once some process compiles `block`."""
+
+    def act() -> None:
+        compiler.wait_for(block)
+        action()
+
+    threading.Thread(target=act, daemon=True).start()
+
+
+def test_two_processes_compile_each_binary_once_in_total(device, compiler, tmp_path):
+    def program(rank: int) -> Preflight:
+        arrive(tmp_path, rank, 2)
+        return preflight(*BLOCKS, local_rank=rank, local_ranks=2)
+
+    found = assert_all_ok(run_ranks(program, 2, init="none"))
+    assert sorted(compiler.compilations()) == sorted(BLOCKS)
+    tallies = [each.tally for each in found]
+    assert sum(tally.compiled for tally in tallies) == len(BLOCKS)
+    assert all(tally.compiled + tally.from_peers + tally.cached == len(BLOCKS) for tally in tallies)
+    assert found[0].reasons == found[1].reasons
+    (reason,) = found[0].reasons.values()  # of 128: compiled once, and loaded on neither rank
+    assert reason.startswith("OutOfResources")
+    assert not list((tmp_path / "triton" / "dist_autotune-claims").glob("*/*"))
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, 16), (1, 64)])
+def test_ranks_begin_at_different_candidates(device, compiler, monkeypatch, rank, first):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    preflight(16, 64, local_rank=rank, local_ranks=2)
+    assert compiler.compilations() == [first, {16: 64, 64: 16}[first]]
+
+
+def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [Terms(local_rank=rank, local_ranks=8).workers for rank in range(8)] == [2] * 8
+    assert [Terms(local_rank=rank, local_ranks=3).workers for rank in range(3)] == [6, 5, 5]
+    assert Terms(local_rank=63, local_ranks=64).workers == 1
+
+
+def test_binaries_that_are_there_cost_no_process(device, compiler, monkeypatch):
+    assert preflight(16, 64).tally.compiled == 2
+    device.forget()
+    monkeypatch.setattr(compile_sharing, "CompilerChild", lambda *args: pytest.fail("forked"))
+    tally = preflight(16, 64).tally
+    assert (tally.compiled, tally.cached) == (0, 2)
+    assert len(compiler.compilations()) == 2
+
+
+def test_a_killed_rank_stops_neither_its_peer_nor_leaves_its_compiler(device, compiler):
+    def program(rank: int) -> Preflight | None:
+        if rank == 1:
+            compiler.behaves({GOOD: "spin"})
+            once_it_compiles(compiler, GOOD, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            preflight(GOOD)
+        compiler.wait_for(GOOD)  # rank 1 holds the claim
+        return preflight(GOOD, 64)
+
+    zero, one = run_ranks(program, 2, init="none")
+    assert one.signal == signal.SIGKILL
+    (found,) = assert_all_ok([zero])
+    assert found.reasons == {}
+    assert found.tally.compiled == 2
+    assert compiler.compilations().count(GOOD) == 2
+    assert compiler.processes_left() == []
+
+
+def test_a_candidate_without_end_costs_two_ranks_one_limit(device, compiler, tmp_path):
+    def program(rank: int) -> list[str]:
+        compiler.behaves({ENDLESS: "spin"})
+        arrive(tmp_path, rank, 2)
+        return list(preflight(ENDLESS, local_rank=rank, local_ranks=2, limit_s=2.0).reasons.values())
+
+    assert assert_all_ok(run_ranks(program, 2, init="none")) == [["did not compile within 2 s"]] * 2
+    assert compiler.compilations() == [ENDLESS]
+
+
+def test_a_failure_of_an_earlier_session_is_forgotten(device, compiler):
+    compiler.behaves({64: "exit"})
+    assert len(preflight(64).reasons) == 1
+    assert len(preflight(64).reasons) == 1
+    assert compiler.compilations() == [64]  # the second time it was known
+    compiler.behaves({})
+    assert preflight(64, session="two").reasons == {}
+
+
+def test_an_unlucky_fork_is_repeated(device, compiler, monkeypatch):
+    class Unlucky(CompilerChild):
+        def poll(self) -> Ending | None:
+            self.close()
+            return Ending("did not compile within 120 s", was_idle=True)
+
+    kinds = iter([Unlucky, CompilerChild])
+    monkeypatch.setattr(compile_sharing, "CompilerChild", lambda *args: next(kinds)(*args))
+    found = preflight(64)
+    assert found.reasons == {}
+    assert found.tally.compiled == 1
+
+
+def test_a_fork_that_is_unlucky_twice_is_not_repeated_for_ever(device, compiler):
+    compiler.behaves({64: "sleep"})
+    assert list(preflight(64, limit_s=0.5).reasons.values()) == ["did not compile within 0.5 s"]
+    assert len(compiler.compilations()) <= 2
+    assert compiler.processes_left() == []
+
+
+def test_ctrl_c_leaves_no_process_and_no_claim(device, compiler):
+    def program(rank: int) -> int:
+        compiler.behaves({64: "spin"})
+        once_it_compiles(compiler, 64, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            preflight(64)
+        assert compiler.processes_left() == []
+        compiler.behaves({})
+        return preflight(64, limit_s=60.0).tally.compiled
+
+    assert assert_all_ok(run_ranks(program, 1, init="none")) == [1]
+
+
+def test_a_rank_that_cannot_write_claims_compiles_for_itself(device, compiler, tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "dist_autotune-claims").touch()  # a file where a directory is needed
+    found = preflight(16, 64)
+    assert found.reasons == {}
+    assert found.tally.compiled == 2
+    assert "no locks in" in found.tally.remark
+
+
+def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, monkeypatch):
+    def no_fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_fork)
+    found = preflight(16, 64)
+    assert found.reasons == {}
+    assert found.tally.compiled == 2
+    assert "no child (Resource temporarily unavailable)" in found.tally.remark
+    assert compiler.pids() == {os.getpid()}
+
+
+def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, monkeypatch):
+    monkeypatch.setattr(compiler_child, "START_S", 0.2)
+    monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
+    found = preflight(16, 64)
+    assert found.reasons == {}
+    assert found.tally.compiled == 2
+    assert "without a limit: children do not begin" in found.tally.remark
+    assert compiler.pids() == {os.getpid()}
+
+
+def test_a_claim_whose_owner_is_stopped_is_not_respected_for_ever(device, compiler, monkeypatch):
+    monkeypatch.setattr(Binaries, "claim", lambda self, key: None)
+    monkeypatch.setattr(compile_sharing, "CLAIM_GRACE_S", 0.2 - 2 * 60)
+    found = preflight(64, limit_s=60.0)
+    assert found.reasons == {}
+    assert found.tally.compiled == 1
+
+
+def test_what_is_left_when_the_peers_would_wait_no_longer_is_not_compiled(device, compiler):
+    found = preflight(16, 64, until=time.monotonic())
+    assert found.tally.failed == 2
+    assert compiler.compilations() == []
+    assert all("longer than the peers wait" in reason for reason in found.reasons.values())
+
+
+def test_terms_follow_torchrun_and_what_the_peers_wait(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "7")
+    terms = Terms.agreed("s", position=11, ranks=16, patience_s=100.0)
+    assert (terms.local_rank, terms.local_ranks, terms.limit_s) == (3, 4, 7.0)
+    assert terms.until - time.monotonic() == pytest.approx(80.0, abs=5.0)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert Terms.agreed("s", position=11, ranks=16, patience_s=100.0).local_ranks == 16
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_the_arms():
+    program = Path(__file__).parents[2] / "benchmarks" / "compile_time.py"
+    command = [sys.executable, program, "--candidates", "1", "--rounds", "1", "--json", "times.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
+        "one after another",
+        "threads",
+        "shared",
+    ]
+    rows = {row["arm"]: sum(row["compiled"]) for row in json.loads(Path("times.json").read_text())["rows"]}
+    assert rows == {"one after another": 2, "threads": 2, "shared": 1}

@@ -1,0 +1,125 @@
+"""Tasks that take turns, and what the hardware does beside them, for `gluon_model`."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+
+class Deadlock(AssertionError):
+    """Nobody can go on."""
+
+
+class Aborted(BaseException):
+    """Ends the tasks that are left when one has failed."""
+
+
+class Task:
+    def __init__(
+        self, machine: Machine, name: str, program: int, warps: int, body: Callable[[], None]
+    ) -> None:
+        self.machine, self.name, self.program, self.warps = machine, name, program, warps
+        self.waits_for: Callable[[], bool] | None = None
+        self.where = ""
+        self.done = False
+        self.go = threading.Semaphore(0)
+        self.multiplying: list[Callable[[], None]] = []  # wgmma in flight, oldest first
+        self.storing: list[Callable[[], None]] = []  # TMA stores in flight, oldest first
+        self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
+        self.thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+
+    def _run(self, body: Callable[[], None]) -> None:
+        self.go.acquire()
+        try:
+            if not self.machine.failure:
+                body()
+                assert not self.storing, f"{self.name} ends with stores in flight"
+                assert not self.multiplying, f"{self.name} ends with products in flight"
+        except Aborted:
+            pass
+        except BaseException as error:
+            self.machine.failure = self.machine.failure or error
+        self.done = True
+        self.machine.back.release()
+
+    def pause(self, condition: Callable[[], bool] | None = None, where: str = "") -> None:
+        """Let others run; return when it is this task's turn again and the condition holds."""
+        self.waits_for, self.where = condition, where
+        self.machine.back.release()
+        self.go.acquire()
+        self.waits_for = None
+        if self.machine.failure:
+            raise Aborted
+
+    def can_run(self) -> bool:
+        return not self.done and (self.waits_for is None or self.waits_for())
+
+
+class Machine:
+    """All tasks of one launch, and the asynchronous operations that they have started."""
+
+    running: ClassVar[Machine | None] = None
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.tasks: list[Task] = []
+        self.copies: list[Callable[[], None]] = []  # TMA loads in flight
+        self.queues: dict[int, list[Callable[[], None]]] = {}  # tcgen05 of each program, in order
+        self.failure: BaseException | None = None
+        self.back = threading.Semaphore(0)
+        self.now: Task | None = None
+        self.programs = 1
+
+    def start(self, name: str, program: int, warps: int, body: Callable[[], None]) -> Task:
+        task = Task(self, name, program, warps, body)
+        self.tasks.append(task)
+        task.thread.start()
+        return task
+
+    def run(self) -> None:
+        while not self.failure and not all(task.done for task in self.tasks):
+            ready = [task for task in self.tasks if task.can_run()]
+            operations = self._operations()
+            if not ready and not operations:
+                self.failure = Deadlock(self._stuck())
+                break
+            choice = self.random.randrange(len(ready) + len(operations))
+            if choice < len(ready):
+                self.now = ready[choice]
+                self.now.go.release()
+                self.back.acquire()
+            else:
+                operations[choice - len(ready)]()
+        for task in self.tasks:
+            while not task.done:
+                task.go.release()
+                self.back.acquire()
+            task.thread.join()
+        if self.failure:
+            raise self.failure
+        assert not self.copies, "loads are under way that nobody waits for"
+
+    def _operations(self) -> list[Callable[[], None]]:
+        """Return what the hardware could do now: any load, the oldest of what happens in order."""
+        loads = [lambda copy=copy: (self.copies.remove(copy), copy()) for copy in self.copies]
+        ordered = [*self.queues.values()]
+        ordered += [queue for task in self.tasks for queue in (task.multiplying, task.storing)]
+        return loads + [lambda queue=queue: queue.pop(0)() for queue in ordered if queue]
+
+    def _stuck(self) -> str:
+        return "; ".join(f"{task.name} waits for {task.where}" for task in self.tasks if not task.done)
+
+
+def machine() -> Machine:
+    """Return the machine that runs just now."""
+    assert Machine.running is not None
+    return Machine.running
+
+
+def now() -> Task:
+    """Return the task whose turn it is."""
+    task = machine().now
+    assert task is not None
+    return task

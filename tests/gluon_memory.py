@@ -1,0 +1,153 @@
+"""Registers, shared and global memory, and mbarriers, for `gluon_model`."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+
+from gluon_machine import now
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self, count: int) -> None:
+        assert self.count, "an mbarrier is used before it is initialised"
+        assert count <= self.pending, "an arrival too many for this phase"
+        self.pending -= count
+        self._complete()
+
+    def transfer(self, nbytes: int) -> None:
+        self.bytes += nbytes
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: int) -> Barrier:
+        return self.all[i]
+
+
+class Buffer:
+    """A view of shared memory. `memory` names what it is a view of, for the proxy fences."""
+
+    dtype = None
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def memory(self) -> int:
+        return self.array.__array_interface__["data"][0]
+
+    def index(self, i: int) -> Buffer:
+        return Buffer(self.array[i])
+
+    def permute(self, order: tuple[int, ...]) -> Buffer:
+        return Buffer(self.array.transpose(order))
+
+    def store(self, tensor: Tensor) -> None:
+        tensor.must_be_complete()
+        assert self.array.shape == tensor.array.shape
+        self.array[...] = tensor.array
+        now().unfenced.add(self.memory)
+
+    def load(self, layout: object = None) -> Tensor:
+        now().unfenced.add(self.memory)
+        return Tensor(self.array.copy())
+
+    def reinterpret(self, dtype: object, shape: list[int], layout: object) -> Buffer:
+        size = int(np.prod(shape))
+        return Buffer(self.array.reshape(-1)[:size].reshape(shape))
+
+
+class TensorMemory(Buffer):
+    def slice(self, start: int, length: int) -> TensorMemory:
+        return TensorMemory(self.array[:, start : start + length])
+
+    def index(self, i: int) -> TensorMemory:
+        return TensorMemory(self.array[i])
+
+
+class Tensor:
+    """Registers. An accumulator of wgmma is one that must not be touched while products are in flight."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.in_flight = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def must_be_complete(self) -> None:
+        assert self.in_flight == 0, "an accumulator is read while products are in flight"
+
+    def to(self, dtype: object) -> Tensor:
+        self.must_be_complete()
+        return Tensor(self.array.copy())
+
+    def reshape(self, shape: tuple[int, ...]) -> Tensor:
+        self.must_be_complete()
+        return Tensor(self.array.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Tensor:
+        return Tensor(self.array.transpose(order))
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
+
+    def __add__(self, other: Tensor) -> Tensor:
+        return Tensor(self.array + other.array)
+
+
+class Descriptor:
+    """A host tensor and the shape of what one TMA operation moves."""
+
+    dtype = layout = None
+
+    def __init__(self, array: np.ndarray, block: list[int]) -> None:
+        self.array, self.writes = array, np.zeros(array.shape, dtype=int)
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=2 * int(np.prod(block)))
+        self.shape = array.shape
+
+    def _inside(self, coord: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return where the block lies in the tensor, and which part of the block that is."""
+        pairs = list(zip(coord, self.block_type.shape, self.array.shape, strict=True))
+        ends = [max(at, min(at + size, limit)) for at, size, limit in pairs]
+        place = tuple(slice(at, end) for (at, _, _), end in zip(pairs, ends, strict=True))
+        part = tuple(slice(0, end - at) for (at, _, _), end in zip(pairs, ends, strict=True))
+        return place, part
+
+    def read(self, coord: list[int]) -> np.ndarray:
+        block = np.zeros(self.block_type.shape)
+        place, part = self._inside(coord)
+        block[part] = self.array[place]
+        return block
+
+    def write(self, coord: list[int], block: np.ndarray) -> None:
+        place, part = self._inside(coord)
+        self.array[place] = block[part]
+        self.writes[place] += 1
+
+
+class Pointer:
+    """Into an int32 array that atomic operations change."""
+
+    def __init__(self, array: np.ndarray, offset: int = 0) -> None:
+        self.array, self.offset = array, offset
+
+    def __add__(self, step: int) -> Pointer:
+        return Pointer(self.array, self.offset + step)

@@ -1,0 +1,291 @@
+"""Runs the source of a Gluon kernel on the CPU, to find its deadlocks and races; says nothing of its speed.
+
+Triton cannot interpret Gluon. The modules of a kernel are therefore loaded a second time, with stand-ins for
+Triton, and their functions run as the Python that they are. All programs and partitions of a launch take
+turns, one at a time, in an order drawn from a seed. What the hardware does on its own is done as late, as
+early or as much out of turn as it may be:
+
+    TMA load         writes its buffer at some time after it was started, then counts its bytes
+    TMA store        reads its buffer at some time before the `store_wait` that asks for it
+    wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
+    tcgen05          the same, in order; `commit` arrives behind what was started before
+    mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
+
+A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
+overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
+read that it overwrites without one, is an error of its own. Not modelled: warps inside a partition, which the
+compiler's own barriers gather, and layouts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gluon_machine import Deadlock, Machine, machine, now
+from gluon_memory import Barrier, Barriers, Buffer, Descriptor, Pointer, Tensor, TensorMemory
+
+__all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+
+
+def _allocate(dtype: object, shape: list[int], layout: object) -> Any:
+    return Barriers(shape[0]) if layout is Barrier else Buffer(np.full(shape, np.nan))
+
+
+def _wait(bar: Barrier, parity: int, pred: bool = True) -> None:
+    if pred:
+        now().pause(lambda: bar.phase % 2 != parity, f"parity {parity} of an mbarrier in phase {bar.phase}")
+
+
+def _init(bar: Barrier, count: int) -> None:
+    bar.count = bar.pending = count
+
+
+def _arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
+    if pred:
+        bar.arrive(count)
+    now().pause()
+
+
+def _expect(bar: Barrier, nbytes: int, pred: bool = True) -> None:
+    if pred:
+        bar.bytes += nbytes
+        bar.arrive(1)
+
+
+def _must_be_fenced(buf: Buffer, what: str) -> None:
+    fenced = all(buf.memory not in task.unfenced for task in machine().tasks)
+    assert fenced, f"a {what} needs a proxy fence first"
+
+
+def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, pred: bool = True) -> None:
+    assert all(buf.memory not in task.unfenced for task in machine().tasks), (
+        "a load needs a proxy fence first"
+    )
+
+    def copy() -> None:
+        buf.array[...] = desc.read(coord)
+        bar.transfer(-desc.block_type.nbytes)
+
+    if pred:
+        buf.array[...] = np.nan  # from now on nobody may count on what was there
+        machine().copies.append(copy)
+    now().pause()
+
+
+def _tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
+    assert all(buf.memory not in task.unfenced for task in machine().tasks), (
+        "a store needs a proxy fence first"
+    )
+    now().storing.append(lambda: desc.write(coord, buf.array))
+    now().pause()
+
+
+def _drain(queue: list[Callable[[], None]], left: int) -> None:
+    while len(queue) > left:
+        queue.pop(0)()
+
+
+def _store_wait(pendings: int) -> None:
+    _drain(now().storing, pendings)
+    now().pause()
+
+
+def _multiply(a: Buffer, b: Buffer, acc: Tensor, *, is_async: bool) -> Tensor:
+    assert is_async
+
+    def finish() -> None:
+        acc.array += a.array @ b.array
+        acc.in_flight -= 1
+
+    acc.in_flight += 1
+    now().multiplying.append(finish)
+    now().pause()
+    return acc
+
+
+def _multiply_wait(num_outstanding: int, deps: tuple[Tensor, ...]) -> Any:
+    _drain(now().multiplying, num_outstanding)
+    now().pause()
+    return deps[0] if len(deps) == 1 else deps
+
+
+def _tcgen05(a: Buffer, b: Buffer, acc: TensorMemory, *, use_acc: bool) -> None:
+    def finish() -> None:
+        acc.array[...] = a.array @ b.array + (acc.array if use_acc else 0)
+
+    machine().queues.setdefault(now().program, []).append(finish)
+    now().pause()
+
+
+def _commit(bar: Barrier) -> None:
+    machine().queues.setdefault(now().program, []).append(lambda: bar.arrive(1))
+    now().pause()
+
+
+def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
+    parent = now()
+    for (body, arguments), count in zip(partitions[1:], warps, strict=True):
+        name = f"{parent.name}/{body.__name__}{len(machine().tasks)}"
+        machine().start(name, parent.program, count, lambda body=body, arguments=arguments: body(*arguments))
+    body, arguments = partitions[0]
+    body(*arguments)
+
+
+def _atomic_add(pointer: Pointer, value: int, **options: Any) -> int:
+    before = int(pointer.array[pointer.offset])
+    pointer.array[pointer.offset] += value
+    now().pause()
+    return before
+
+
+def _atomic_xchg(pointer: Pointer, value: int, **options: Any) -> None:
+    pointer.array[pointer.offset] = value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _jit(function: Any = None, **options: Any) -> Any:
+    return function or _same
+
+
+def _aggregate(cls: Any) -> Any:
+    """Return a class whose constructor takes its fields in their order."""
+    names = [*cls.__annotations__]
+
+    def init(self: Any, *values: Any) -> None:
+        vars(self).update(zip(names, values, strict=True))
+
+    cls.__init__ = init
+    return cls
+
+
+def _check(condition: bool, message: str) -> None:
+    assert condition, message
+
+
+def _fakes() -> dict[str, types.ModuleType]:
+    """Return the modules that stand for Triton's, by their names."""
+
+    def module(name: str, **names: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(names)
+        return made
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        return None
+
+    mbarrier = module(
+        "mbarrier", MBarrierLayout=lambda: Barrier, init=_init, wait=_wait, arrive=_arrive, expect=_expect
+    )
+    tma = module("tma", tensor_descriptor=None, store_wait=_store_wait)
+    language = module(
+        "language",
+        constexpr=_same,
+        tensor=None,
+        shared_memory_descriptor=None,
+        static_range=range,
+        static_assert=_check,
+        cdiv=lambda a, b: -(-a // b),
+        to_tensor=_same,
+        int32=None,
+        int64=None,
+        float32=None,
+        zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape)),
+        full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value)),
+        max=lambda tensor, axis: int(tensor.array.max()),
+        num_warps=lambda: now().warps,
+        program_id=lambda axis: now().program,
+        num_programs=lambda axis: machine().programs,
+        allocate_shared_memory=_allocate,
+        warp_specialize=_specialize,
+        BlockedLayout=nothing,
+        SwizzledSharedLayout=nothing,
+        NVMMADistributedLayout=nothing,
+        atomic_add=_atomic_add,
+        atomic_xchg=_atomic_xchg,
+    )
+    gluon = module("gluon", jit=_jit, language=language)
+    hopper = module(
+        "hopper",
+        mbarrier=mbarrier,
+        tma=tma,
+        fence_async_shared=lambda: now().unfenced.clear(),
+        warpgroup_mma=_multiply,
+        warpgroup_mma_wait=_multiply_wait,
+    )
+    blackwell = module(
+        "blackwell",
+        TensorMemoryLayout=nothing,
+        allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full(shape, np.nan)),
+        tcgen05_commit=_commit,
+        tcgen05_mma=_tcgen05,
+        tensor_memory_descriptor=None,
+    )
+    triton = module("triton", jit=_same, language=language)
+    return {
+        "triton": triton,
+        "triton.language": language,
+        "triton.experimental": module("experimental", gluon=gluon),
+        "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": language,
+        "triton.experimental.gluon.language.nvidia": module("nvidia", hopper=hopper, blackwell=blackwell),
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
+        "triton.experimental.gluon.language.nvidia.blackwell": blackwell,
+    }
+
+
+@contextmanager
+def _in_place_of_triton() -> Iterator[None]:
+    fakes = _fakes()
+    before = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def load_kernel_module(name: str) -> Any:
+    """Return the module `kernels.<name>`, its source loaded with the stand-ins."""
+    root = "kernels_in_the_model"
+    for package in (root, *(f"{root}.{path.name}" for path in KERNELS.iterdir() if path.is_dir())):
+        if package not in sys.modules:  # without running its __init__, which wants torch and Triton
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = [str(KERNELS / package.removeprefix(root).removeprefix("."))]
+    sys.modules[f"{root}.compat"] = types.ModuleType(f"{root}.compat")
+    vars(sys.modules[f"{root}.compat"]).update(
+        aggregate=_aggregate,
+        tma_load=_tma_load,
+        tma_store=_tma_store,
+        reinterpret=Buffer.reinterpret,
+        load_accumulator=Buffer.load,
+    )
+    with _in_place_of_triton():
+        return importlib.import_module(f"{root}.{name}")
+
+
+def launch(
+    kernel: Callable[..., None], programs: int, *args: Any, seed: int, warps: int = 4, **options: Any
+) -> None:
+    """Run all programs of a launch to their end, in an order drawn from the seed."""
+    Machine.running = Machine(seed)
+    machine().programs = programs
+    for program in range(programs):
+        machine().start(f"program {program}", program, warps, lambda: kernel(*args, **options))
+    machine().run()

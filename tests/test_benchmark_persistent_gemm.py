@@ -1,0 +1,124 @@
+"""The benchmarks of persistent_matmul and elementwise_add: shapes, records without a GPU, runs on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import common
+import elementwise_add
+import persistent_gemm as benchmark
+import render
+
+PROGRAM = Path(benchmark.__file__)
+
+
+def run(*arguments: str, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--"]
+    return subprocess.run(
+        [*command, program, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    record = json.loads(path.read_text())
+    (case,) = record["cases"]
+    return record, {arm["name"]: arm for arm in case["arms"]}
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path):
+    result = run("--json", str(tmp_path / "record.json"), "--commit", "0ff1ce", "--parts")
+    assert result.returncode == 0, result.stderr
+    assert common.INTERPRETER_NOTE in result.stdout
+    assert "cuBLAS / ours: " in result.stdout
+    record, arms = arms_of(tmp_path / "record.json")
+    timed = {name for name, arm in arms.items() if "unavailable" not in arm}
+    schedulers = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
+    assert timed == {"cuBLAS", "ours", *(f"ours, {name}" for name in schedulers)}
+    assert max(arms[name]["error"] for name in timed) < 8e-3  # one bfloat16 rounding
+    assert arms["ours, graph"]["unavailable"] == "CUDA graphs need a GPU"
+    contexts = record["cases"][0]["tuned"]["contexts"]
+    assert {context["status"] for context in contexts} <= {"tuned", "cached"}
+    page = render.page(record)
+    assert "# Persistent GEMM, 1 x CPU" in page
+    assert f"**{common.INTERPRETER_NOTE}**" in page
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_without_a_gpu_the_sums_are_compared_bit_by_bit_and_timed(tmp_path):
+    program = Path(elementwise_add.__file__)
+    result = run("--json", str(tmp_path / "record.json"), "--commit", "0ff1ce", program=program)
+    assert result.returncode == 0, result.stderr
+    record, arms = arms_of(tmp_path / "record.json")
+    assert {name: arm.get("error") for name, arm in arms.items()} == {
+        "copy": 0.0,
+        "torch.add": 0.0,
+        "pipelined": 0.0,
+        "warp_specialized": None,
+    }
+    assert arms["warp_specialized"]["unavailable"] == "TMA needs a GPU"
+    assert "# Elementwise add, 1 x CPU" in render.page(record)
+
+
+def test_it_tells_how_to_use_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["persistent_gemm.py", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        benchmark.parse()
+    assert caught.value.code == 0
+    assert "--shapes {table,tests,ragged,all}" in capsys.readouterr().out
+
+
+def test_a_list_of_shapes_is_refused_without_a_gpu(monkeypatch, capsys):
+    if common.ON_GPU:
+        return
+    monkeypatch.setattr(sys, "argv", ["persistent_gemm.py", "--shapes", "all"])
+    with pytest.raises(SystemExit):
+        benchmark.parse()
+    assert "--shapes all needs a GPU" in capsys.readouterr().err
+
+
+def test_the_shapes_are_many_and_different():
+    assert len(benchmark.RAGGED) >= 20
+    assert len(set(benchmark.LISTS["all"])) == len(benchmark.LISTS["all"])
+
+
+def test_means_are_of_cases_in_which_both_ran():
+    cases = [
+        {"arms": [{"name": "cuBLAS", "ms": 2.0}, {"name": "ours", "ms": 1.0}]},
+        {"arms": [{"name": "cuBLAS", "ms": 1.0}, {"name": "ours", "ms": 2.0}]},
+        {"arms": [{"name": "cuBLAS", "ms": 1.0}, {"name": "ours", "unavailable": "no"}]},
+    ]
+    assert benchmark.geometric_means(cases) == {"cuBLAS / ours": {"mean": 1.0, "least": 0.5, "cases": 2}}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_arm_is_right_and_timed(tmp_path):
+    sizes = ("--m", "1024", "--n", "1000", "--k", "512")
+    result = run(*sizes, "--json", str(tmp_path / "record.json"), "--iterations", "5", "--parts")
+    assert result.returncode == 0, result.stderr
+    _, arms = arms_of(tmp_path / "record.json")
+    assert not [arm for arm in arms.values() if "unavailable" in arm]
+    assert all(0 < arm["ms"] < 50 for arm in arms.values())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_sums_are_right_and_timed(tmp_path):
+    program = Path(elementwise_add.__file__)
+    sizes = ("--rows", "2048", "--columns", "2048", "--iterations", "5")
+    result = run(*sizes, "--json", str(tmp_path / "record.json"), program=program)
+    assert result.returncode == 0, result.stderr
+    _, arms = arms_of(tmp_path / "record.json")
+    assert not [arm for arm in arms.values() if "unavailable" in arm]

@@ -1,0 +1,276 @@
+"""The clock of CUDA events, on a device that is arithmetic: whose time it reads, what is done about it."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from dist_autotune import Clock, EventClock, TuningError, WallClock
+from dist_autotune.clock import EventMark
+from dist_autotune.errors import LaunchFailed, LaunchTimeout
+from dist_autotune.feeding import LENGTHS_MS, LONGEST_MS
+from dist_autotune.stopwatch import Stopwatch
+from fake_device import CALL_MS, FakeDevice
+
+KERNEL_MS = 0.01
+EXACT = 1e-9  # ms
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice().install(monkeypatch)
+
+
+def timed(device: FakeDevice, stopwatch: Stopwatch, ms: float = KERNEL_MS, host_ms: float = 0.03) -> None:
+    mark = stopwatch.start()
+    device.launch(ms, host_ms)
+    stopwatch.stop(mark)
+
+
+def finish(device: FakeDevice) -> None:
+    device.host_ms = max(device.host_ms, device.idle_ms)
+
+
+def stopwatch_of(clock: EventClock) -> Stopwatch:
+    clock.prepare()
+    return Stopwatch(clock, "median", feeds=True)
+
+
+def sample(device: FakeDevice, stopwatch: Stopwatch, **launch: float) -> tuple[float, float]:
+    """Return (ms, gap ms) of one run with one launch on an idle stream."""
+    stopwatch.begin_run()
+    finish(device)
+    timed(device, stopwatch, **launch)
+    finish(device)
+    stopwatch.tell("a", waits=True)
+    assert stopwatch.sample_ms is not None
+    result = stopwatch.sample_ms, stopwatch.sample_gap_ms
+    stopwatch.take(waiting=False, counts=True)
+    return result
+
+
+def test_the_clocks_are_clocks():
+    assert isinstance(EventClock(), Clock)
+    assert isinstance(WallClock(), Clock)
+
+
+# ---- whose time it is
+
+
+@pytest.mark.parametrize("kernel_ms", [0.002, 0.01, 0.1, 5.0])
+@pytest.mark.parametrize("host_ms", [0.01, 0.05, 0.12])
+def test_a_fed_launch_reads_the_kernels_own_time(device, kernel_ms, host_ms):
+    stopwatch = stopwatch_of(EventClock())
+    found = [sample(device, stopwatch, ms=kernel_ms, host_ms=host_ms) for _ in range(4)][1:]
+    assert found == [(pytest.approx(kernel_ms, abs=EXACT), 0.0)] * 3
+
+
+@pytest.mark.parametrize("kernel_ms", [0.002, 0.01, 0.1, 5.0])
+@pytest.mark.parametrize("host_ms", [0.01, 0.05, 1.0])
+def test_an_idle_stream_without_feeding_is_charged_with_the_host_and_says_how_much_at_most(
+    device, kernel_ms, host_ms
+):
+    stopwatch = stopwatch_of(EventClock(feeds=False))
+    ms, gap_ms = sample(device, stopwatch, ms=kernel_ms, host_ms=host_ms)
+    assert ms >= kernel_ms + host_ms - EXACT
+    assert ms - gap_ms <= kernel_ms + EXACT
+    assert device.fillers_ms == []
+
+
+def test_a_launch_whose_stream_is_busy_long_enough_is_not_fed(device):
+    clock = EventClock()
+    stopwatch = stopwatch_of(clock)
+    device.fillers_ms.clear()
+    device.queue(1.0)
+    timed(device, stopwatch)
+    assert device.fillers_ms == []
+    finish(device)
+    assert stopwatch.tell("a", waits=True).gap_ms == 0.0
+    assert stopwatch.sample_ms == pytest.approx(KERNEL_MS, abs=EXACT)
+
+
+def test_a_stream_that_runs_dry_while_the_host_prepares_is_found_out_and_fed_from_then_on(device):
+    stopwatch = stopwatch_of(EventClock())
+    for run in range(3):
+        stopwatch.begin_run()
+        finish(device)
+        device.queue(0.012)  # still at work when the launch begins, done long before it is queued
+        timed(device, stopwatch)
+        finish(device)
+        stopwatch.tell("a", waits=True)
+        assert (stopwatch.sample_gap_ms > 0) == (run == 0)
+        stopwatch.take(waiting=False, counts=True)
+    assert stopwatch.sample_ms == pytest.approx(KERNEL_MS, abs=EXACT)
+
+
+def test_a_host_that_takes_longer_than_any_filler_stays_flagged_and_no_filler_is_longer(device):
+    stopwatch = stopwatch_of(EventClock())
+    for _ in range(5):
+        ms, gap_ms = sample(device, stopwatch, host_ms=3.0)
+        assert gap_ms == pytest.approx(ms)  # more than the reading: all of it may be the host's
+    assert max(device.fillers_ms) == LONGEST_MS
+
+
+def test_one_slow_launch_does_not_lengthen_the_filler_for_good(device):
+    stopwatch = stopwatch_of(EventClock())
+    for host_ms in (50.0, 0.02, 0.02, 0.02, 0.02):
+        sample(device, stopwatch, host_ms=host_ms)
+    assert device.fillers_ms[-1] == LENGTHS_MS[0]
+
+
+def test_hosts_that_are_about_equally_fast_delay_a_launch_equally(device):
+    lengths = set()
+    for host_ms in (0.036, 0.042, 0.05, 0.06):
+        stopwatch = stopwatch_of(EventClock())
+        for _ in range(3):
+            sample(device, stopwatch, host_ms=host_ms)
+        lengths.add(device.fillers_ms[-1])
+    assert lengths == {LENGTHS_MS[1]}
+
+
+def test_what_is_fed_is_loaded_before_the_run_and_elsewhere_nothing_is_fed(device):
+    clock = EventClock()
+    stopwatch = Stopwatch(clock, "median", feeds=True)
+    timed(device, stopwatch)
+    assert device.fillers_ms == []  # its module is not loaded: loading might wait for a kernel that waits
+    clock.prepare()
+    assert device.fillers_ms == [0.0]
+    finish(device)
+    timed(device, stopwatch)
+    assert device.fillers_ms[1:]
+    clock.prepare()
+    assert device.fillers_ms.count(0.0) == 1
+
+
+def test_a_whole_run_is_neither_fed_nor_flagged_its_host_time_is_part_of_it(device):
+    clock = EventClock()
+    clock.prepare()
+    device.fillers_ms.clear()
+    watch = Stopwatch(clock, "median")
+    timed(device, watch, host_ms=0.5)
+    finish(device)
+    assert watch.tell("a", waits=True).gap_ms == 0.0
+    assert device.fillers_ms == []
+    assert watch.sample_ms >= 0.5
+
+
+def test_nothing_waits_for_the_device_before_the_run_ends(device):
+    stopwatch = stopwatch_of(EventClock())
+    for _ in range(50):
+        timed(device, stopwatch, ms=1000.0)
+    assert device.host_ms < 50 * (0.03 + 8 * CALL_MS)
+    assert device.synchronized == 0
+
+
+def test_the_wall_clock_is_never_flagged():
+    stopwatch = Stopwatch(WallClock(), "median", feeds=True)
+    stopwatch.stop(stopwatch.start())
+    assert stopwatch.tell("a", waits=True).gap_ms == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "told_ms"), [([0.2, 0.0, 0.0], 0.0), ([0.2, 0.3, 0.0], 0.2), ([9.0, 9.0, 9.0], 0.5)]
+)
+def test_what_is_told_of_the_host_is_the_median_of_the_runs_and_no_more_than_the_time(gaps, told_ms):
+    class Gapped(WallClock):
+        def read_ms(self, mark):
+            return 0.5
+
+        def gap_ms(self, mark):
+            return gaps.pop(0)
+
+    stopwatch = Stopwatch(Gapped(), "median", feeds=True)
+    for _ in range(3):
+        stopwatch.begin_run()
+        stopwatch.stop(stopwatch.start())
+        part = stopwatch.tell("a", waits=True)
+        stopwatch.take(waiting=False, counts=True)
+    assert part.gap_ms == told_ms
+
+
+def test_a_run_that_did_not_count_leaves_no_gap_behind(device):
+    stopwatch = stopwatch_of(EventClock(feeds=False))
+    timed(device, stopwatch)
+    finish(device)
+    assert stopwatch.tell("a", waits=True).gap_ms > 0
+    stopwatch.take(waiting=False, counts=False)
+    stopwatch.begin_run()
+    device.queue(10.0)
+    timed(device, stopwatch)
+    finish(device)
+    assert stopwatch.tell("a", waits=True).gap_ms == 0.0
+
+
+def test_events_are_used_again(device):
+    clock = EventClock()
+    marks: list[EventMark] = []
+    for _ in range(3):
+        marks.append(clock.start())
+        clock.stop(marks[-1])
+        finish(device)
+        clock.read_ms(marks[-1])
+    assert len({id(mark.begin) for mark in marks} | {id(mark.end) for mark in marks}) == 2
+
+
+# ---- trouble on the device
+
+
+def test_a_launch_that_does_not_end_is_a_timeout(device):
+    clock = EventClock(timeout_s=0.01)
+    mark = clock.start()
+    device.launch(1e9)
+    clock.stop(mark)
+    device.pass_ms(0.1)
+    assert clock.is_running(mark)
+    with pytest.raises(TimeoutError, match=r"cuda:0 did not end a launch within 0\.01 s") as caught:
+        clock.read_ms(mark)
+    assert isinstance(caught.value, LaunchTimeout)
+    assert isinstance(caught.value, TuningError)
+
+
+def test_a_launch_is_running_from_its_first_event_to_its_second(device):
+    clock = EventClock()
+    device.queue(1.0)
+    mark = clock.start()
+    device.launch(1.0)
+    clock.stop(mark)
+    states = []
+    for _ in range(3):
+        states.append(clock.is_running(mark))
+        device.pass_ms(0.99)
+    assert states == [False, True, False]
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("call", ["start", "stop", "ready", "read_ms", "feed", "prepare"])
+def test_what_the_device_reports_is_ours_and_is_caught_as_ever(device, kind, call):
+    clock = EventClock()
+    if call == "feed":
+        clock.prepare()
+    mark = clock.start()
+    if call != "stop":
+        clock.stop(mark)
+    device.trouble = lambda: kind(ILLEGAL)
+    calls = {"start": clock.start, "feed": clock.feeder().feed, "prepare": clock.prepare}
+    with pytest.raises(
+        kind, match=r"reports \w+: CUDA error: an illegal memory access was encountered$"
+    ) as caught:
+        calls[call]() if call in calls else getattr(clock, call)(mark)
+    assert isinstance(caught.value, LaunchFailed)
+    assert isinstance(caught.value, TuningError)
+    assert type(caught.value.__cause__) is kind
+
+
+def test_the_mean_of_a_runs_launches_holds_the_mean_of_their_gaps(device):
+    stopwatch = stopwatch_of(EventClock(feeds=False))
+    timed(device, stopwatch, ms=1.0, host_ms=0.5)  # waits for the host
+    timed(device, stopwatch, ms=1.0, host_ms=0.5)  # queued behind the first
+    finish(device)
+    part = stopwatch.tell("a", waits=True)
+    first_gap_ms = 0.5 + 2 * CALL_MS
+    assert part.gap_ms == pytest.approx(statistics.fmean([first_gap_ms, 0.0]), abs=EXACT)

@@ -1,0 +1,54 @@
+"""The benchmark of exchanges: its fit, its simulated ranks, and that it ends with its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import exchange_cost
+from dist_autotune.payload import Payload
+
+PROGRAM = Path(exchange_cost.__file__)
+
+
+def test_a_fit_finds_the_coefficients_and_tells_what_it_cannot_explain():
+    rows = [[float(contexts), float(bans)] for contexts in (1, 2, 5) for bans in (0, 1, 4)]
+    values = [100 + 40 * contexts + 7 * bans for contexts, bans in rows]
+    assert exchange_cost.fit(rows, values) == {"coefficients": [100.0, 40.0, 7.0], "largest_error": 0.0}
+    assert exchange_cost.fit(rows, [values[0] + 50, *values[1:]])["largest_error"] > 10
+
+
+def test_the_quietest_tenth_is_below_the_median():
+    assert exchange_cost.median_and_quiet([float(n) for n in range(100)]) == {"median": 49.5, "quiet": 9.1}
+
+
+@pytest.mark.parametrize("size", [2, 33, 40])
+def test_simulated_ranks_exchange_what_real_ones_do(size):
+    payload = Payload("run", facts={"the tuned function": {"f": 0}}).encode()
+    cost = exchange_cost.simulate(size, payload)
+    parents = 1 if size <= 33 else 2
+    assert cost["messages"] == 2 * (size + parents)
+    assert size * len(payload) < cost["bytes"] < 10 * size * (len(payload) + 60)
+    assert cost["hub_ms"] > 0
+    assert cost["merge_ms"] > 0
+
+
+def test_the_program_ends_with_tables_and_a_record(tmp_path):
+    record = tmp_path / "record.json"
+    command = [sys.executable, PROGRAM, "--ranks", "2", "--simulated", "34", "--contexts", "1", "2"]
+    command += ["--calls", "20", "--json", record]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(record.read_text())
+    assert {"opening", "vote", "fits"} == found["bytes"].keys()
+    fitted = found["bytes"]["fits"]["a run, payload: a, per context, per ban"]
+    assert all(coefficient > 20 for coefficient in fitted["coefficients"])
+    assert found["real"][0]["ms"]["settled call with vote"]["median"] > 0
+    assert f"| 2 | {found['real'][0]['round_trip_ms']['median']:.3f}" in done.stdout
+    assert "| 34 | 10 |" in done.stdout

@@ -1,0 +1,290 @@
+"""The source of the Gluon body, run on the CPU: it ends, no buffer is overwritten too early, C is right."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gluon_model
+from gluon_model import Deadlock, Descriptor, Pointer
+
+BODY = gluon_model.load_kernel_module("persistent_gemm.body")
+SCHEDULES = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
+
+
+def multiply(
+    variant: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    programs: int = 2,
+    blocks: tuple[int, int, int] = (4, 8, 2),
+    buffers: int = 3,
+    extra_n: int = 0,
+    store: tuple[int, int] = (4, 1),
+    schedule: str = "grouped",
+    transposed: tuple[bool, bool] = (False, False),
+    tensor_memory: bool = False,
+    splits: int = 1,
+    seed: int = 0,
+) -> None:
+    """Check one launch: that it ends, writes a @ b and nothing twice, and puts the counter back."""
+    (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
+    numbers = np.random.default_rng(seed)
+    a = numbers.integers(-3, 4, (m, k)).astype(float)
+    b = numbers.integers(-3, 4, (k, n)).astype(float)
+    split_rows = -(-m // block_m) * block_m if splits > 1 else m
+    c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2, dtype=int)
+    a_desc = (
+        Descriptor(a.T.copy(), [block_k, block_m]) if transposed[0] else Descriptor(a, [block_m, block_k])
+    )
+    b_rows = b.T.copy() if transposed[1] else b
+
+    def b_descriptor(width: int) -> Descriptor:
+        return Descriptor(b_rows, [width, block_k] if transposed[1] else [block_k, width])
+
+    c_desc = Descriptor(c, [block_m, store_n])
+    tiles = -(-m // block_m) * -(-n // (block_n + extra_n)) * splits
+    gluon_model.launch(
+        BODY.gemm,
+        tiles if variant == "pipelined" else programs,
+        a_desc,
+        b_descriptor(block_n),
+        b_descriptor(extra_n or block_n),
+        c_desc,
+        Pointer(counter),
+        m,
+        n,
+        k,
+        splits,
+        split_rows,
+        0,
+        seed=seed,
+        TRANS_A=transposed[0],
+        TRANS_B=transposed[1],
+        TENSOR_MEMORY=tensor_memory,
+        SCHEDULE=schedule,
+        OUT="fp16",
+        DTYPE="fp16",
+        VARIANT=variant,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        EXTRA_N=extra_n,
+        BLOCK_K=block_k,
+        NUM_BUFFERS=buffers,
+        STORE_N=store_n,
+        STORE_BUFFERS=store_buffers,
+        GROUP_M=2,
+    )
+    parts = c.reshape(splits, split_rows, n)
+    np.testing.assert_array_equal(parts[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
+    np.testing.assert_array_equal(np.nan_to_num(parts[:, m:]), 0)
+    assert (c_desc.writes == (1 if k else 0)).all()
+    assert not counter.any()
+
+
+HOPPER = ("pipelined", "persistent", "persistent_pipelined", "cooperative", "pingpong")
+BLACKWELL = ("pipelined", "persistent", "persistent_pipelined", "cooperative")
+KINDS = [*((name, False) for name in HOPPER), *((name, True) for name in BLACKWELL)]
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
+@settings(max_examples=40)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
+    programs=st.integers(1, 3),
+    buffers=st.integers(2, 5),
+    store=st.sampled_from([(4, 1), (4, 2), (8, 1), (2, 4)]),
+    schedule=st.sampled_from(SCHEDULES),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 10**6),
+)
+def test_every_variant_ends_with_the_right_product(
+    variant, tensor_memory, sizes, programs, buffers, store, schedule, transposed, seed
+):
+    multiply(
+        variant,
+        *sizes,
+        programs=programs,
+        buffers=buffers,
+        store=store,
+        schedule=schedule,
+        transposed=transposed,
+        tensor_memory=tensor_memory,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
+@settings(max_examples=40)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 13)),
+    programs=st.integers(1, 3),
+    buffers=st.integers(2, 5),
+    store_n=st.sampled_from([4, 8]),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 10**6),
+)
+def test_an_epilogue_that_steals_operand_buffers_harms_no_load(
+    tensor_memory, sizes, programs, buffers, store_n, schedule, seed
+):
+    multiply(
+        "persistent_pipelined",
+        *sizes,
+        programs=programs,
+        blocks=(2, 8, 2),
+        buffers=buffers,
+        store=(store_n, 0),
+        schedule=schedule,
+        tensor_memory=tensor_memory,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined"])
+@settings(max_examples=30)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
+    programs=st.integers(1, 3),
+    transposed=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_a_tile_of_two_widths_is_one_tile(variant, sizes, programs, transposed, seed):
+    multiply(variant, *sizes, programs=programs, extra_n=4, transposed=(False, transposed), seed=seed)
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
+@settings(max_examples=30)
+@given(
+    sizes=st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(1, 23)),
+    programs=st.integers(1, 3),
+    splits=st.integers(2, 5),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 10**6),
+)
+def test_parts_of_k_add_up_and_keep_to_their_rows(
+    variant, tensor_memory, sizes, programs, splits, schedule, seed
+):
+    multiply(
+        variant,
+        *sizes,
+        programs=programs,
+        splits=splits,
+        schedule=schedule,
+        tensor_memory=tensor_memory,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
+@pytest.mark.parametrize("schedule", ["grouped", "dynamic"])
+def test_no_k_block_at_all_means_no_tile(variant, tensor_memory, schedule):
+    multiply(variant, 9, 17, 0, schedule=schedule, tensor_memory=tensor_memory)
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), [kind for kind in KINDS if kind[0] != "pipelined"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_without_a_tile_end_as_well(variant, tensor_memory, schedule):
+    multiply(variant, 4, 8, 5, programs=5, schedule=schedule, tensor_memory=tensor_memory)
+
+
+# ---- that the model finds what it is there to find
+
+
+def fails(**options: Any) -> str:
+    """Return the first failure among a few launches in different orders; empty if there is none."""
+    for seed in range(40):
+        try:
+            multiply(**options, m=11, n=30, k=9, seed=seed)
+        except AssertionError as error:
+            return "deadlock" if isinstance(error, Deadlock) else str(error) or "assertion"
+    return ""
+
+
+@pytest.fixture
+def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that puts something else into a module of the body."""
+
+    def change(module: str, name: str, value: Any) -> None:
+        found = importlib.import_module(f"kernels_in_the_model.persistent_gemm.{module}")
+        target, _, attribute = name.rpartition(".")
+        monkeypatch.setattr(getattr(found, target) if target else found, attribute, value)
+
+    return change
+
+
+VARIANTS = pytest.mark.parametrize("variant", ["persistent_pipelined", "cooperative", "pingpong"])
+
+
+@VARIANTS
+def test_a_slot_given_back_under_its_product_is_found(part, variant):
+    def release_at_once(self, operands, step, k):
+        main = sys_multiply(operands.a(step), operands.b(step), self.main, is_async=True)
+        arrive(operands.empty_bar(step))
+        return accumulator(main, main, self.BLOCK_N, self.EXTRA_N)
+
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
+    sys_multiply, accumulator = module.warpgroup_mma, module.WgmmaAccumulator
+    arrive = module.mbarrier.arrive
+
+    def end(self, operands, step):
+        module.warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
+        return self
+
+    part("mma", "WgmmaAccumulator.multiply", release_at_once)
+    part("mma", "WgmmaAccumulator.end", end)
+    assert "not equal" in fails(variant=variant).lower()
+
+
+@VARIANTS
+def test_a_slot_that_is_never_given_back_is_a_deadlock(part, variant):
+    part("mma", "WgmmaAccumulator.end", lambda self, operands, step: wait_only(self))
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
+
+    def wait_only(self):
+        module.warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
+        return self
+
+    assert fails(variant=variant) == "deadlock"
+
+
+@VARIANTS
+def test_a_wrong_parity_is_found(part, variant):
+    part("operands", "ring_phase", lambda step, size: 0)
+    assert fails(variant=variant)
+
+
+@VARIANTS
+def test_an_epilogue_that_does_not_wait_for_its_stores_is_found(part, variant):
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.epilogue")
+    waits_at_the_end_only = type("tma", (), {"store_wait": staticmethod(lambda pendings: None)})
+    finish = module.tma.store_wait
+    part("epilogue", "tma", waits_at_the_end_only)
+    part("epilogue", "OwnBuffers.finish", lambda self: finish(0))
+    assert "not equal" in fails(variant=variant).lower()
+
+
+def test_a_kernel_that_ends_under_its_stores_is_found(part):
+    part("epilogue", "OwnBuffers.finish", lambda self: None)
+    assert "ends with stores in flight" in fails(variant="cooperative")
+
+
+def test_a_missing_proxy_fence_is_found(part):
+    part("epilogue", "fence_async_shared", lambda: None)
+    assert "proxy fence" in fails(variant="cooperative")
+
+
+def test_stolen_slots_that_are_loaded_too_early_are_found(part):
+    part("epilogue", "StolenBuffers.before_load", lambda self: None)
+    assert fails(variant="persistent_pipelined", blocks=(2, 8, 2), store=(4, 0))
+
+
+def test_consumers_that_both_wait_for_their_turn_are_a_deadlock(part):
+    part("body", "ring_phase", lambda step, size: 0)
+    assert fails(variant="pingpong") == "deadlock"

@@ -1,0 +1,417 @@
+"""`persistent_matmul` against float32: in the interpreter (the plain body), and on a GPU (every variant)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.matrices import as_matrix
+from dist_autotune.kernels.persistent_gemm import (
+    PARTS,
+    SCHEDULERS,
+    VARIANTS,
+    launch,
+    operation,
+    persistent_matmul,
+)
+from dist_autotune.kernels.persistent_gemm.candidates import (
+    GLUON_CANDIDATES,
+    PLAIN_CANDIDATES,
+    PLAIN_GPU_CANDIDATES,
+    fits,
+    is_wanted,
+)
+from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
+from dist_autotune.kernels.persistent_gemm.splits import split_options, sum_splits, workspace_of
+
+ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+KINDS = [name for name in VARIANTS if name != "auto"]
+HALVES = [torch.float16, torch.bfloat16]
+OUTS = [torch.float16, torch.bfloat16, torch.float32]
+LAYOUTS = [*itertools.product(("row", "column"), repeat=2)]
+
+
+@pytest.fixture(autouse=True)
+def one_plain_candidate():
+    """Without tuning: each test chooses what it runs."""
+    before = plain_gemm.configs
+    plain_gemm.configs = PLAIN_CANDIDATES[:1]
+    yield
+    plain_gemm.configs = before
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "row") -> torch.Tensor:
+    """Return fresh random numbers, contiguous along rows or columns."""
+    if layout == "column":
+        return matrix(columns, rows, dtype).T
+    return torch.randn(rows, columns, device=DEVICE).to(dtype)
+
+
+def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((rows, columns), math.nan, dtype=dtype, device=DEVICE)
+
+
+def error_ratio(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the relative error against float32 as a multiple of what the arithmetic explains.
+
+    Rounding the result to its type costs at most eps (the interpreter truncates bfloat16). Products of
+    halves are exact in float32, and adding K of them there costs about sqrt(K) float32 eps.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    wanted = a.float() @ b.float()
+    torch.backends.cuda.matmul.allow_tf32 = before
+    explained = torch.finfo(result.dtype).eps + a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
+    return float((result.float() - wanted).norm() / wanted.norm() / explained)
+
+
+def check(
+    m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, layouts=("row", "row"), **options: Any
+):
+    """Compare one call into an output full of NaN with float32."""
+    a, b = matrix(m, k, dtype, layouts[0]), matrix(k, n, dtype, layouts[1])
+    out = poisoned(m, n, options.pop("out_dtype", dtype))
+    assert persistent_matmul(a, b, out, **options) is out
+    assert error_ratio(out, a, b) < 1
+
+
+# ---- the plain body, through the public function
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", [(208, 416, 304), (250, 125, 250)], ids=str)
+def test_the_product_is_right(shape, dtype, monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", [PLAIN_CANDIDATES[-1]])
+    check(*shape, dtype)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_every_scheduler_covers_the_product(scheduler, programs):
+    check(97, 130, 20, scheduler=scheduler, programs=programs)
+
+
+@pytest.mark.parametrize("candidate", PLAIN_CANDIDATES, ids=str)
+def test_every_candidate_of_the_plain_body_is_right(candidate, monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", [candidate])
+    check(70, 90, 50, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+def test_all_layouts_and_types(layouts, out_dtype):
+    check(37, 45, 29, layouts=layouts, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 33, 7), (33, 1, 65), (5, 3, 1), (31, 33, 63), (64, 64, 64)])
+def test_tiny_and_ragged_shapes(shape):
+    check(*shape)
+
+
+def test_any_strides_of_operands_and_result():
+    a, b = matrix(70, 66, torch.float16)[::2, ::3], matrix(44, 90, torch.float16)[::2, 1::2]
+    out = poisoned(70, 45 * 3, torch.float16)[::2, ::3]
+    persistent_matmul(a, b, out)
+    assert error_ratio(out, a, b) < 1
+
+
+def test_an_expanded_operand():
+    a, b = matrix(1, 20, torch.float16).expand(40, 20), matrix(20, 1, torch.float16).expand(20, 40)
+    assert error_ratio(persistent_matmul(a, b), a, b) < 1
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0)], ids=str)
+def test_empty_shapes(shape):
+    m, n, k = shape
+    a, b = matrix(m, k, torch.float16), matrix(k, n, torch.float16)
+    out = poisoned(m, n, torch.float16)
+    assert torch.equal(persistent_matmul(a, b, out), torch.zeros_like(out))
+    assert persistent_matmul(a, b).shape == (m, n)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_there_is_no_tma_every_variant_is_computed_all_the_same(variant):
+    check(40, 50, 60, variant=variant)
+
+
+def test_the_result_has_the_type_of_a_or_the_one_asked_for():
+    a, b = matrix(8, 8, torch.bfloat16), matrix(8, 8, torch.bfloat16)
+    assert persistent_matmul(a, b).dtype is torch.bfloat16
+    assert persistent_matmul(a, b, out_dtype=torch.float32).dtype is torch.float32
+
+
+def test_it_is_tuned_in_context_like_any_kernel(monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    a, b = matrix(33, 65, torch.float16), matrix(65, 48, torch.float16)
+    errors = []
+
+    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
+    def call():
+        errors.append(error_ratio(persistent_matmul(a, b), a, b))
+
+    call()
+    (context,) = call.report.contexts
+    assert (context.kernel, context.status) == ("plain_gemm", "tuned")
+    assert len(context.timings) == 2  # the third tile is more than twice as large as the matrix
+    assert max(errors) < 1
+
+
+# ---- wrong calls
+
+
+def half(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16, device=DEVICE, **options)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no matrix": (
+        lambda: persistent_matmul(half(2, 3, 4), half(4, 5)),
+        ValueError,
+        r"a has shape \(2, 3, 4\)",
+    ),
+    "inner sizes": (
+        lambda: persistent_matmul(half(2, 3), half(4, 5)),
+        ValueError,
+        "a has 3 columns, b has 4 rows",
+    ),
+    "type of a": (lambda: persistent_matmul(half(2, 3).int(), half(3, 5)), TypeError, "a is torch.int32"),
+    "two types": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5).bfloat16()),
+        TypeError,
+        "b is torch.bfloat16",
+    ),
+    "shape of out": (lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 4)), ValueError, r"\(2, 5\)"),
+    "type of out": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 5).double()),
+        TypeError,
+        "torch.float64",
+    ),
+    "out_dtype": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), out_dtype=torch.int8),
+        TypeError,
+        "torch.int8",
+    ),
+    "two wishes": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 5), out_dtype=torch.float32),
+        TypeError,
+        "leave one of them out",
+    ),
+    "shared places": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), half(1, 5).expand(2, 5)),
+        ValueError,
+        r"strides \(0, 1\)",
+    ),
+    "variant": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), variant="fast"),
+        ValueError,
+        "no variant 'fast'; there are 'auto', 'pipelined'",
+    ),
+    "scheduler": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), scheduler="random"),
+        ValueError,
+        "no scheduler 'random'",
+    ),
+    "splits": (lambda: persistent_matmul(half(2, 3), half(3, 5), splits=0), ValueError, "splits is 0"),
+    "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
+    "devices": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5).to("meta")),
+        ValueError,
+        "b is on meta; move one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_told_with_its_values(name):
+    call, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+# ---- what of the Gluon body can be tested without a GPU
+
+
+@pytest.mark.parametrize(
+    ("make", "transposed", "pitch"),
+    [
+        pytest.param(lambda: half(6, 8), False, 8, id="rows"),
+        pytest.param(lambda: half(8, 6).T, None, 0, id="columns no multiple of 16 bytes apart"),
+        pytest.param(lambda: half(8, 16).T, True, 16, id="columns"),
+        pytest.param(lambda: half(6, 24)[:, 8:20], False, 24, id="a part of rows"),
+        pytest.param(lambda: half(1, 5), False, 8, id="one row: its stride leads nowhere"),
+        pytest.param(lambda: half(1, 5).T, True, 8, id="one column"),
+        pytest.param(lambda: half(6, 5), None, 0, id="rows no multiple of 16 bytes apart"),
+        pytest.param(lambda: half(6, 24)[:, 1:9], None, 0, id="not at a multiple of 16 bytes"),
+        pytest.param(lambda: half(6, 16)[:, ::2], None, 0, id="nothing contiguous"),
+        pytest.param(lambda: half(1, 8).expand(6, 8), None, 0, id="expanded"),
+    ],
+)
+def test_what_tma_can_address(make, transposed, pitch):
+    tensor = make()
+    found = as_matrix(tensor)
+    if transposed is None:
+        assert found is None
+    else:
+        view = tensor.T if transposed else tensor
+        assert (found.transposed, found.rows, found.columns, found.pitch) == (transposed, *view.shape, pitch)
+
+
+def test_there_are_candidates_of_every_variant_for_every_output():
+    for out_bytes, tensor_memory in itertools.product((2, 4), (False, True)):
+        usable = [c for c in GLUON_CANDIDATES if fits(c, out_bytes, 232448, tensor_memory=tensor_memory)]
+        variants = {config.kwargs["VARIANT"] for config in usable}
+        assert variants >= {"pipelined", "persistent", "persistent_pipelined", "cooperative"}
+        assert ("pingpong" in variants) is not tensor_memory
+
+
+def test_parts_are_halves_of_their_variants():
+    def of(wanted):
+        return [str(config) for config in GLUON_CANDIDATES if is_wanted(config.kwargs, wanted)]
+
+    assert sorted(of("own_buffers") + of("stealing")) == sorted(of("persistent_pipelined"))
+    assert sorted(of("cooperative") + of("pingpong")) == sorted(of("warp_specialized"))
+    assert all(of(name) for name in (*VARIANTS, *PARTS))
+    assert sorted(itertools.chain(*map(of, KINDS))) == sorted(of("auto"))
+
+
+def test_no_two_candidates_are_the_same():
+    for candidates in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
+        assert len({str(config) for config in candidates}) == len(candidates)
+
+
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+@pytest.mark.parametrize(("rows", "columns", "splits"), [(5, 7, 2), (300, 130, 3), (64, 256, 16)])
+def test_parts_are_summed_to_the_result(rows, columns, splits, out_dtype):
+    out = poisoned(columns, rows, out_dtype).T
+    workspace, split_rows = workspace_of(out, splits)
+    assert split_rows % 256 == 0
+    assert workspace.shape == (splits * split_rows, columns)
+    assert as_matrix(workspace) is not None
+    workspace.normal_()
+    sum_splits(workspace, split_rows, splits, out)
+    wanted = workspace.view(splits, split_rows, columns)[:, :rows].sum(dim=0)
+    assert (out.float() - wanted).abs().max() <= 2 * splits * torch.finfo(out_dtype).eps * wanted.abs().max()
+
+
+def test_k_is_cut_only_where_tiles_are_few_and_k_is_long():
+    assert split_options(8192, 8192, 16384, 132) == [1]
+    assert split_options(128, 4096, 14336, 132) == [1, 2, 4, 8]
+    assert split_options(64, 64, 1024, 132) == [1, 2]
+    assert split_options(64, 64, 512, 132) == [1]
+
+
+# ---- on a GPU
+
+
+def each_candidate(variant: str, out_dtype: torch.dtype) -> list[Any]:
+    """Return the candidates of a variant that fit this GPU."""
+    major = torch.cuda.get_device_capability()[0]
+    out_bytes = 4 if out_dtype is torch.float32 else 2
+    return [
+        config
+        for config in GLUON_CANDIDATES
+        if is_wanted(config.kwargs, variant) and fits(config, out_bytes, 232448, tensor_memory=major == 10)
+    ]
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Return a function that leaves the Gluon body one candidate; a call that falls back then fails."""
+
+    def choose(config: Any) -> None:
+        monkeypatch.setattr(launch.tuned_gemm, "configs", [config])
+        monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
+
+    return choose
+
+
+GPU_SHAPES = [(208, 416, 304), (2000, 1000, 2000), (1024, 1024, 8), (128, 256, 64), (1, 8, 8), (8, 8, 4096)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("variant", KINDS)
+def test_every_candidate_on_a_gpu(variant, dtype, only):
+    for config in each_candidate(variant, dtype):
+        only(config)
+        for shape in GPU_SHAPES:
+            check(*shape, dtype, variant=variant)
+            check(*shape, dtype, variant=variant)  # by the short way, with new inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+@pytest.mark.parametrize("variant", KINDS)
+def test_all_layouts_and_types_on_a_gpu(variant, layouts, out_dtype, only):
+    for config in each_candidate(variant, out_dtype)[:1]:
+        only(config)
+        check(520, 264, 200, layouts=layouts, out_dtype=out_dtype, variant=variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("variant", KINDS)
+def test_every_scheduler_on_a_gpu(variant, scheduler, only):
+    for config in each_candidate(variant, torch.float16)[:1]:
+        only(config)
+        for programs in (None, 1, 7):
+            check(1500, 1304, 136, variant=variant, scheduler=scheduler, programs=programs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize("splits", [2, 3, 16])
+def test_k_in_parts_on_a_gpu(variant, splits, only):
+    only(each_candidate(variant, torch.float32)[0])
+    for out_dtype in OUTS:
+        check(200, 328, 4104, torch.bfloat16, out_dtype=out_dtype, variant=variant, splits=splits)
+
+
+@pytest.mark.gpu
+def test_strides_that_tma_cannot_take_on_a_gpu():
+    check(33, 45, 29)
+    a, b = matrix(70, 66, torch.float16)[::2, ::3], matrix(44, 90, torch.float16)[::2, 1::2]
+    assert error_ratio(persistent_matmul(a, b), a, b) < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheduler", ["grouped", "dynamic"])
+def test_a_captured_call_follows_its_inputs(scheduler, only):
+    only(GLUON_CANDIDATES[0])
+    a, b = matrix(1024, 512, torch.bfloat16), matrix(512, 768, torch.bfloat16)
+    out = poisoned(1024, 768, torch.bfloat16)
+    persistent_matmul(a, b, out, scheduler=scheduler)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        persistent_matmul(a, b, out, scheduler=scheduler)
+    for _ in range(3):
+        a.normal_()
+        out.fill_(math.nan)
+        graph.replay()
+        assert error_ratio(out, a, b) < 1
+
+
+@pytest.mark.gpu
+def test_back_to_back_calls_on_two_streams(only):
+    only(GLUON_CANDIDATES[0])
+    a, b = matrix(2048, 512, torch.float16), matrix(512, 2048, torch.float16)
+    outs = [poisoned(2048, 2048, torch.float16) for _ in range(8)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number, out in enumerate(outs):
+        with torch.cuda.stream(streams[number % 2]):
+            persistent_matmul(a, b, out, scheduler="dynamic")
+    torch.cuda.synchronize()
+    assert max(error_ratio(out, a, b) for out in outs) < 1
