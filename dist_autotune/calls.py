@@ -43,6 +43,8 @@ class Calls:
         self._report: TuningReport | None = None
         self._wants_session = True
         self._forgets = False
+        self._is_under_way = False
+        self._retunes = False  # when the call under way has ended
         self._noted: set[str] = set()  # contexts that are logged as not tuned
 
     @property
@@ -56,7 +58,10 @@ class Calls:
         return self._session is None and not self._wants_session
 
     def retune(self) -> None:
-        """Tune anew at the next call, whatever memory and disk hold."""
+        """Tune anew at the next call, whatever memory and disk hold; called in a call: at the next one."""
+        if self._is_under_way:
+            self._retunes = True
+            return
         if self._session is not None:
             self._session.close()
             self._report = self._session.report()
@@ -64,6 +69,16 @@ class Calls:
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
+        self._is_under_way = True
+        try:
+            return self._call(mode, thunk)
+        finally:
+            self._is_under_way = False
+            if self._retunes:
+                self._retunes = False
+                self.retune()
+
+    def _call(self, mode: str, thunk: Callable[[], T]) -> T:
         domain = self._current_domain(tunes=mode == "tune")
         if intercept.is_capturing():
             if not self._forgets:

@@ -539,6 +539,28 @@ def test_retune_in_the_middle_of_a_session_starts_it_anew(bench):
     assert tuned.settled
 
 
+@pytest.mark.parametrize("run", [2, 5], ids=["while tuning", "in a settled call"])
+def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    runs = []
+
+    def thunk():
+        runs.append(launch(kernel, numbers()))
+        if len(runs) == run:
+            tuned.retune()
+
+    tuned = bench.tune(thunk)
+    tuned()
+    while len(runs) < run:
+        tuned()
+    assert bench.blocks() == [16, 32] + [16] * (len(runs) - 2)
+    assert not tuned.settled
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert tuned.settled
+
+
 def test_retune_of_a_function_that_was_never_called_ignores_the_disk(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: launch(kernel, numbers()))()

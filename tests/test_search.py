@@ -390,7 +390,9 @@ def test_a_strategy_that_breaks_the_contract_gets_an_error_with_its_name(strateg
 
 
 def insists(candidates, *, n_warmup, n_repeat):
-    yield from candidates
+    for index in candidates:
+        sent = yield index
+        assert isinstance(sent, float)
     return 2
 
 
