@@ -34,6 +34,12 @@ side stream for DONE are enqueued behind the launch of the GEMM, so they cannot 
 a hardware queue that both share; nothing on the side stream needs an SM. (On the CPU, where a launch returns
 when the kernel has ended, the pushes are enqueued first, and the side stream is a thread.)
 
+Two things are the caller's and the hardware's. A kernel of another stream that holds an SM on rank r until it
+has met its like on rank p, an asynchronous collective of NCCL for one, may keep programs of r's GEMM out, for
+which p's GEMM waits while it keeps that kernel's peer out: both GEMMs then end when their patience does. And
+in a graph the order of the GEMM and the waits for DONE is not what we enqueued: that its branches have queues
+of their own is what the hardware does, not what CUDA promises, and where it did not, no GEMM would report it.
+
 **Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
 and ARRIVED follows the copy.
@@ -77,7 +83,8 @@ class GemmReduceScatter(Operation):
     `dtype` before it travels, and the parts are added in float32. Calls need no host synchronisation between
     them, and may be captured in CUDA graphs and replayed any number of times among eager calls, in the same
     order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a rank
-    waits for a peer, roughly. Opening and closing are collective.
+    waits for a peer, roughly. Opening and closing are collective. On GPUs let no other kernel that waits for
+    a peer, such as an asynchronous collective, run beside a call: it could hold an SM that the call needs.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """

@@ -176,7 +176,8 @@ def captured(rank: int) -> tuple[bool, bool, str]:
     kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
     step = tune(lambda: launch(kernel, x))
     launch_first = kernel.configs[0].all_kwargs()
-    kernel.fn[(1,)](x, torch.empty_like(x), 1, 2.0, **launch_first)  # loads it: a capture may not
+    # Loads it: a capture may not. With the same n, as another one would be another binary.
+    kernel.fn[(1,)](x, torch.empty_like(x), x.numel(), 2.0, **launch_first)
     right = []
     for _ in range(2):  # before anything is tuned, and after
         graph = torch.cuda.CUDAGraph()

@@ -265,6 +265,7 @@ def test_a_config_that_never_ends_is_named_and_nothing_hangs() -> None:
 
     flag, y = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, device="cuda")
     side = torch.cuda.Stream()
+    flag.fill_(1).fill_(0)  # its kernel is loaded now: that could wait for the kernel it is to release
     torch.cuda.synchronize()
     thunk = tuned(lambda: wait[(1,)](flag, y, 7), timeout_s=3, n_repeat=1, name="step")
     try:
