@@ -159,7 +159,7 @@ class Problem:
             raise Unsupported("CUDA graphs need a GPU")
         call, graph = prepare(), torch.cuda.CUDAGraph()
         call()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads ask for events
             call()
 
         def replay() -> torch.Tensor:

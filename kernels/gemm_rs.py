@@ -59,16 +59,15 @@ rank must make the same calls in the same order, each on one stream at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 import triton
 
-from .gemm_rs_kernel import AFTER, ARRIVED, DONE, FREE, OTHER_ROWS, gemm_reduce_scatter
+from .gemm_rs_kernel import OTHER_ROWS, gemm_reduce_scatter
+from .gemm_rs_pusher import SumPusher
 from .operation import Operation, PeerTimeout, begin_at_16_bytes, check_tensor, launch
 from .signals import read_failure
-from .symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
+from .symm import SymmetricMemoryError
 
 __all__ = ["GemmReduceScatter", "PeerTimeout"]
 
@@ -226,63 +225,3 @@ class GemmReduceScatter(Operation):
         if lost:
             return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
         return ValueError(f"{text}. Every rank must pass as many rows. {next_step}")
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """The way of our sums to one peer, and the words between it and this rank; views made once."""
-
-    sums: torch.Tensor  # here
-    slot: torch.Tensor  # there
-    free: torch.Tensor  # here, set by the peer
-    done: torch.Tensor  # here, set by the GEMM
-    our_free: torch.Tensor  # there
-    our_arrived: torch.Tensor  # there
-
-
-class SumPusher:
-    """Pushes sums to the peers they are for, rank + 1 first, and takes back what a call changed."""
-
-    def __init__(
-        self, memory: SymmetricMemory, partial: torch.Tensor, staged: SymmetricTensor, words: SymmetricTensor
-    ) -> None:
-        self._memory = memory
-        self._stream = memory.side_stream()
-        self._arrived, self._after = words.local[ARRIVED.value], words.local[AFTER.value]
-        rank, world = memory.rank, memory.world_size
-        self._peers = []
-        for step in range(1, world):
-            peer = (rank + step) % world
-            theirs = words.peers[peer][:, rank]
-            self._peers.append(
-                _Peer(
-                    sums=partial[step - 1],
-                    slot=staged.peers[peer][world - step - 1],  # this rank is `world - step` behind the peer
-                    free=words.local[FREE.value, peer],
-                    done=words.local[DONE.value, peer],
-                    our_free=theirs[FREE.value],
-                    our_arrived=theirs[ARRIVED.value],
-                )
-            )
-
-    def permit(self) -> None:
-        """Let the peers write their slots here, behind what the caller has enqueued so far."""
-        self._stream.fork()
-        for peer in self._peers:
-            self._memory.write_signal(peer.our_free, 1, self._stream)
-
-    def push(self, rows: int) -> None:
-        """Enqueue the pushes of one call; to be called behind the launch of the GEMM that they wait for."""
-        memory, stream = self._memory, self._stream
-        for peer in self._peers:
-            for word in (peer.free, peer.done):
-                memory.wait_signal(word, 1, stream)
-                memory.write_signal(word, 0, stream)
-            memory.copy(peer.slot[:rows], peer.sums[:rows], stream)
-            memory.write_signal(peer.our_arrived, rows, stream)
-
-    def finish(self) -> None:
-        """Enqueue what follows the GEMM, and order what the caller does next behind it."""
-        self._stream.fork()
-        self._memory.copy(self._arrived, self._after, self._stream)
-        self._stream.join()
