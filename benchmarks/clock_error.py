@@ -22,7 +22,6 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from common import (
     ON_GPU,
     Plan,
     Ranks,
+    add_record_options,
     clocks_seen,
     describe_run,
     run_on_ranks,
@@ -236,8 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--iterations", type=int, default=15, help="samples of each config, and profiled calls"
     )
-    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    add_record_options(parser)
     options = parser.parse_args()
     if not ON_GPU:
         parser.error("needs a GPU: kernels in the interpreter have no duration of their own")

@@ -16,6 +16,7 @@ On CPU ranks the same code runs with wall clocks. Such figures show behaviour, n
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import faulthandler
@@ -160,6 +161,20 @@ class Arm:
     work: float = 0.0  # of one call, in units of `rate` times milliseconds
     rate: str = ""  # "TFLOP/s" or "GB/s"
     poison: Callable[[], object] = lambda: None  # fills what a call writes with NaN, before a check
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, warm_ups: int) -> None:
+    """Add the options that every benchmark of arms has; `warm_ups` is the default on a GPU."""
+    launches, calls = (warm_ups, 40) if ON_GPU else (6, 3)
+    parser.add_argument("--warm-ups", type=int, default=launches, help="launches of all arms")
+    parser.add_argument("--iterations", type=int, default=calls, help="timed calls of each arm")
+    add_record_options(parser)
+
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the record that a run leaves."""
+    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
+    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
 
 
 @dataclass(frozen=True, kw_only=True)

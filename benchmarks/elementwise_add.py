@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from common import (
     Plan,
     Ranks,
     Unsupported,
+    add_run_options,
     clocks_seen,
     describe_run,
     measure,
@@ -84,10 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32768 if ON_GPU else 8)
     parser.add_argument("--columns", type=int, default=32768 if ON_GPU else 64)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--warm-ups", type=int, default=40 if ON_GPU else 4, help="launches of all arms")
-    parser.add_argument("--iterations", type=int, default=40 if ON_GPU else 3, help="timed calls of each arm")
-    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    add_run_options(parser, warm_ups=40)
     return parser.parse_args()
 
 

@@ -22,7 +22,6 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from common import (
     Arm,
     Plan,
     Ranks,
+    add_run_options,
     clocks_seen,
     describe_run,
     measure,
@@ -155,10 +155,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
     parser.add_argument("--mib", type=float, default=DEFAULT.mib, help="of the all-reduce on each rank")
     parser.add_argument("--shapes", choices=["published"], help="three published cases, instead of one")
-    parser.add_argument("--warm-ups", type=int, default=120 if ON_GPU else 8, help="launches of all arms")
-    parser.add_argument("--iterations", type=int, default=40 if ON_GPU else 3, help="timed calls of each arm")
-    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    add_run_options(parser, warm_ups=120)
     options = parser.parse_args()
     if options.shapes and not ON_GPU:
         parser.error("--shapes published needs GPUs: the interpreter would take days")

@@ -20,7 +20,6 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from common import (
     Plan,
     Ranks,
     Unsupported,
+    add_run_options,
     clocks_seen,
     describe_run,
     measure,
@@ -247,11 +247,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", action="store_true", help="time schedulers and parts of variants")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--b-rows", action="store_true", help="b contiguous by rows, not by columns")
-    parser.add_argument("--warm-ups", type=int, default=120 if ON_GPU else 4, help="launches of all arms")
-    parser.add_argument("--iterations", type=int, default=40 if ON_GPU else 3, help="timed calls of each arm")
     parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
-    parser.add_argument("--json", type=Path, help="the file for the record, which render.py makes a page of")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    add_run_options(parser, warm_ups=120)
     options = parser.parse_args()
     if options.shapes and not ON_GPU:
         parser.error(f"--shapes {options.shapes} needs a GPU: the interpreter would take days")
