@@ -41,8 +41,8 @@ from triton.runtime._async_compile import AsyncCompileMode
 from dist_autotune import intercept
 from dist_autotune.compile import preflight
 from dist_autotune.compile_sharing import Terms
-from dist_autotune.kernels.ag_gemm_candidates import GPU_CANDIDATES
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from pretended_device import PretendedDevice
 
 WORLD, ROWS, COLUMNS, INNER = 8, 8192, 4096, 4096

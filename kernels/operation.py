@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 import triton
 
+from .configs import INTERPRETED
 from .signals import polls
 from .symm import open_symmetric_memory
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 class PeerTimeout(TimeoutError):

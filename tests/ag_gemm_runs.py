@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from rank_programs import wait_for
 from ranks import Result, assert_all_ok, run_ranks
 

@@ -30,8 +30,8 @@ if not torch.cuda.is_available():
 
 from ag_gemm_runs import error_ratio, poison
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout
-from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 
 ON_GPU = torch.cuda.is_available()
 CAPACITY, K = (640, 512) if ON_GPU else (24, 32)

@@ -39,8 +39,8 @@ from ag_gemm_runs import (
     values,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES, CPU_CANDIDATES, prune
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES, CPU_CANDIDATES, prune
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 
 pytestmark = INTERPRETER
 

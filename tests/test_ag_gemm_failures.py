@@ -21,7 +21,8 @@ from ag_gemm_runs import (
     values,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_kernel import READY, all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.words import READY
 from dist_autotune.kernels.signals import polls
 from rank_programs import wait_for
 from ranks import assert_all_ok, assert_killed, meet

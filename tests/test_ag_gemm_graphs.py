@@ -1,6 +1,6 @@
 """That AllGatherGemm may be captured in CUDA graphs and replayed among eager calls.
 
-CPU ranks have no graphs: there the captured calls' own lane (see `ag_gemm_lane`) is called eagerly.
+CPU ranks have no graphs: there the captured calls' own lane (see `ag_gemm.lane`) is called eagerly.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from ag_gemm_runs import (
     values,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm_kernel import ARRIVED, all_gather_gemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.words import ARRIVED
 from dist_autotune.kernels.signals import polls
 from ranks import assert_all_ok, assert_killed, meet
 

@@ -16,8 +16,8 @@ from triton.runtime.autotuner import Autotuner
 from ag_gemm_runs import GPU_BACKENDS, call_and_compare, results, tensors, values
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm_candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm_kernel import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from ranks import assert_killed, describe, meet
 
 pytestmark = pytest.mark.gpu(devices=2)

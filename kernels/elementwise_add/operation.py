@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..configs import INTERPRETED, do_bench
 from ..matrices import Matrix, as_matrix, describe, set_block
 from .specialized import warp_specialized_add
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 VARIANTS = ("auto", "pipelined", "warp_specialized")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_PROGRAMS = 3
@@ -98,7 +98,7 @@ def as_rows(tensor: torch.Tensor) -> Matrix | None:
         )
     ],
     key=["n"],
-    do_bench=(lambda call, quantiles: [call() or 1.0] * len(quantiles)) if INTERPRETED else None,
+    do_bench=do_bench,
 )
 @triton.jit
 def pipelined_add(a_ptr, b_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 
+from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from .blocks import set_blocks
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
 # Halves of the last two, for whoever wants to know what each is worth.
@@ -168,14 +164,14 @@ def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Return the candidates of the Gluon body that this call can use."""
     args = {**named_args, **kwargs}
-    out_bytes, limit = (4 if args["OUT"] == "fp32" else 2), _shared_memory_limit()
+    out_bytes, limit = (4 if args["OUT"] == "fp32" else 2), shared_memory_bytes()
     usable = [
         config
         for config in configs
         if is_wanted(config.kwargs, NAMES[args["wanted"]])
         and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
     ]
-    return _not_too_large(usable, args["M"], args["N"], args["K"])
+    return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
 def prune_plain(
@@ -185,38 +181,6 @@ def prune_plain(
     args = {**named_args, **kwargs}
     usable = configs
     if not INTERPRETED:
-        limit = _shared_memory_limit()
-        usable = [config for config in configs if _pipeline_bytes(config) <= limit] or configs
-    return _not_too_large(usable, args["M"], args["N"], args["K"])
-
-
-def _not_too_large(configs: list[triton.Config], m: int, n: int, k: int) -> list[triton.Config]:
-    """Leave out tiles more than twice as large as the matrix, which only add work; never all configs."""
-    for side, size in (("BLOCK_M", m), ("BLOCK_N", n), ("BLOCK_K", k)):
-        smallest = min((config.kwargs[side] for config in configs), default=0)
-        most = max(smallest, triton.next_power_of_2(size))
-        configs = [config for config in configs if config.kwargs[side] <= most]
-    return configs
-
-
-def _pipeline_bytes(config: triton.Config) -> int:
-    """Return what the plain body's tiles in flight take."""
-    kwargs = config.kwargs
-    stages = config.num_stages - 1 if torch.version.hip else config.num_stages
-    return int(stages * (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * kwargs["BLOCK_K"] * 2)
-
-
-def _shared_memory_limit() -> int:
-    driver = triton.runtime.driver.active
-    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
-
-
-def _time_once(kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
-    """Return milliseconds of one call by the wall clock, for each quantile."""
-    started = time.perf_counter()
-    kernel_call()
-    return [1e3 * (time.perf_counter() - started)] * len(quantiles)
-
-
-# Triton's own benchmark needs a GPU, also where the kernel is interpreted.
-do_bench = _time_once if INTERPRETED else None
+        limit = shared_memory_bytes()
+        usable = [config for config in configs if pipeline_bytes(config, 2) <= limit] or configs
+    return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])

@@ -10,8 +10,9 @@ import triton
 
 from dist_autotune import tunable
 
+from ..configs import INTERPRETED
 from ..matrices import Matrix, as_matrix
-from .candidates import INTERPRETED, NAMES
+from .candidates import NAMES
 from .checks import check_name, check_operands, check_out, check_out_dtype
 from .launch import Shape, counter_of, launch
 from .plain import plain_gemm

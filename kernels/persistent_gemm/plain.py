@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..configs import do_bench
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
-from .candidates import PLAIN_CANDIDATES, do_bench, prune_plain
+from .candidates import PLAIN_CANDIDATES, prune_plain
 
 
 @triton.autotune(

@@ -57,8 +57,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .ag_gemm_kernel import AFTER, ARRIVED, FREE
-from .symm import SymmetricMemory, SymmetricTensor
+from ..symm import SymmetricMemory, SymmetricTensor
+from .words import AFTER, ARRIVED, FREE
 
 
 def slots_of(world_size: int, *, graphs: bool) -> int:

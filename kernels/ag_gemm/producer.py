@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .ag_gemm_kernel import ARRIVED, FETCHED, READY, ROWS
-from .signals import GIVEN_UP, as_epoch
-from .symm import SymmetricMemory, SymmetricTensor
+from ..signals import GIVEN_UP, as_epoch
+from ..symm import SymmetricMemory, SymmetricTensor
+from .words import ARRIVED, FETCHED, READY, ROWS
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ChunkProducer:
     """Copies chunks rank + 1, rank + 2, ... on a side stream of the memory it is given.
 
     On GPUs the side stream is a CUDA stream and needs no SM; on the CPU it is a thread. The order of
-    operations, on which the proof in `ag_gemm` rests, is this one source for both.
+    operations, on which the proof in `operation` rests, is this one source for both.
     """
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:

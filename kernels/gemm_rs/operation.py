@@ -63,13 +63,11 @@ import torch
 import torch.distributed as dist
 import triton
 
-from .gemm_rs_kernel import OTHER_ROWS, gemm_reduce_scatter
-from .gemm_rs_pusher import SumPusher
-from .operation import Operation, PeerTimeout, begin_at_16_bytes, check_tensor, launch
-from .signals import read_failure
-from .symm import SymmetricMemoryError
-
-__all__ = ["GemmReduceScatter", "PeerTimeout"]
+from ..operation import Operation, PeerTimeout, begin_at_16_bytes, check_tensor, launch
+from ..signals import read_failure
+from ..symm import SymmetricMemoryError
+from .kernel import OTHER_ROWS, gemm_reduce_scatter
+from .pusher import SumPusher
 
 INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .gemm_rs_kernel import AFTER, ARRIVED, DONE, FREE
-from .symm import SymmetricMemory, SymmetricTensor
+from ..symm import SymmetricMemory, SymmetricTensor
+from .kernel import AFTER, ARRIVED, DONE, FREE
 
 
 @dataclass(frozen=True)

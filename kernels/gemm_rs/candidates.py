@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .ag_gemm_candidates import CPU_CANDIDATES, INTERPRETED, candidate, do_bench, prune
+from ..ag_gemm.candidates import prune
+from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, do_bench
 
 __all__ = ["CANDIDATES", "GPU_CANDIDATES", "do_bench", "prune"]
 

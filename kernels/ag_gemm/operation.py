@@ -1,7 +1,7 @@
 """`all_gather(a) @ weight.T` on every rank, with the gather hidden behind the product.
 
 This page is about eager calls. Calls that are captured in a CUDA graph take a second lane, whose words and
-slots are its own: `ag_gemm_lane`.
+slots are its own: `lane`.
 
 What a rank holds, W ranks:
 
@@ -51,15 +51,13 @@ import torch
 import torch.distributed as dist
 import triton
 
-from .ag_gemm_errors import check_tensors, failure_error
-from .ag_gemm_kernel import all_gather_gemm
-from .ag_gemm_lane import PushLane, slots_of
-from .ag_gemm_producer import ChunkProducer
-from .operation import Operation, PeerTimeout, begin_at_16_bytes, launch
-from .signals import as_epoch
-from .symm import SymmetricMemoryError
-
-__all__ = ["AllGatherGemm", "PeerTimeout"]
+from ..operation import Operation, begin_at_16_bytes, launch
+from ..signals import as_epoch
+from ..symm import SymmetricMemoryError
+from .errors import check_tensors, failure_error
+from .lane import PushLane, slots_of
+from .plain import all_gather_gemm
+from .producer import ChunkProducer
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 

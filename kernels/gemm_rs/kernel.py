@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemm_rs_candidates import CANDIDATES, do_bench, prune
-from .products import multiply, multiply_tma
-from .signals import GIVEN_UP, give_up, notify, poll_until, record_failure
-from .tiles import grouped_tile, rotated_chunk
+from ..products import multiply, multiply_tma
+from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
+from ..tiles import grouped_tile, rotated_chunk
+from .candidates import CANDIDATES, do_bench, prune
 
 # Rows of a rank's int32 [4, WORLD] words. Column p is about rank p.
 FREE = tl.constexpr(0)  # whether p's slot for our sums may be written; p writes it

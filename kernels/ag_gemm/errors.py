@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from .ag_gemm_kernel import NOT_COPIED, NOT_FETCHED, NOT_PUSHED, NOT_READY, OTHER_ROWS, OTHER_ROWS_PUSHED
-from .operation import PeerTimeout, check_tensor
-from .signals import Failure, read_failure
+from ..operation import PeerTimeout, check_tensor
+from ..signals import Failure, read_failure
+from .words import NOT_COPIED, NOT_FETCHED, NOT_PUSHED, NOT_READY, OTHER_ROWS, OTHER_ROWS_PUSHED
 
 
 def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception | None:

@@ -1,0 +1,73 @@
+"""What the candidates of all kernels share: how one is written, what fits the device, how a CPU times it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def candidate(
+    blocks: tuple[int, int, int], group_m: int, *, warps: int, stages: int, tma: bool, subtile: bool = False
+) -> triton.Config:
+    """Return the config of a GEMM with these tiles; `subtile`: its epilogue stores half a tile at a time."""
+    block_m, block_n, block_k = blocks
+    kwargs = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": group_m,
+        "EPILOGUE_SUBTILE": subtile,  # half the shared memory, or half the registers, for the epilogue
+        "TMA": tma,
+    }
+    return triton.Config(kwargs, num_warps=warps, num_stages=stages)
+
+
+# Small, so that a few dozen rows are several tiles.
+CPU_CANDIDATES = [
+    candidate((16, 16, 16), 2, warps=4, stages=1, tma=False),
+    candidate((32, 16, 32), 4, warps=4, stages=1, tma=True, subtile=True),
+    candidate((32, 32, 32), 1, warps=4, stages=1, tma=False),
+    candidate((64, 32, 64), 8, warps=4, stages=1, tma=True),
+]
+
+
+def shared_memory_bytes() -> int:
+    """Return what one program may use on the current device."""
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
+
+
+def pipeline_bytes(config: triton.Config, itemsize: int) -> int:
+    """Return what the tiles in flight take; the epilogue's share differs between Triton's versions."""
+    kwargs = config.kwargs
+    stages = config.num_stages - 1 if torch.version.hip else config.num_stages
+    return int(stages * (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * kwargs["BLOCK_K"] * itemsize)
+
+
+def not_too_large(configs: list[triton.Config], **sizes: int) -> list[triton.Config]:
+    """Leave out tiles more than twice as large as the matrix, which only add work; never all configs.
+
+    `sizes` gives the size of the matrix along the block that is named: `BLOCK_M=rows`.
+    """
+    for side, size in sizes.items():
+        smallest = min((config.kwargs[side] for config in configs), default=0)
+        most = max(smallest, triton.next_power_of_2(size))
+        configs = [config for config in configs if config.kwargs[side] <= most]
+    return configs
+
+
+def _time_once(kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
+    """Return milliseconds of one call by the wall clock, for each quantile."""
+    started = time.perf_counter()
+    kernel_call()
+    return [1e3 * (time.perf_counter() - started)] * len(quantiles)
+
+
+# Triton's own benchmark needs a GPU, also where the kernel is interpreted.
+do_bench = _time_once if INTERPRETED else None
