@@ -2,6 +2,8 @@
 
 python benchmarks/render.py RECORD.json                              # print the page
 python benchmarks/render.py RECORD.json --directory docs/benchmarks  # write it there, the record beside it
+
+A page has a picture too where plot.py has one of the operation; that needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import plot
 from dist_autotune.text import align
 
 Row = tuple[str, ...]
@@ -33,8 +36,8 @@ def summary(record: dict[str, Any]) -> str:
     return "\n".join([*lines, *_reasons(record)])
 
 
-def page(record: dict[str, Any]) -> str:
-    """Return the Markdown page of a record."""
+def page(record: dict[str, Any], picture: str = "") -> str:
+    """Return the Markdown page of a record; `picture` is the file that shows it, beside the page."""
     versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     variables = " ".join(f"{name}={text}" for name, text in record["variables"].items())
     head = [
@@ -54,6 +57,7 @@ def page(record: dict[str, Any]) -> str:
         f"{record['warm_ups']} launches to warm up; results checked against float32 before and after.\n"
         "Protocol and traps: `benchmarks/common.py`.",
         _markdown(*_summary(record)),
+        f"![{record['title']}: times over that of the product alone]({picture})" if picture else "",
         "\n".join(f"* {reason}" for reason in _reasons(record)),
         "## Each arm",
         _markdown(*_details(record)),
@@ -170,7 +174,14 @@ def main() -> None:
         print(page(record), end="")
         return
     options.directory.mkdir(parents=True, exist_ok=True)
-    for suffix, content in ((".md", page(record)), (".json", text)):
+    picture = ""
+    if record["op"] in plot.PLOTS:
+        try:
+            plot.draw(record, options.directory / f"{file_stem(record)}.svg")
+            picture = f"{file_stem(record)}.svg"
+        except ValueError as error:
+            print(f"no picture: {error}")
+    for suffix, content in ((".md", page(record, picture)), (".json", text)):
         path = options.directory / f"{file_stem(record)}{suffix}"
         path.write_text(content)
         print(path)

@@ -72,6 +72,8 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     ):
         assert part in page
     assert "| 96 x 48 x 32 | ours |" in page
+    assert f"({stem}.svg)" in page
+    assert "96 x 48 x 32" in (tmp_path / "pages" / f"{stem}.svg").read_text()
     assert json.loads((tmp_path / "pages" / f"{stem}.json").read_text()) == record
 
 
