@@ -1,11 +1,11 @@
 """How long the ranks of a host take to compile a kernel's candidates with nothing in the cache.
 
-Protocol: the candidates of the allgather-GEMM kernel, compiled for Hopper on a device that need not be here,
-or with --cuda on the ones that are. A figure is the wall time from the moment all ranks stand ready to the
-end of the last one, in processes and with a cache directory of their own; beside it stand the seconds that
-all of them computed, which other work on the machine changes less. Before that each rank has compiled one
-other candidate, as in a session, whose first run has launched one. The arms take turns, in every second round
-in reverse order.
+Protocol: the candidates of the allgather-GEMM kernel, or of the Gluon GEMM, whose configs have a `pre_hook`,
+compiled for Hopper on a device that need not be here, or with --cuda on the ones that are. A figure is the
+wall time from the moment all ranks stand ready to the end of the last one, in processes and with a cache
+directory of their own; beside it stand the seconds that all of them computed, which other work on the machine
+changes less. Before that each rank has compiled one other candidate, as in a session, whose first run has
+launched one. The arms take turns, in every second round in reverse order.
 
 arm                  what each rank does
 one after another    compiles every candidate itself, as stock Triton does
@@ -15,6 +15,7 @@ shared               what a session does: child processes, each candidate on one
 Trap: a rank that is late finds what the others have compiled; the ranks start together, so both compile all.
 
     python benchmarks/compile_time.py --ranks 2 --candidates 16 --rounds 3 [--cuda] [--json FILE]
+        [--kernel persistent_gemm]
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +45,68 @@ from dist_autotune.compile import preflight
 from dist_autotune.compile_sharing import Terms
 from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.matrices import as_matrix, describe
+from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
 from pretended_device import PretendedDevice
 
 WORLD, ROWS, COLUMNS, INNER = 8, 8192, 4096, 4096
 READY_S = 600.0
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-def launch_arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a launch; only types and alignment of the tensors count."""
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with its candidates for Hopper, and a launch of it."""
+
+    tuner: Any
+    launch: Callable[[str], Arguments]  # for a device; only types and alignment of tensors count
+    is_pruned: bool
+
+    def configs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[triton.Config]:
+        """Return what this launch can be tuned among."""
+        if not self.is_pruned:
+            return list(GPU_CANDIDATES)
+        return list(intercept.candidates_of(self.tuner, args, kwargs).values())
+
+
+def launch_ag_gemm(device: str) -> Arguments:
     a = torch.empty(16, dtype=torch.bfloat16, device=device)
     words = torch.empty(6 * WORLD, dtype=torch.int32, device=device)
     errors = torch.empty(WORLD, dtype=torch.int64, device=device)
-    sizes = (ROWS, COLUMNS, INNER, WORLD, ROWS // WORLD, INNER, COLUMNS)
+    sizes = {"M": ROWS, "N": COLUMNS, "K": INNER, "slots": WORLD, "capacity": ROWS // WORLD}
+    strides = {"stride_bn": INNER, "stride_cm": COLUMNS}
+    any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0)
     constants = {"WORLD": WORLD, "TMA_LEGAL": True, "FENCE": True, "UPCAST": False}
-    return (a, a, a, words, errors, *sizes, 0, 1, 0, 1000), {"grid": (1,), **constants}
+    return (a, a, a, words, errors), {"grid": (1,), **any_value, **sizes, **strides, **constants}
+
+
+def launch_persistent_gemm(device: str) -> Arguments:
+    tensors = [
+        torch.empty(shape, dtype=torch.bfloat16, device=device)
+        for shape in ((ROWS, INNER), (COLUMNS, INNER), (COLUMNS, INNER), (ROWS, COLUMNS))
+    ]
+    descriptors = [describe(as_matrix(tensor), (8, 64)) for tensor in tensors]
+    counter = torch.zeros(2, dtype=torch.int32, device=device)
+    constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
+    names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16"}
+    return (*descriptors, counter, ROWS, COLUMNS, INNER, 1, 0, 0), {"grid": (1,), **constants, **names}
+
+
+KERNELS = {
+    "ag_gemm": Kernel(all_gather_gemm, launch_ag_gemm, is_pruned=False),
+    "persistent_gemm": Kernel(tuned_gemm, launch_persistent_gemm, is_pruned=True),
+}
 
 
 def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
     """Return the arm in which a rank compiles every candidate in `threads` threads."""
 
-    def compile_all(configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms) -> dict[str, Any]:
+    def compile_all(
+        tuner: Any, configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms
+    ) -> dict[str, Any]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
-            kernels = [intercept.compiled(all_gather_gemm, c, args, kwargs) for c in configs.values()]
+            kernels = [compiled(tuner, config, args, kwargs) for config in configs.values()]
         for kernel in kernels:
             intercept.load(kernel)
         return {"compiled": len(kernels)}
@@ -72,10 +114,17 @@ def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
     return compile_all
 
 
-def shared(configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms) -> dict[str, Any]:
+def compiled(tuner: Any, config: triton.Config, args: Any, kwargs: Any) -> Any:
+    """Compile a config as its first launch does."""
+    intercept.run_pre_hook(tuner, config, args, kwargs)
+    return intercept.compiled(tuner, config, args, kwargs)
+
+
+def shared(tuner: Any, configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms) -> dict[str, Any]:
     """Compile as a session does."""
-    found = preflight(all_gather_gemm, configs, args, kwargs, terms)
+    found = preflight(tuner, configs, args, kwargs, terms)
     assert not found.reasons, found.reasons
+    assert not found.tally.remark, found.tally.remark
     return vars(found.tally)
 
 
@@ -86,17 +135,21 @@ ARMS = {
 }
 
 
-def rank_main(arm: str, rank: int, ranks: int, candidates: int, directory: Path, *, cuda: bool) -> None:
+def rank_main(
+    kernel: Kernel, arm: str, rank: int, ranks: int, candidates: int, directory: Path, *, cuda: bool
+) -> None:
     """Take one rank's part and write down what it did."""
     os.environ["TRITON_CACHE_DIR"] = str(directory / "cache")
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         PretendedDevice().install()
-    args, kwargs = launch_arguments("cuda" if cuda else "cpu")
-    configs = {str(index): config for index, config in enumerate(GPU_CANDIDATES)}
-    intercept.load(intercept.compiled(all_gather_gemm, configs.popitem()[1], args, kwargs))
-    configs = dict(list(configs.items())[:candidates])
+    args, kwargs = kernel.launch("cuda" if cuda else "cpu")
+    *others, warm_up = kernel.configs(args, kwargs)
+    if not 0 < candidates <= len(others):
+        raise SystemExit(f"--candidates: 1 to {len(others)}")
+    intercept.load(compiled(kernel.tuner, warm_up, args, kwargs))
+    configs = {str(index): config for index, config in enumerate(others[:candidates])}
     (directory / f"ready-{rank}").touch()
     deadline = time.monotonic() + READY_S
     while len(list(directory.glob("ready-*"))) < ranks:
@@ -104,7 +157,7 @@ def rank_main(arm: str, rank: int, ranks: int, candidates: int, directory: Path,
         time.sleep(1e-3)
     began, before_s = time.monotonic(), computed_s()
     terms = Terms(session="benchmark", local_rank=rank, local_ranks=ranks)
-    done = ARMS[arm](configs, args, kwargs, terms)
+    done = ARMS[arm](kernel.tuner, configs, args, kwargs, terms)
     record = {"began": began, "ended": time.monotonic(), "computed_s": computed_s() - before_s, **done}
     (directory / f"record-{rank}.json").write_text(json.dumps(record))
 
@@ -115,7 +168,7 @@ def computed_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def measure(arm: str, ranks: int, candidates: int, *, cuda: bool) -> dict[str, Any]:
+def measure(kernel: Kernel, arm: str, ranks: int, candidates: int, *, cuda: bool) -> dict[str, Any]:
     """Return the wall time of all ranks together, and what each did."""
     with tempfile.TemporaryDirectory(prefix="compile-time-") as name:
         directory = Path(name)
@@ -125,7 +178,7 @@ def measure(arm: str, ranks: int, candidates: int, *, cuda: bool) -> dict[str, A
             pid = os.fork()
             if pid == 0:
                 try:
-                    rank_main(arm, rank, ranks, candidates, directory, cuda=cuda)
+                    rank_main(kernel, arm, rank, ranks, candidates, directory, cuda=cuda)
                     os._exit(0)
                 except BaseException:
                     traceback.print_exc()
@@ -138,29 +191,29 @@ def measure(arm: str, ranks: int, candidates: int, *, cuda: bool) -> dict[str, A
         records = [json.loads((directory / f"record-{rank}.json").read_text()) for rank in range(ranks)]
     seconds = max(r["ended"] for r in records) - min(r["began"] for r in records)
     computed = sum(record["computed_s"] for record in records)
-    compiled = [record["compiled"] for record in records]
-    return {"arm": arm, "seconds": seconds, "computed_s": computed, "compiled": compiled}
+    by_rank = [record["compiled"] for record in records]
+    return {"arm": arm, "seconds": seconds, "computed_s": computed, "compiled": by_rank}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long a host's ranks take to compile all candidates.")
+    parser.add_argument("--kernel", choices=list(KERNELS), default="ag_gemm")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--candidates", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cuda", action="store_true", help="use the GPUs that are here")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    if not 0 < chosen.candidates < len(GPU_CANDIDATES):
-        parser.error(f"--candidates: 1 to {len(GPU_CANDIDATES) - 1}")
+    kernel = KERNELS[chosen.kernel]
     torch.set_num_threads(1)  # its threads do not survive the fork of a rank
     triton.runtime.cache.triton_key()  # reads all of the compiler: once, not in every rank
     rows = []
     for round_ in range(chosen.rounds):
         for arm in list(ARMS) if round_ % 2 == 0 else reversed(ARMS):
-            rows.append(measure(arm, chosen.ranks, chosen.candidates, cuda=chosen.cuda))
+            rows.append(measure(kernel, arm, chosen.ranks, chosen.candidates, cuda=chosen.cuda))
     cores = len(os.sched_getaffinity(0))
     versions = f"Triton {triton.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{chosen.ranks} ranks, {cores} cores, {chosen.candidates} candidates, {versions}")
+    print(f"{chosen.kernel}: {chosen.ranks} ranks, {cores} cores, {chosen.candidates} candidates, {versions}")
     medians = {arm: statistics.median(r["seconds"] for r in rows if r["arm"] == arm) for arm in ARMS}
     for arm, median in medians.items():
         of_arm = [row for row in rows if row["arm"] == arm]

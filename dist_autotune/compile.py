@@ -20,6 +20,7 @@ from triton.runtime.autotuner import Autotuner
 from . import intercept
 from .compile_sharing import NotCompiled, Tally, Task, Terms, compile_all
 from .config_failures import config_failure
+from .rehearsal import rehearse
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,26 @@ def preflight(
 
     Loading happens in this process: `loading` is entered for each candidate.
 
-    Configs with a `pre_hook` are left out: the hook may change the arguments that the kernel is compiled
-    for, and it must run only for a launch. They are compiled at their first launch.
+    A config with a `pre_hook`, which may change what the kernel is compiled for, is compiled for what the
+    hook makes of the arguments in a child: in this process it runs only for a launch. Where that is not to be
+    found out, the config is left to its first launch, and the tally's remark says why.
     """
-    chosen = {digest: config for digest, config in configs.items() if config.pre_hook is None}
-    if intercept.is_interpreted() or not chosen:
+    if intercept.is_interpreted() or not configs:
         return Preflight()
     began = time.monotonic()
+    hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
+    limit_s = min(terms.limit_s, terms.until - began)
+    rehearsal = rehearse(tuner, hooked, args, kwargs, limit_s)
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
     queue = _Queue()
     # The queue is left first: the mode, when it is left, waits for every compilation that it has asked for.
     with AsyncCompileMode(queue, ignore_errors=True), queue:
-        for digest, config in chosen.items():
-            with Reasons(reasons, digest):
-                kernels[digest] = intercept.compiled(tuner, config, args, kwargs)
+        for digest, config in configs.items():
+            if digest not in rehearsal.left_out:
+                launch = rehearsal.launches.get(digest, (args, kwargs))
+                with Reasons(reasons, digest):
+                    kernels[digest] = intercept.compiled(tuner, config, *launch)
         tally = compile_all(queue.tasks, terms)
         for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
             with Reasons(reasons, digest):
@@ -71,6 +77,7 @@ def preflight(
             with Reasons(reasons, digest), loading(digest):
                 intercept.load(kernel)
     tally.seconds = time.monotonic() - began
+    tally.remark = "; ".join(filter(None, (tally.remark, rehearsal.remark)))
     return Preflight(reasons, tally)
 
 

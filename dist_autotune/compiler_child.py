@@ -9,7 +9,8 @@ deserves a second fork. Handlers that other libraries run at a fork may hang too
 and then they do so every time: `Ending.has_begun`.
 
 The child touches no CUDA, runs no finalizers (no garbage collection, `os._exit`) and ignores the signals that
-are meant for the job. It dies with the thread that forked it.
+are meant for the job. It dies with the thread that forked it. One that is cut off, to run what is not the
+compiler's, has no file or socket and can open none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -54,12 +56,13 @@ class Ending:
     reason: str = ""  # why the candidate cannot be compiled
     was_idle: bool = False  # its time was up, and it had used none of it
     has_begun: bool = True  # False: the candidate has nothing to do with it
+    result: str = ""  # what `work` returned, if it is text
 
 
 class CompilerChild:
     """A forked process that runs `work`; raises OSError where the system allows no fork."""
 
-    def __init__(self, work: Callable[[], Any], limit_s: float) -> None:
+    def __init__(self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False) -> None:
         self._limit_s = limit_s
         self._said = os.memfd_create("compiler-stderr")
         self._report, reporting = os.pipe()
@@ -71,7 +74,7 @@ class CompilerChild:
             self._pid: int | None = _fork()
             if self._pid == 0:
                 try:
-                    _compile(work, parent, limit_s, self._said, reporting)
+                    _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
                 finally:
                     os._exit(1)
         except OSError:
@@ -114,7 +117,7 @@ class CompilerChild:
     def _judge(self, code: int | None) -> Ending:
         self._listen()
         with contextlib.suppress(ValueError):
-            return Ending(json.loads(self._heard)["reason"])
+            return Ending(**json.loads(self._heard))
         if code is None:
             ended = "the compiler's process is gone without a word"
         elif code < 0:
@@ -189,15 +192,22 @@ def _first_telling_line(text: str) -> str:
 # ---- in the child
 
 
-def _compile(work: Callable[[], Any], parent: int, limit_s: float, said: int, reporting: int) -> NoReturn:
+def _compile(
+    work: Callable[[], Any], parent: int, limit_s: float, said: int, reporting: int, *, is_cut_off: bool
+) -> NoReturn:
+    reason, result = "", None
     try:
         _settle_in(parent, limit_s, said)
+        if is_cut_off:
+            _cut_off(reporting)
         os.write(reporting, b"\n")
-        work()
-        reason = ""
+        result = work()
     except BaseException as error:
         reason = (config_failure(error) or "")[:REASON_CHARACTERS]
-    os.write(reporting, json.dumps({"reason": reason}).encode())
+    report = {"reason": reason, "result": result if isinstance(result, str) else ""}
+    rest = json.dumps(report).encode()
+    while rest:  # a long result takes several writes, as fast as the rank reads
+        rest = rest[os.write(reporting, rest) :]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -222,3 +232,15 @@ def _settle_in(parent: int, limit_s: float, said: int) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     knobs.compilation.listener = None  # the user's, and it is told by the rank
+
+
+def _cut_off(reporting: int) -> None:
+    """Take from this process all files and sockets but `reporting`, and the right to open any."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != reporting:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

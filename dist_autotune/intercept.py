@@ -160,8 +160,14 @@ def run_pre_hook(tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: d
     """Make `config` the tuner's best and call its own hook, as a steady-state stock launch does."""
     tuner.best_config = config
     if config.pre_hook is not None:
-        named = dict(zip(tuner.arg_names, args, strict=False))
-        config.pre_hook({**named, **kwargs, **config.all_kwargs()})
+        config.pre_hook(hook_arguments(tuner, config, args, kwargs))
+
+
+def hook_arguments(
+    tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the `pre_hook` of `config` is called with."""
+    return {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()}
 
 
 def launch(tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

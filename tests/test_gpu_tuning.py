@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning
 from dist_autotune.errors import LaunchTimeout
@@ -108,6 +111,45 @@ def test_a_config_that_does_not_fit_is_banned_before_it_is_tried() -> None:
     (reason,) = report.contexts[0].banned.values()
     assert "out of resource: shared memory" in reason
     torch.testing.assert_close(c, (a.float() @ b.float()), rtol=1e-2, atol=1e-1)
+
+
+def test_a_hook_that_shapes_a_descriptor_and_zeroes_an_output_is_rehearsed_beside_a_cuda_context(
+    tmp_path: Path,
+) -> None:
+    """A child that touched the GPU would fail, and its config would be left to its first launch."""
+
+    def hook(nargs: dict[str, Any]) -> None:
+        calls.append(nargs["BLOCK"])
+        nargs["x_desc"].block_shape = [nargs["BLOCK"], 64]
+        nargs["y_ptr"].zero_()
+
+    @triton.autotune([triton.Config({"BLOCK": block}, pre_hook=hook) for block in (32, 64, 128)], key=["n"])
+    @triton.jit
+    def add(x_desc, y_ptr, n, BLOCK: tl.constexpr):
+        row = tl.program_id(0) * BLOCK
+        offs = (row + tl.arange(0, BLOCK))[:, None] * 64 + tl.arange(0, 64)[None, :]
+        tl.atomic_add(y_ptr + offs, x_desc.load([row, 0]))
+
+    n = 4096
+    x, calls, runs = torch.randn(n, 64, device="cuda"), [], []
+
+    def thunk() -> torch.Tensor:
+        y = torch.full_like(x, math.nan)
+        descriptor = TensorDescriptor.from_tensor(x, [16, 64])
+        add[lambda meta: (n // meta["BLOCK"],)](descriptor, y, n)
+        runs.append(torch.equal(y, x))
+        return y
+
+    function = tuned(thunk, log_dir=str(tmp_path))
+    function()
+    report = function.report
+    assert report is not None
+    assert runs == [True] * report.runs
+    assert len(calls) == report.runs
+    records = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
+    (compiled,) = [record for record in records if record["event"] == "preflighted"]
+    assert compiled["compiled"] + compiled["cached"] == 2
+    assert compiled["remark"] == ""
 
 
 def test_kernels_launched_from_autograds_thread_are_tuned() -> None:

@@ -34,6 +34,15 @@ def kernel(*blocks: int) -> Any:
     return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(square)
 
 
+def arrive(directory: Path, rank: int, ranks: int, deadline_s: float = 60.0) -> None:
+    """Wait until all ranks are here."""
+    (directory / f"arrived-{rank}").touch()
+    deadline = time.monotonic() + deadline_s
+    while len(list(directory.glob("arrived-*"))) < ranks:
+        assert time.monotonic() < deadline, "a rank is missing"
+        time.sleep(1e-3)
+
+
 class Compiler:
     """Triton's own, which notes what it compiles in a file, and misbehaves where it is told to."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -20,8 +23,8 @@ from dist_autotune.compiler_child import CompilerChild, Ending
 pytestmark = pytest.mark.aot
 
 
-def ending(work: Callable[[], Any], limit_s: float = 60.0) -> Ending:
-    child = CompilerChild(work, limit_s)
+def ending(work: Callable[[], Any], limit_s: float = 60.0, *, is_cut_off: bool = False) -> Ending:
+    child = CompilerChild(work, limit_s, is_cut_off=is_cut_off)
     deadline = time.monotonic() + 2 * limit_s
     while (end := child.poll()) is None:
         assert time.monotonic() < deadline, "the child does not end"
@@ -153,6 +156,41 @@ def test_nothing_of_a_child_stays_open():
     ending(os.abort)
     CompilerChild(signal.pause, 60.0).close()
     assert descriptors() == before
+
+
+def test_a_text_of_any_length_reaches_the_rank():
+    assert ending(lambda: "é" * 300_000).result == "é" * 300_000
+
+
+def test_one_that_is_cut_off_has_no_file_and_no_socket_but_its_report(tmp_path, capfd):
+    def tried(act: Callable[[], Any]) -> bool:
+        with contextlib.suppress(OSError):
+            act()
+            return True
+        return False
+
+    def work() -> str:
+        acts = (
+            lambda: os.write(file.fileno(), b"x"),
+            lambda: ours.send(b"x"),
+            lambda: os.open(tmp_path / "new", os.O_CREAT | os.O_WRONLY),
+            lambda: os.open("/dev/null", os.O_RDONLY),
+            socket.socket,
+            lambda: subprocess.run(["true"]),
+        )
+        os.write(1, b"said")
+        os.write(2, b"said")
+        return str([tried(act) for act in acts])
+
+    ours, theirs = socket.socketpair()
+    with (tmp_path / "open").open("wb") as file, ours, theirs:
+        assert ending(work, is_cut_off=True) == Ending(result=str([False] * 6))
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["open"]
+    assert (tmp_path / "open").read_bytes() == b""
+    assert capfd.readouterr() == ("", "")
 
 
 def _runs(pid: int) -> bool:

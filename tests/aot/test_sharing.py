@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import ENDLESS, GOOD, Compiler, kernel
+from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
 from dist_autotune import compile as compiling
 from dist_autotune import compile_sharing, compiler_child, intercept
@@ -34,15 +34,6 @@ def preflight(*blocks: int, **terms: Any) -> Preflight:
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     configs = intercept.candidates_of(tuner, (x, y), {})
     return compiling.preflight(tuner, configs, (x, y), {"grid": (1,)}, Terms(**{"session": "one"} | terms))
-
-
-def arrive(directory: Path, rank: int, ranks: int, deadline_s: float = 60.0) -> None:
-    """Wait until all ranks are here."""
-    (directory / f"arrived-{rank}").touch()
-    deadline = time.monotonic() + deadline_s
-    while len(list(directory.glob("arrived-*"))) < ranks:
-        assert time.monotonic() < deadline, "a rank is missing"
-        time.sleep(1e-3)
 
 
 def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:

@@ -1,0 +1,397 @@
+"""Configs with a `pre_hook` are compiled and loaded before they are tried, as the hook leaves the arguments.
+
+The compiler is real, the device pretended. The kernel compiles only if its descriptor has its config's block.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from candidates import arrive
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dist_autotune import compile as compiling
+from dist_autotune import contextual_autotune, intercept, rehearsal
+from dist_autotune.compile import Preflight
+from dist_autotune.compile_sharing import Terms
+from dist_autotune.kernels.compat import GluonASTSource
+from dist_autotune.kernels.matrices import set_block
+from dist_autotune.kernels.persistent_gemm import launch as launching
+from dist_autotune.kernels.persistent_gemm import operation
+from pretended_device import PretendedDevice
+from ranks import assert_all_ok, run_ranks
+
+pytestmark = pytest.mark.aot
+
+FIRST, GOOD, TOO_LARGE, ABORTS = 16, 32, 128, 64
+SMALLEST = [8, 8]  # the block that a descriptor is made with: no config's
+
+Hook = Callable[[dict[str, Any]], Any]
+
+
+@triton.jit
+def twice(x_desc, y_ptr, BLOCK: tl.constexpr, ABORT: tl.constexpr):
+    tl.static_assert(x_desc.block_shape[0] == BLOCK, "not the config's block")
+    offs = tl.arange(0, BLOCK)
+    if ABORT:
+        # No register of the GPU is of class q: LLVM's code generator fails an assertion of its own.
+        bad = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=q,q", [offs], tl.int32, is_pure=True, pack=1)
+        tl.store(y_ptr + offs, bad)
+    else:
+        x = x_desc.load([0, 0])
+        tl.store(y_ptr + offs, tl.sum(tl.dot(x, tl.trans(x)), axis=1))
+
+
+def set_blocks(nargs: dict[str, Any]) -> None:
+    nargs["x_desc"].block_shape = [nargs["BLOCK"]] * 2
+
+
+def kernel(*blocks: int, hooks: dict[int, Hook] | None = None) -> Any:
+    hooks = {} if hooks is None else hooks
+    configs = [
+        triton.Config({"BLOCK": b, "ABORT": b == ABORTS}, pre_hook=hooks.get(b, set_blocks)) for b in blocks
+    ]
+    return triton.autotune(configs, [])(twice)
+
+
+def then_set(does: Hook) -> Hook:
+    """Return a hook that does something besides setting the blocks."""
+
+    def hook(nargs: dict[str, Any]) -> None:
+        does(nargs)
+        set_blocks(nargs)
+
+    return hook
+
+
+def arguments() -> tuple[TensorDescriptor, torch.Tensor]:
+    """Return a descriptor, and an output in shared memory that is only aligned to its elements."""
+    x = torch.zeros(256, 256, dtype=torch.float16)
+    return TensorDescriptor.from_tensor(x, list(SMALLEST)), torch.ones(257).share_memory_()[1:]
+
+
+@pytest.fixture
+def fresh(device: Any, compiler: Any) -> Iterator[Any]:
+    """Give the pretended device, with nothing compiled."""
+    yield device
+    forget()
+
+
+def forget() -> None:
+    twice.device_caches.clear()
+    gc.collect()
+
+
+def preflight(tuner: Any, *args: Any, **terms: Any) -> Preflight:
+    args = args or arguments()
+    configs = intercept.candidates_of(tuner, args, {})
+    terms_ = Terms(**{"session": "one", "limit_s": 60.0} | terms)
+    return compiling.preflight(tuner, configs, args, {"grid": (1,), "warmup": False}, terms_)
+
+
+def tuned(tuner: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    chosen = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False} | options
+    return contextual_autotune(lambda: tuner[(1,)](*args), **chosen)
+
+
+def banned(function: Any) -> dict[int, str]:
+    (context,) = function.report.contexts
+    return {int(text.split(",")[0].removeprefix("BLOCK: ")): why for text, why in context.banned.items()}
+
+
+def own_compilations(compiler: Any) -> list[int]:
+    lines = [line.split() for line in compiler.notes.read_text().splitlines()]
+    return [int(block) for pid, block in lines if int(pid) == os.getpid()]
+
+
+# ---- what is compiled
+
+
+def test_each_binary_is_compiled_once_in_a_child_and_found_by_the_launch(fresh, compiler):
+    function = tuned(kernel(FIRST, GOOD), arguments())
+    function()
+    assert banned(function) == {}
+    assert compiler.compilations() == [FIRST, GOOD]
+    assert own_compilations(compiler) == [FIRST]  # of the first run, which is not preflighted
+    assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
+
+
+def test_a_launch_after_the_preflight_compiles_nothing(fresh, compiler):
+    tuner, args = kernel(FIRST, GOOD), arguments()
+    assert preflight(tuner, *args).tally.compiled == 2
+    compiler.behaves({FIRST: "exit", GOOD: "exit"})
+    for config in tuner.configs:
+        intercept.run_pre_hook(tuner, config, args, {})
+        intercept.launch(tuner, config, args, {"grid": (1,), "warmup": False})
+    assert sorted(compiler.compilations()) == [FIRST, GOOD]
+    assert own_compilations(compiler) == []
+
+
+def test_a_config_that_does_not_fit_is_banned_before_it_is_tried(fresh):
+    function = tuned(kernel(FIRST, TOO_LARGE), arguments())
+    function()
+    reasons = banned(function)
+    assert reasons.keys() == {TOO_LARGE}
+    assert "out of resource: shared memory" in reasons[TOO_LARGE]
+    assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST}
+
+
+def test_a_compiler_that_aborts_for_a_config_with_a_hook_costs_only_that_config(fresh):
+    function = tuned(kernel(FIRST, ABORTS, GOOD), arguments())
+    function()
+    (reason,) = banned(function).values()
+    assert reason.startswith("rank 0: the compiler was ended by SIGABRT: ")
+    assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
+
+
+def test_a_hook_may_change_a_list_in_place(fresh, compiler):
+    def hook(nargs: dict[str, Any]) -> None:
+        nargs["x_desc"].block_shape[:] = [nargs["BLOCK"]] * 2
+
+    descriptor, y = arguments()
+    assert preflight(kernel(GOOD, hooks={GOOD: hook}), descriptor, y).reasons == {}
+    assert compiler.compilations() == [GOOD]
+    assert descriptor.block_shape == SMALLEST
+
+
+def test_a_hook_may_go_by_shape_type_device_and_address(fresh, compiler):
+    def hook(nargs: dict[str, Any]) -> None:
+        y, x = nargs["y_ptr"], nargs["x_desc"].base
+        facts = (y.shape, y.stride(), y.dtype, y.device.type, y.data_ptr() % 16, x.data_ptr() % 16)
+        assert facts == ((256,), (1,), torch.float32, "cpu", 4, 0)
+        assert x.mT[1:].shape == (255, 256)
+        set_blocks(nargs)
+
+    found = preflight(kernel(GOOD, hooks={GOOD: hook}))
+    assert (found.reasons, found.tally.compiled, found.tally.remark) == ({}, 1, "")
+
+
+def test_an_argument_that_is_passed_twice_is_one_object_to_the_hook():
+    descriptor, y = arguments()
+    tuner = kernel(GOOD)
+    config = tuner.configs[0]
+    found = rehearsal.rehearse(tuner, {"one": config}, (descriptor, (y, descriptor)), {}, 60.0)
+    (args, _) = found.launches["one"]
+    assert args[0] is args[1][1]
+    assert args[0] is not descriptor
+    assert args[0].base is descriptor.base
+    assert args[1][0] is y
+    assert args[0].block_shape == [GOOD, GOOD]
+
+
+def test_a_hook_may_set_a_layout():
+    layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.float16)
+    x = torch.zeros(64, 64, dtype=torch.float16)
+    descriptor = GluonDescriptor.from_tensor(x, [16, 64], layout)
+    config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], (8, 16)))
+    found = rehearsal.rehearse(kernel(GOOD), {"one": config}, (descriptor,), {}, 60.0)
+    (changed,), _ = found.launches["one"]
+    assert (changed.block_shape, changed.layout.swizzle_byte_width) == ([8, 16], 32)
+    assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
+
+
+def test_the_candidates_of_the_gluon_gemm_are_compiled_in_children_and_found_by_their_launches(
+    monkeypatch, tmp_path
+):
+    notes = tmp_path / "compilations"
+    make_ir = GluonASTSource.make_ir
+
+    def noted(source: Any, *args: Any, **kwargs: Any) -> Any:
+        with notes.open("a") as file:
+            file.write(f"{os.getpid()} {source.signature['a_desc']}\n")
+        return make_ir(source, *args, **kwargs)
+
+    device, tuner = PretendedDevice(), launching.tuned_gemm
+    monkeypatch.setattr(GluonASTSource, "make_ir", noted)
+    monkeypatch.setattr(driver, "_active", device)
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    sides = (
+        {"BLOCK_M": 64, "BLOCK_N": 64},
+        {"BLOCK_M": 64, "BLOCK_N": 128},
+        {"BLOCK_M": 128, "BLOCK_N": 128},
+    )
+    pipelined = [config for config in tuner.configs if config.kwargs["VARIANT"] == "pipelined"]
+    configs = [next(c for c in pipelined if side.items() <= c.kwargs.items()) for side in sides]
+    monkeypatch.setattr(tuner, "configs", configs)
+    monkeypatch.setattr(tuner, "cache", {})
+    triton.compiler.compiler.max_shared_mem.cache_clear()
+    launching.gemm.device_caches.clear()
+    a, b, out = (torch.zeros(shape, dtype=torch.float16) for shape in ((576, 320), (320, 448), (576, 448)))
+    function = contextual_autotune(
+        lambda: operation._run_gluon(a, b, out, "auto", "auto", 132, tensor_memory=False),
+        n_warmup=0,
+        n_repeat=1,
+        log_dir=None,
+        cache=False,
+        progress=False,
+    )
+    function()
+    triton.compiler.compiler.max_shared_mem.cache_clear()
+    launching.gemm.device_caches.clear()
+    (context,) = function.report.contexts
+    assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 3)
+    assert {constants["BLOCK_N"] for constants in device.launched} == {64, 128}
+    compiled = [line.split(" ", 1) for line in notes.read_text().splitlines()]
+    assert len({signature for _, signature in compiled}) == len(compiled) == 3
+    assert [int(pid) == os.getpid() for pid, _ in compiled] == [True, False, False]
+
+
+# ---- what is left alone
+
+
+def test_the_hook_runs_once_a_launch_and_never_else(fresh, compiler):
+    calls: list[int] = []
+    hooks = {block: then_set(lambda nargs: calls.append(nargs["BLOCK"])) for block in (FIRST, GOOD)}
+    assert preflight(kernel(FIRST, GOOD, hooks=hooks)).tally.compiled == 2
+    assert calls == []
+    forget()
+    tuned(kernel(FIRST, GOOD, hooks=hooks), arguments())()
+    assert calls == [constants["BLOCK"] for constants in fresh.launched]
+
+
+def test_a_hook_that_zeroes_an_output_touches_no_output(fresh):
+    hook = then_set(lambda nargs: (nargs["y_ptr"].zero_(), nargs["x_desc"].base.fill_(3.0)))
+    x = torch.ones(256, 256, dtype=torch.float16).share_memory_()  # a child could write to it
+    y = torch.ones(256).share_memory_()
+    tuner = kernel(GOOD, hooks={GOOD: hook})
+    found = preflight(tuner, TensorDescriptor.from_tensor(x, list(SMALLEST)), y)
+    assert (found.reasons, found.tally.compiled) == ({}, 1)
+    assert bool((x == 1).all())
+    assert bool((y == 1).all())
+
+
+def test_what_a_hook_prints_or_writes_to_an_open_file_is_not_seen_twice(fresh, tmp_path, capfd):
+    with (tmp_path / "calls").open("w", buffering=1) as file:
+
+        def hook(nargs: dict[str, Any]) -> None:
+            print("called", flush=True)
+            os.write(1, b"called\n")
+            try:
+                file.write("called\n")
+            except OSError:
+                set_blocks(nargs)
+
+        found = preflight(kernel(GOOD, hooks={GOOD: hook}))
+    assert found.tally.compiled == 1
+    assert (tmp_path / "calls").read_text() == ""
+    assert "called" not in "".join(capfd.readouterr())
+
+
+# ---- hooks of which nothing can be told
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def other_base(nargs: dict[str, Any]) -> None:
+    nargs["x_desc"].base = nargs["x_desc"].base[1:]
+
+
+def wait_for_a_flag(nargs: dict[str, Any]) -> None:
+    while True:
+        time.sleep(1)
+
+
+UNTOLD: dict[str, tuple[Hook, str]] = {
+    "raises": (lambda nargs: nargs["no such argument"], "KeyError: 'no such argument'"),
+    "raises what would ban it": (lambda nargs: raise_(OutOfResources(2, 1, "x")), "OutOfResources"),
+    "leaves": (lambda nargs: raise_(SystemExit(1)), "SystemExit"),
+    "reads a tensor": (lambda nargs: nargs["y_ptr"][0].item(), "cannot be called on meta tensors"),
+    "asks for memory": (lambda nargs: nargs["y_ptr"].untyped_storage(), "NotTold: the memory of a tensor"),
+    "opens a file": (lambda nargs: Path("calls").write_text("called"), "OSError"),
+    "gives another base": (other_base, "NotTold: an argument was given another tensor"),
+    "resizes": (lambda nargs: nargs["y_ptr"].resize_(4), "NotTold: a tensor was given another shape"),
+    "keeps what has no name": (lambda nargs: setattr(nargs["x_desc"], "more", lambda: None), "ickle"),
+    "crashes": (lambda nargs: os.abort(), "it was ended by SIGABRT"),
+    "ends the process": (lambda nargs: os._exit(3), "it ended the process with exit code 3"),
+    "never ends": (wait_for_a_flag, "it did not end within 1 s"),
+}
+
+
+@pytest.mark.parametrize(("does", "why"), UNTOLD.values(), ids=UNTOLD)
+def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compiler, monkeypatch, does, why):
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0 if does is wait_for_a_flag else 60.0)
+    here = os.getpid()
+
+    def hook(nargs: dict[str, Any]) -> None:
+        if os.getpid() != here:
+            does(nargs)
+        set_blocks(nargs)
+
+    tuner = kernel(FIRST, GOOD, hooks={GOOD: hook})
+    function = tuned(tuner, arguments(), log_dir=str(Path("logs").resolve()))
+    function()
+    assert banned(function) == {}
+    assert own_compilations(compiler) == [FIRST, GOOD]
+    assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
+    text = Path("logs/rank-0.log").read_text()
+    assert text.count("1 candidate left to the first launch, not knowing what pre_hook does: ") == 1
+    assert why in text
+    assert not Path("calls").exists()
+
+
+def test_a_hook_that_cannot_be_told_costs_the_others_nothing(fresh, compiler):
+    hooks = {FIRST: then_set(lambda nargs: nargs["y_ptr"].tolist())}
+    tally = preflight(kernel(FIRST, GOOD, hooks=hooks)).tally
+    assert compiler.compilations() == [GOOD]
+    assert "1 candidate left to the first launch" in tally.remark
+
+
+def test_a_config_whose_own_hook_raises_out_of_resources_is_banned_by_its_launch_alone(fresh):
+    def hook(nargs: dict[str, Any]) -> None:
+        raise OutOfResources(2, 1, "patience")
+
+    found = preflight(kernel(GOOD, hooks={GOOD: hook}))
+    assert found.reasons == {}
+    function = tuned(kernel(FIRST, GOOD, hooks={GOOD: hook}), arguments())
+    function()
+    assert "patience" in banned(function)[GOOD]
+
+
+@pytest.mark.parametrize("why", ["no limit", "no fork"])
+def test_without_children_such_configs_are_left_to_their_launch(fresh, compiler, monkeypatch, why):
+    def no_fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    if why == "no fork":
+        monkeypatch.setattr(os, "fork", no_fork)
+    tally = preflight(kernel(GOOD), limit_s=60.0 if why == "no fork" else 0.0).tally
+    assert compiler.compilations() == []
+    assert "1 candidate left to the first launch" in tally.remark
+
+
+# ---- several ranks
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same hook", "another hook"])
+def test_ranks_share_a_binary_only_if_their_hooks_made_the_same_arguments(fresh, compiler, tmp_path, is_same):
+    def program(rank: int) -> str:
+        def hook(nargs: dict[str, Any]) -> None:
+            nargs["x_desc"].block_shape = [GOOD, GOOD if is_same else GOOD >> rank]
+
+        tuner, args = kernel(GOOD, hooks={GOOD: hook}), arguments()
+        arrive(tmp_path, rank, 2)
+        assert preflight(tuner, *args, local_rank=rank, local_ranks=2).reasons == {}
+        intercept.run_pre_hook(tuner, tuner.configs[0], args, {})
+        compiled = intercept.compiled(tuner, tuner.configs[0], args, {})
+        assert own_compilations(compiler) == []  # it was there
+        return str(compiled.src.signature["x_desc"])
+
+    other = "tensordesc<fp16[32, 32]>" if is_same else "tensordesc<fp16[32, 16]>"
+    assert assert_all_ok(run_ranks(program, 2, init="none")) == ["tensordesc<fp16[32, 32]>", other]
+    assert compiler.compilations() == [GOOD] * (1 if is_same else 2)
