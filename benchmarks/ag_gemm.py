@@ -3,10 +3,13 @@
     ./launch.sh benchmarks/ag_gemm.py [--m M] [--n N] [--k K] [--shapes public] [--json FILE]
 
 M is the number of rows of all ranks together, N that of columns on each rank. Ours is `AllGatherGemm`, tuned
-first, inside `contextual_autotune(is_dist=True)`; in place means that the caller has written `op.shard`.
+first, inside `contextual_autotune(is_dist=True)`, with what the host may choose: `ours` may have found that
+no overlap is best. In place means that the caller has written `op.shard`.
 
     ours                 in place, eager
     ours, copied         the shard lies elsewhere and is copied first
+    ours, push           in place, eager, chunks pushed by their owners
+    ours, no overlap     in place, eager: our exchange, then torch.matmul
     ours, graph          in place, as a CUDA graph; and copied
     NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
     torch fused          torch.ops.symm_mem.fused_all_gather_matmul
@@ -147,7 +150,16 @@ class Problem:
 class Ours(Tuned):
     """`AllGatherGemm` in place and copied, tuned in context."""
 
-    def __init__(self, problem: Problem, backend: str, *, retune: bool, graphs: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        backend: str,
+        *,
+        retune: bool,
+        graphs: bool = False,
+        producer: str = "pull",
+        consumer: str | None = None,
+    ) -> None:
         self.op = AllGatherGemm(
             problem.rows,
             problem.a.shape[1],
@@ -155,13 +167,16 @@ class Ours(Tuned):
             backend=backend,
             timeout_s=PATIENCE_S,
             graphs=graphs,
+            producer=producer,
+            consumer=consumer,
         )
         problem.places.append(self.op.shard)
 
         def call(a_shard: torch.Tensor) -> torch.Tensor:
             return self.op(a_shard, problem.weight, problem.out)
 
-        super().__init__(call, check=self.op.check, name="ag_gemm benchmark", retune=retune)
+        name = f"ag_gemm benchmark, {producer}, {consumer or 'any consumer'}"
+        super().__init__(call, check=self.op.check, name=name, retune=retune)
 
 
 # ---- baselines
@@ -267,13 +282,17 @@ def run_shape(
 ) -> dict[str, Any]:
     """Return the record of one shape."""
     problem = Problem(shape, DTYPES[options.dtype], ranks)
-    ours = Ours(problem, engines.backend, retune=options.retune, graphs=False)
+    ours = Ours(problem, engines.backend, retune=options.retune)
+    pushing = Ours(problem, engines.backend, retune=options.retune, producer="push")
+    waiting = Ours(problem, engines.backend, retune=options.retune, consumer="matmul")
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False, graphs=True) if ON_GPU else ours
     gathers = ranks.collectives
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),
         problem.product("ours, copied", lambda: ours.eager(problem.a)),
+        problem.product("ours, push", lambda: pushing.eager(pushing.op.shard)),
+        problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
         problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
         problem.product(f"{gathers} + GEMM", lambda: gather_then_matmul(problem)),
@@ -287,7 +306,7 @@ def run_shape(
     plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
     measured = measure(arms, ranks, problem.refresh, plan)
     clocks = clocks_seen(ranks)
-    closed = [ranks.attempt(each.op.close) for each in (captured, ours)]
+    closed = [ranks.attempt(each.op.close) for each in (captured, waiting, pushing, ours)]
     return {
         "case": str(shape),
         "dtype": options.dtype,

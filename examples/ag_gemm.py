@@ -4,7 +4,8 @@
 
 Each rank holds a shard of the activations and a slice of the weight. `AllGatherGemm` copies the peers'
 shards while a persistent kernel already multiplies its own; the kernel waits for its peers, so it cannot be
-timed alone, in a loop, on one GPU. Here it is tuned inside `layer()`.
+timed alone, in a loop, on one GPU. Here it is tuned inside `layer()`, and after it, by the time of the whole
+run, what the host chooses: who multiplies, in how many pieces shards are copied, how many programs run.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ def check(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 
 
 def show(report: TuningReport) -> None:
-    """Print the candidates, fastest first, then the report: the winner and its spread over ranks."""
-    (context,) = report.contexts
-    if context.status == "cached":
+    """Print what was tried, fastest first, then the report: the winners and their spread over ranks."""
+    if all(context.status == "cached" for context in report.contexts):
         print("everything came from the cache: 1 run, nothing tried")
     else:
-        print(
-            f"{len(context.timings) + len(context.banned)} candidates, {report.runs} runs, all of them right:"
-        )
+        print(f"{report.runs} runs, all of them right")
+    for context in report.contexts:
+        if context.status == "cached":
+            continue
+        print(f"{context.kernel}: {len(context.timings) + len(context.banned)} candidates")
         for config, ms in sorted(context.timings.items(), key=lambda item: item[1]):
             print(f"  {ms:9.3f} ms  {UNSET.sub('', config)}")
         for config, reason in context.banned.items():

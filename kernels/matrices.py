@@ -33,6 +33,11 @@ class Matrix:
         """Return the address, which is all that Triton wants to know of a descriptor's base."""
         return self.address
 
+    def is_addressable(self) -> bool:
+        """Return whether TMA takes the address and the distance of rows."""
+        quantum = TMA_BYTES // self.dtype.itemsize
+        return self.address % TMA_BYTES == 0 and self.pitch >= self.columns and self.pitch % quantum == 0
+
 
 def as_matrix(tensor: torch.Tensor) -> Matrix | None:
     """Return the tensor's rows, or else its columns, as TMA can address them; None if it can do neither."""
@@ -40,13 +45,12 @@ def as_matrix(tensor: torch.Tensor) -> Matrix | None:
         view = tensor.mT if transposed else tensor
         rows, columns = view.shape
         row_stride, column_stride = view.stride()
-        quantum = TMA_BYTES // tensor.element_size()
         if rows == 1:  # there is no second row to which the stride could lead
+            quantum = TMA_BYTES // tensor.element_size()
             row_stride = -(-columns // quantum) * quantum
-        contiguous = column_stride == 1 or columns == 1
-        apart = row_stride >= columns and row_stride % quantum == 0
-        if contiguous and apart and tensor.data_ptr() % TMA_BYTES == 0:
-            return Matrix(tensor.data_ptr(), rows, columns, row_stride, tensor.dtype, transposed)
+        matrix = Matrix(tensor.data_ptr(), rows, columns, row_stride, tensor.dtype, transposed)
+        if (column_stride == 1 or columns == 1) and matrix.is_addressable():
+            return matrix
     return None
 
 

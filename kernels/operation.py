@@ -148,14 +148,14 @@ class Operation(abc.ABC):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Launch `kernel`, a kernel with its grid, that makes TMA descriptors on the device.
+def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Launch `kernel`, a kernel with its grid, that makes TMA descriptors on the device; return what it does.
 
     They need scratch memory. In a copy of the context, the caller's own allocator stays what it is.
     """
     context = contextvars.copy_context()
     context.run(triton.set_allocator, _allocate_scratch)
-    context.run(kernel, *args, **kwargs)
+    return context.run(kernel, *args, **kwargs)
 
 
 def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

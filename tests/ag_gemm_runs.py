@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from rank_programs import wait_for
 from ranks import Result, assert_all_ok, run_ranks
@@ -89,6 +91,20 @@ def begin(rank: int, candidate: int | None = None) -> None:
     torch.manual_seed(1000 + rank)
     random.seed(rank)
     all_gather_gemm.configs = [CANDIDATES[(rank if candidate is None else candidate) % len(CANDIDATES)]]
+
+
+def force(op: AllGatherGemm, **chosen: Any) -> None:
+    """Let this rank's calls take these of the choices, whatever its peers take."""
+    choose = op._choose
+    op._choose = lambda *shape: dataclasses.replace(choose(*shape), **chosen)
+
+
+def choose_at_random(op: AllGatherGemm, seed: object) -> None:
+    """Let each call of this rank take choices at random, whatever its peers take."""
+    order = random.Random(str(seed))
+    op._choose = lambda *shape: Choice(
+        order.choice(("plain", "matmul")), order.choice((1, 2, 3, 4)), order.choice((1, 2, 3))
+    )
 
 
 def message_of(call) -> str:

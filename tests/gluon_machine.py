@@ -28,6 +28,8 @@ class Task:
         self.multiplying: list[Callable[[], None]] = []  # wgmma in flight, oldest first
         self.storing: list[Callable[[], None]] = []  # TMA stores in flight, oldest first
         self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
+        self.acquired: dict[int, int] = {}  # what it has read with acquire semantics, by the word's address
+        self.visible: dict[int, int] = {}  # and of that, what precedes its last proxy fence of global memory
         self.thread = threading.Thread(target=self._run, args=(body,), daemon=True)
 
     def _run(self, body: Callable[[], None]) -> None:
@@ -71,6 +73,7 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.now: Task | None = None
         self.programs = 1
+        self.turns = 0  # the clock
 
     def start(self, name: str, program: int, warps: int, body: Callable[[], None]) -> Task:
         task = Task(self, name, program, warps, body)
@@ -86,6 +89,7 @@ class Machine:
                 self.failure = Deadlock(self._stuck())
                 break
             choice = self.random.randrange(len(ready) + len(operations))
+            self.turns += 1
             if choice < len(ready):
                 self.now = ready[choice]
                 self.now.go.release()

@@ -131,6 +131,9 @@ class Descriptor:
         part = tuple(slice(0, end - at) for (at, _, _), end in zip(pairs, ends, strict=True))
         return place, part
 
+    def may_load(self, coord: list[int]) -> None:
+        """Raise if the block must not be loaded just now, by the task whose turn it is."""
+
     def read(self, coord: list[int]) -> np.ndarray:
         block = np.zeros(self.block_type.shape)
         place, part = self._inside(coord)
@@ -144,10 +147,32 @@ class Descriptor:
 
 
 class Pointer:
-    """Into an int32 array that atomic operations change."""
+    """Into a flat array of integers."""
 
     def __init__(self, array: np.ndarray, offset: int = 0) -> None:
         self.array, self.offset = array, offset
 
     def __add__(self, step: int) -> Pointer:
         return Pointer(self.array, self.offset + step)
+
+    @property
+    def address(self) -> int:
+        return self.array.__array_interface__["data"][0] + self.offset * self.array.itemsize
+
+    def get(self) -> Scalar:
+        return Scalar(self.array[self.offset])
+
+    def set(self, value: int) -> None:
+        self.array[self.offset] = value
+
+
+class Scalar(int):
+    """A number that a kernel has read; wide enough never to wrap around."""
+
+    def to(self, dtype: object) -> Scalar:
+        return self
+
+    def __ne__(self, other: object) -> Scalar:
+        return Scalar(int(self) != other)
+
+    __hash__ = int.__hash__

@@ -13,8 +13,10 @@ early or as much out of turn as it may be:
 
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
-read that it overwrites without one, is an error of its own. Not modelled: warps inside a partition, which the
-compiler's own barriers gather, and layouts.
+read that it overwrites without one, is an error of its own. Words in global memory are read and written at
+once; what a task has acquired and fenced is known, so a test can say what it may load (`may_load`), and can
+let others change memory beside the launch. Not modelled: warps inside a partition, which the compiler's own
+barriers gather, layouts, and integers that wrap around.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from gluon_machine import Deadlock, Machine, machine, now
-from gluon_memory import Barrier, Barriers, Buffer, Descriptor, Pointer, Tensor, TensorMemory
+from gluon_memory import Barrier, Barriers, Buffer, Descriptor, Pointer, Scalar, Tensor, TensorMemory
 
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 
@@ -68,9 +70,8 @@ def _must_be_fenced(buf: Buffer, what: str) -> None:
 
 
 def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, pred: bool = True) -> None:
-    assert all(buf.memory not in task.unfenced for task in machine().tasks), (
-        "a load needs a proxy fence first"
-    )
+    _must_be_fenced(buf, "load")
+    desc.may_load(coord)
 
     def copy() -> None:
         buf.array[...] = desc.read(coord)
@@ -83,9 +84,7 @@ def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, pre
 
 
 def _tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
-    assert all(buf.memory not in task.unfenced for task in machine().tasks), (
-        "a store needs a proxy fence first"
-    )
+    _must_be_fenced(buf, "store")
     now().storing.append(lambda: desc.write(coord, buf.array))
     now().pause()
 
@@ -141,15 +140,24 @@ def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -
     body(*arguments)
 
 
-def _atomic_add(pointer: Pointer, value: int, **options: Any) -> int:
-    before = int(pointer.array[pointer.offset])
-    pointer.array[pointer.offset] += value
+def _atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar:
+    before = pointer.get()
+    pointer.set(before + value)
+    if "acq" in sem:
+        now().acquired[pointer.address] = before
     now().pause()
     return before
 
 
-def _atomic_xchg(pointer: Pointer, value: int, **options: Any) -> None:
-    pointer.array[pointer.offset] = value
+def _atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> None:
+    pointer.set(value)
+
+
+def _assembly(text: str, *arguments: Any, **options: Any) -> Scalar:
+    if "fence.proxy.async.global" in text:
+        now().visible.update(now().acquired)
+        return Scalar(0)
+    return Scalar({"%globaltimer": machine().turns, "%smid": now().program}[text.split()[-1].strip(";")])
 
 
 def _same(value: Any) -> Any:
@@ -215,6 +223,11 @@ def _fakes() -> dict[str, types.ModuleType]:
         NVMMADistributedLayout=nothing,
         atomic_add=_atomic_add,
         atomic_xchg=_atomic_xchg,
+        load=Pointer.get,
+        store=Pointer.set,
+        where=lambda condition, a, b: a if condition else b,
+        cast=lambda value, dtype: value,
+        inline_asm_elementwise=_assembly,
     )
     gluon = module("gluon", jit=_jit, language=language)
     hopper = module(
@@ -233,7 +246,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         tcgen05_mma=_tcgen05,
         tensor_memory_descriptor=None,
     )
-    triton = module("triton", jit=_same, language=language)
+    triton = module("triton", jit=_jit, language=language)
     return {
         "triton": triton,
         "triton.language": language,
@@ -281,11 +294,19 @@ def load_kernel_module(name: str) -> Any:
 
 
 def launch(
-    kernel: Callable[..., None], programs: int, *args: Any, seed: int, warps: int = 4, **options: Any
+    kernel: Callable[..., None],
+    programs: int,
+    *args: Any,
+    seed: int,
+    warps: int = 4,
+    beside: Sequence[Callable[[], None]] = (),
+    **options: Any,
 ) -> None:
-    """Run all programs of a launch to their end, in an order drawn from the seed."""
+    """Run all programs of a launch, and what runs `beside` them, to their ends, in an order of that seed."""
     Machine.running = Machine(seed)
     machine().programs = programs
+    for body in beside:
+        machine().start(getattr(body, "__name__", "other"), -1, 1, body)
     for program in range(programs):
         machine().start(f"program {program}", program, warps, lambda: kernel(*args, **options))
     machine().run()

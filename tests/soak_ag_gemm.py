@@ -2,10 +2,12 @@
 
     ./launch.sh tests/soak_ag_gemm.py --calls 10000 [--backend torch|nvshmem] [--graph-share 0.5] [--seed N]
 
-Shapes, candidates, delays and the order of eager calls and graph replays are random; two operations, of fp16
-and bf16, take turns. Inputs are new in every call, a function of its number and the rank, so each rank can
-make every rank's input again and no communication is needed to know what is right. Nothing waits for the
-device but the check of each batch. CPU ranks have no graphs and call the graphs' lane instead.
+Shapes, candidates, delays, what each rank chooses in each call (who multiplies, in how many pieces it
+copies, how many programs run) and the order of eager calls and graph replays are random; two operations take
+turns, one of fp16 that pulls and one of bf16 that pushes. Inputs are new in every call, a function of its
+number and the rank, so each rank can make every rank's input again and no communication is needed to know
+what is right. Nothing waits for the device but the check of each batch. CPU ranks have no graphs and call the
+graphs' lane instead.
 
 The last line is `calls=... wrong=... hung=... seconds=...`; the exit code is 1 if anything was wrong.
 """
@@ -28,16 +30,19 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
+import triton
+
 from ag_gemm_runs import error_ratio, poison
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialized, specialized_candidates
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 
 ON_GPU = torch.cuda.is_available()
 CAPACITY, K = (640, 512) if ON_GPU else (24, 32)
 ROWS = (1, 37, 128, 333, 640) if ON_GPU else (1, 7, 16, 24)
 COLUMNS = (64, 200, 512, 1000) if ON_GPU else (16, 33)
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = {torch.float16: "pull", torch.bfloat16: "push"}
 BATCH = 50 if ON_GPU else 10  # calls between two checks
 PATIENCE_S = 60.0  # of a rank for its peers
 LIMIT_S = 4 * PATIENCE_S  # for a batch: then the watchdog tells where this rank stands and ends it
@@ -89,6 +94,16 @@ class Graph:
             self.op._call(self.a_shard, self.weight, self.out, in_lane=True)
 
 
+def candidates_of_the_other_family(device: torch.device) -> list[triton.Config]:
+    """Return the warp-specialised candidates that fit all shapes of which that family takes any."""
+    major = specialized.capability(device)
+    if major not in (9, 10):
+        return []
+    shape = {"M": 128, "N": COLUMNS[-1], "K": K}
+    configs = specialized_candidates.CANDIDATES
+    return specialized_candidates.prune(configs, shape, WORLD=1, TENSOR_MEMORY=major == 10)
+
+
 class Soak:
     """The operations of this rank and what was found wrong with them."""
 
@@ -98,12 +113,17 @@ class Soak:
         self._shared = random.Random(options.seed)  # what all ranks must do alike
         self._own = random.Random(f"{options.seed}, rank {self.rank}")  # what each may do as it likes
         self._ops = [
-            AllGatherGemm(CAPACITY, K, dtype, backend=options.backend, timeout_s=PATIENCE_S)
-            for dtype in DTYPES
+            AllGatherGemm(
+                CAPACITY, K, dtype, backend=options.backend, timeout_s=PATIENCE_S, producer=producer
+            )
+            for dtype, producer in DTYPES.items()
         ]
+        for op in self._ops:
+            self._choose_at_random(op)
         self._inputs = Inputs(self._ops[0].device, options.seed)
         self._weights = Inputs(self._ops[0].device, options.seed + 1)
         self.calls, self.wrong = 0, 0
+        self._specialized = candidates_of_the_other_family(self._ops[0].device) if ON_GPU else []
         for op in self._ops:
             poison(op)
         self._graphs: list[Graph] = []
@@ -152,7 +172,7 @@ class Soak:
         like = op.shard
         self._take_a_candidate()
         if self._own.random() < 0.3:
-            # Legal for the eager lane's chunks alone: this rank fetches them, behind this.
+            # Legal where chunks are fetched: by this rank, behind this. Those that are pushed lie elsewhere.
             for peer in range(op.world_size):
                 if peer != self.rank:
                     op._gather.local[peer].fill_(float("nan"))
@@ -164,6 +184,17 @@ class Soak:
 
     def _take_a_candidate(self) -> None:
         all_gather_gemm.configs = [self._own.choice(CANDIDATES)]
+        if self._specialized:
+            specialized.tuned.configs = [self._own.choice(self._specialized)]
+
+    def _choose_at_random(self, op: AllGatherGemm) -> None:
+        """Let each call take one of the options that it has on this rank, at random."""
+
+        def choose(*shape: object) -> Choice:
+            options = op._options_of(*shape)
+            return Choice(*map(self._own.choice, (options.consumers, options.pieces, options.programs)))
+
+        op._choose = choose
 
     def _verify(self, call: Call) -> None:
         shards = [

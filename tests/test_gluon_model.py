@@ -286,5 +286,5 @@ def test_stolen_slots_that_are_loaded_too_early_are_found(part):
 
 
 def test_consumers_that_both_wait_for_their_turn_are_a_deadlock(part):
-    part("body", "ring_phase", lambda step, size: 0)
+    part("roles", "ring_phase", lambda step, size: 0)
     assert fails(variant="pingpong") == "deadlock"

@@ -1,4 +1,8 @@
-"""The device side of waiting: for a peer's chunk before it is read, and for the peers before a call ends."""
+"""The device side of waiting: for rows of a peer's chunk before they are read, and for the peers at the end.
+
+A chunk arrives in pieces, from its first row on. How many there are is the business of the rank that copies:
+what it counts up is rows, so no reader needs to know where a piece ends.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import triton.language as tl
 from ..signals import GIVEN_UP, give_up, poll_until, record_failure, wait_until
 from .words import (
     AFTER,
+    ANNOUNCED,
     ARRIVED,
     FETCHED,
     FREE,
@@ -30,21 +35,46 @@ def slot_of(chunk, rank, pushed, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_for_chunk(
-    chunk, rank, words_ptr, errors_ptr, epoch, pushed, budget, WORLD: tl.constexpr, FENCE: tl.constexpr
+def wait_for_rows(
+    chunk,
+    rows,
+    rank,
+    words_ptr,
+    errors_ptr,
+    epoch,
+    base,
+    pushed,
+    budget,
+    WORLD: tl.constexpr,
+    FENCE: tl.constexpr,
 ):
-    """Return ARRIVED when the chunk may be read; a value below or far above if it is given up."""
+    """Return how many rows of the chunk are here, once they are at least `rows`.
+
+    base: what ARRIVED was before this call. The rows that the caller is told of it may read without another
+    wait, by TMA if it passed FENCE. A chunk that is given up, now or in an earlier call, is on record; what
+    is returned is then far above any number of rows, so that the caller does not ask again.
+    """
     arrived_ptr = words_ptr + ARRIVED * WORLD + chunk
-    value = poll_until(arrived_ptr, epoch, budget, FENCE)
-    if value - epoch < 0:
+    # A push is announced before its first row: who has that knows whether `rows` will ever be here.
+    first = tl.where(pushed != 0, 1, rows)
+    arrived = poll_until(arrived_ptr, base + first, budget, FENCE) - base
+    if (arrived < rows) & (arrived > 0) & (pushed != 0):
+        announced = tl.load(words_ptr + ANNOUNCED * WORLD + chunk)
+        if announced < rows:
+            record_failure(errors_ptr + chunk, OTHER_ROWS_PUSHED, 0, announced)
+            arrived += GIVEN_UP  # for the caller alone: what was announced does come
+        else:
+            arrived = poll_until(arrived_ptr, base + rows, budget, FENCE) - base
+    if arrived < rows:
         if pushed != 0:
-            record_failure(errors_ptr + chunk, NOT_PUSHED, 0, value)
-            give_up(words_ptr + AFTER * WORLD + chunk, epoch)
-            give_up(words_ptr + FREE * WORLD + chunk, epoch)
+            record_failure(errors_ptr + chunk, NOT_PUSHED, 0, arrived)
+            give_up(words_ptr + AFTER * WORLD + chunk, base)
+            give_up(words_ptr + FREE * WORLD + chunk, base)
         else:
             _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD)
-        give_up(arrived_ptr, epoch)
-    return value
+        give_up(arrived_ptr, base)
+        arrived = max(arrived, 0) + GIVEN_UP
+    return arrived
 
 
 @triton.jit
@@ -66,17 +96,29 @@ def _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
-def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, pushed, budget, WORLD: tl.constexpr):
-    """Compare the peer's number of rows with ours and return once it no longer needs our shard."""
-    value = wait_for_chunk(peer, rank, words_ptr, errors_ptr, epoch, pushed, budget, WORLD, False)
+def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD: tl.constexpr):
+    """Compare the peer's number of rows with ours and return once it no longer needs our shard.
+
+    All of its chunk is here then, or it has been given up.
+    """
+    wanted = tl.where(pushed != 0, 1, m)
+    arrived = wait_for_rows(
+        peer, wanted, rank, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD, False
+    )
     if pushed != 0:
-        if (value <= 0) | (value >= GIVEN_UP):
+        if arrived < GIVEN_UP:
+            announced = tl.load(words_ptr + ANNOUNCED * WORLD + peer)
+            if announced != m:
+                record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, announced)
+            # All of it, were it more than ours: behind this call nobody expects a piece of this push.
+            arrived = wait_for_rows(
+                peer, announced, rank, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD, False
+            )
+        if arrived >= GIVEN_UP:
             # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.
             # No other can be missing: a peer whose chunk is here has given its permit before.
-            give_up(words_ptr + FREE * WORLD + peer, epoch)
-        elif value != m:
-            record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, value)
-    elif value == epoch:
+            give_up(words_ptr + FREE * WORLD + peer, base)
+    elif arrived == m:
         rows = tl.load(words_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
         if rows != m:
             record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)

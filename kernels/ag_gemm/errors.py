@@ -26,9 +26,9 @@ def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception 
 
 def _describe(peer: int, failure: Failure, rank: int, last_call: int) -> str:
     if failure.kind == NOT_PUSHED.value:
-        return f"rank {peer}, or one that it waits for, did not push chunk {peer} of a captured call in time"
+        return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
     if failure.kind == OTHER_ROWS_PUSHED.value:
-        return f"in a captured call rank {peer} passed {failure.seen} rows, not as many as this rank"
+        return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
     call = last_call - (last_call - failure.epoch) % 2**28
     if failure.kind == NOT_READY.value:
         return (

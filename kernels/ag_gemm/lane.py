@@ -1,69 +1,90 @@
 """The second lane of `AllGatherGemm`: nothing in a call depends on its number, so a graph can replay it.
 
 A graph repeats the values that were written during its capture, so there can be no epochs. This lane's words
-go up and down again instead, once in each call, and its chunks have slots of their own: it shares with the
-eager calls only `op.shard` and the caller's tensors. Chunks are pushed by their owner: a push takes the
+go up and down again instead, once in each call, and its chunks have slots of their own: it shares with calls
+that fetch only `op.shard` and the caller's tensors. Chunks are pushed by their owner: a push takes the
 receiver's permit away and brings its arrival, so each word has one who raises and one who lowers it, in turn.
+With `producer="push"` eager calls are calls of this lane too, enqueued one by one.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
-    words    int32 [6, W], symmetric: FREE[p], 1 if rank p's slot for our chunk may be written; ARRIVED[p],
-             the number of rows of p's chunk once it is here, else 0; AFTER[p], 0 (but see below)
+    words    int32 [6, W], symmetric: FREE[p], 1 if rank p's slot for our chunk may be written; ANNOUNCED[p],
+             how many rows p pushes; ARRIVED[p], how many of them are here; AFTER[p], 0 (but see below)
 
-Call k on rank r:
+Call k on rank r, with m rows:
 
     caller's stream                           side stream: copy engine and stream memory operations
     a_shard to chunk r, if it is not there
     fork                               -->    FREE[r] of every peer := 1
     GEMM, one persistent kernel:              for p = r - 1, r - 2, ... (mod W):
         chunk r at once,                          wait until FREE[p] >= 1, FREE[p] := 0
-        chunk p once ARRIVED[p] >= 1,             chunk r to its slot on rank p
-        all ARRIVED before it ends                ARRIVED[r] of rank p := rows
+        rows up to i of chunk p once              ANNOUNCED[r] of rank p := m
+        ARRIVED[p] >= i,                          for each piece of chunk r, up to row i:
+        all that p has announced                      the piece to its slot on rank p
+        before it ends                                ARRIVED[r] of rank p := i
     fork                               -->    ARRIVED := AFTER
     join                               <--
 
-Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
+Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first. Into how many pieces a chunk is cut is
+its owner's affair.
 
 **It ends.** The pushes of call k wait for their fork and for the peers' FREE, which follows the peers' forks;
 none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end, then all
-forks of k happen, all FREE are set, all chunks are pushed, and all GEMMs of call k end. (That the branches
+forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (That the branches
 of a graph run side by side is what the hardware does, not what CUDA promises: where it did not, the GEMM
-would report it, see below.) Eager calls in between wait for forks and copies of their own alone.
+would report it, see below.) Calls in between that fetch wait for forks and copies of their own alone.
 
-**Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen our
-ARRIVED of k, which follows our FREE[p] := 0 of k.
+**Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
+of our ARRIVED of k, which follows our FREE[p] := 0 of k.
 
-**It reads no stale data.** GEMM k ends after it has seen ARRIVED[p]; then that is set to 0, then call k + 1
-gives p its permit. So what GEMM k + 1 finds in ARRIVED[p] was put there by push k + 1, behind its copy.
+**It reads no stale data.** GEMM k ends after ARRIVED[p] has come to what p announced, behind which push k
+writes nothing; then that is set to 0, then call k + 1 gives p its permit. So what GEMM k + 1 finds above 0 in
+ARRIVED[p] was put there by push k + 1, behind the rows that it counts and behind ANNOUNCED.
 
-**Nothing is overwritten while it is read.** Push k + 1 of p writes its slot here behind our fork of k + 1:
-behind GEMM k and whatever read `op.gathered` between the calls. (A permit at the end of call k would let a
-fast peer write while that is read.) Chunk r is read by GEMM k and by our pushes of k, all before the join.
+**Nothing is overwritten while it is read.** Push k + 1 of p writes its slot and ANNOUNCED[p] here behind our
+fork of k + 1: behind GEMM k, cuBLAS, and whatever read `op.gathered` between the calls. (A permit at the end
+of call k would let a fast peer write while that is read.) Chunk r is read by GEMM k and by our pushes of k,
+all before the join.
+
+**Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
+then looks at ANNOUNCED[p]: are they not among those, it records that and asks no more in this call. At its
+end a GEMM waits for as many as were announced, more than its own m or fewer, so the words are as after any
+other call. The host is told both numbers.
 
 **No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's poll has. When its budget is
-spent it records the peer and sets AFTER[p], so that later replays wait no second time. Each GEMM that finds
-p given up also sets FREE[p], so that the side stream runs through. (No other permit can be missing: a rank
-gives those of call k before it pushes its chunk of call k.) The host sees the record in `check`, `close` and
-the next eager call; replays that are enqueued already run to their end with wrong results. So may those of
-a rank that has been given up and comes back: the failure is that of the operation, on all ranks.
+spent, at the first row of a chunk or in the middle, it records the peer and sets AFTER[p] and ARRIVED[p] far
+ahead, so that later replays wait no second time. Each GEMM that finds p given up also sets FREE[p], so that
+the side stream runs through. (No other permit can be missing: a rank gives those of call k before it pushes
+its chunk of call k.) The host sees the record in `check`, `close` and the next eager call; replays that are
+enqueued already run to their end with wrong results. So may those of a rank that has been given up and comes
+back: each piece that it still pushes lowers ARRIVED[p] once more, for which a later call may spend a budget
+if the rest does not come. The failure is that of the operation, on all ranks.
 
 **A live peer may be given up too** where there are three ranks or more: one whose push to us stands behind
 its push to the dead one, if our GEMM gives up before its own does. What we then push to it without its permit
 may overwrite an earlier push, so it may spend a budget on us as well, once.
+
+**A call that fails on the host**, after its pushes were enqueued, sends the small kernel of `matmul` after
+them: it waits as the GEMM would have. Nobody sets the permits for the peers, which may still read the slots.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from ..symm import SymmetricMemory, SymmetricTensor
-from .words import AFTER, ARRIVED, FREE
+from .call import Call
+from .matmul import wait_for_all
+from .pieces import piece_ends
+from .words import AFTER, ANNOUNCED, ARRIVED, FREE
 
 
-def slots_of(world_size: int, *, graphs: bool) -> int:
-    """Return how many chunks the gather buffer has room for: one lane's, or two that share the own chunk."""
-    return 2 * world_size - 1 if graphs else world_size
+def slots_of(world_size: int, *, lane: bool) -> int:
+    """Return how many chunks the gather buffer has room for: without this lane, or with both."""
+    return 2 * world_size - 1 if lane else world_size
 
 
 @dataclass(frozen=True)
@@ -73,6 +94,7 @@ class _Peer:
     slot_there: torch.Tensor
     free: torch.Tensor  # here, set by the peer
     our_free: torch.Tensor  # there
+    our_announced: torch.Tensor  # there
     our_arrived: torch.Tensor  # there
 
 
@@ -87,6 +109,8 @@ class PushLane:
         self._last_rows = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self._arrived, self._after = words.local[ARRIVED.value], words.local[AFTER.value]
         rank, world = memory.rank, memory.world_size
+        self._cut = (0, 0)  # rows and pieces of `_copies`
+        self._copies: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []  # to, from, the row behind
         self._peers = []
         for step in range(1, world):
             peer = (rank - step) % world
@@ -96,22 +120,31 @@ class PushLane:
                     slot_there=gather.peers[peer][world - 1 + step],
                     free=words.local[FREE.value, peer],
                     our_free=theirs[FREE.value],
+                    our_announced=theirs[ANNOUNCED.value],
                     our_arrived=theirs[ARRIVED.value],
                 )
             )
 
-    def start(self, rows: int) -> None:
-        """Enqueue the pushes of one call, behind what the caller has enqueued so far."""
+    def start(self, rows: int, pieces: int) -> None:
+        """Enqueue the pushes of one call behind what the caller has enqueued so far."""
         memory, stream = self._memory, self._stream
-        shard = self._gather[memory.rank, :rows]
+        if self._cut != (rows, pieces):
+            self._cut, ends = (rows, pieces), (0, *piece_ends(rows, pieces))
+            shard = self._gather[memory.rank]
+            self._copies = [
+                [(peer.slot_there[a:b], shard[a:b], b) for a, b in itertools.pairwise(ends)]
+                for peer in self._peers
+            ]
         stream.fork()
         for peer in self._peers:
             memory.write_signal(peer.our_free, 1, stream)
-        for peer in self._peers:
+        for peer, copies in zip(self._peers, self._copies, strict=True):
             memory.wait_signal(peer.free, 1, stream)
             memory.write_signal(peer.free, 0, stream)
-            memory.copy(peer.slot_there[:rows], shard, stream)
-            memory.write_signal(peer.our_arrived, rows, stream)
+            memory.write_signal(peer.our_announced, rows, stream)
+            for there, here, end in copies:
+                memory.copy(there, here, stream)
+                memory.write_signal(peer.our_arrived, end, stream)
         memory.write_signal(self._last_rows, rows, stream)
 
     def finish(self) -> None:
@@ -120,6 +153,16 @@ class PushLane:
         stream.fork()
         memory.copy(self._arrived, self._after, stream)  # it may need an SM, which no GEMM holds any more
         stream.join()
+
+    def finish_alone(self, call: Call) -> None:
+        """Let the pushes run to their end though no GEMM watches over them.
+
+        Not without the peers' permits, which may be a call behind: a kernel waits for the peers as a GEMM
+        would, and no longer.
+        """
+        with contextlib.suppress(Exception):  # this is the way out of an error that says more
+            wait_for_all(call)
+            self.finish()
 
     def note_eager_call(self) -> None:
         """Enqueue that the last call was an eager one; to be called where nothing of the lane is running."""

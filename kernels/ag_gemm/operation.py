@@ -1,65 +1,35 @@
 """`all_gather(a) @ weight.T` on every rank, with the gather hidden behind the product.
 
-This page is about eager calls. Calls that are captured in a CUDA graph take a second lane, whose words and
-slots are its own: `lane`.
+    producer     fetches the peers' chunks, in eager calls; how that is kept in order, and why it ends
+    lane         pushes the own chunk to them, in captured calls and with `producer="push"`; and why that ends
+    plain, specialized, matmul     who multiplies; `chunks`: how they wait
+    choices      what a rank may choose in a call as it likes
 
-What a rank holds, W ranks:
-
-    gather   [W, m_per_rank, K], symmetric, the lane's slots behind it. Chunk p is rank p's shard; the own
-             chunk is `op.shard`, read in place by the own GEMM and copied by the peers
-    words    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
-             alone writes, and ARRIVED, which this rank's side stream writes
-
-What call e does on rank r (e is the epoch: 1, 2, 3, ... and never reset):
-
-    caller's stream                           side stream: copy engine and stream memory operations
-    a_shard to chunk r, if it is not there
-    fork                               -->    READY[r] of every peer := e
-    GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
-        chunk r at once,                          wait until READY[p] >= e
-        chunk p once ARRIVED[p] >= e,             chunk p of rank p to chunk p here
-        at last waits for FETCHED[p] >= e         ARRIVED[p] := e, FETCHED[r] of rank p := e
-    join                               <--
-
-**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM
-of call e: neither a full chip nor a shared hardware queue can hold them back behind it. They wait for the
-fork, that is for the caller's earlier work, and for the peers' READY, which follows the peers' forks.
-Nothing of call e on any side stream waits for any GEMM of call e. So if all GEMMs of call e - 1 end, then
-all forks of e happen, all READY are written, all chunks are copied, all ARRIVED and FETCHED are written,
-and all GEMMs of call e end.
-
-**It reads no stale data.** ARRIVED[p] := e follows the copy on one stream, and the copy follows READY.
-
-**Nothing is overwritten while it is read.** Chunk p here is written by the copy of call e + 1, behind the
-fork of e + 1, behind the GEMM of e, its only reader. Chunk r is written by the caller behind the GEMM of
-e, which does not end before every peer's FETCHED says that the copy is done. One gather buffer is enough.
-ROWS has a word for even and one for odd epochs: p writes the word again in call e + 2, behind its GEMM of
-e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that read it.
-
-**No wait is unbounded.** The GEMM polls with a budget. When it is spent it records the peer and the epoch
-in memory that the host reads, and releases its side stream by setting READY[p] itself. That is reported
-by the next call, by `check` and by `close`, and the operation is then good for nothing but closing.
-
-Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles.
-Every rank must make the same calls in the same order, each on one stream at a time; calls of two
+Candidates and choices may differ between ranks in one call: ranks tell each other about rows of chunks, never
+about tiles. Every rank must make the same calls in the same order, each on one stream at a time; calls of two
 operations on two streams at once could fill the chip with kernels that wait for each other's peers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
-import triton
 
-from ..operation import Operation, begin_at_16_bytes, launch
+from ..operation import Operation
 from ..signals import as_epoch
 from ..symm import SymmetricMemoryError
+from . import matmul, specialized
+from .call import Call
+from .choices import Choice, Fixed, Options, options_for
 from .errors import check_tensors, failure_error
 from .lane import PushLane, slots_of
-from .plain import all_gather_gemm
+from .plain import PlainConsumer
 from .producer import ChunkProducer
+from .words import WORDS
 
-INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+PRODUCERS = ("pull", "push")
 
 
 class AllGatherGemm(Operation):
@@ -74,8 +44,14 @@ class AllGatherGemm(Operation):
     call once with the same shapes, so that the kernel is tuned and loaded. Write new inputs into the tensors
     of the capture, or `op.shard`, before a replay; a replay after `close` uses memory that is gone.
 
-    Of symmetric memory each rank holds W * m_per_rank * K elements and as many less one shard again for
-    graphs, which `graphs=False` saves.
+    `producer` says who copies in eager calls: with "pull" each rank fetches its peers' chunks, with "push" it
+    writes its own to them, as captured calls always do. All ranks pass the same, which is checked at opening:
+    it is no tunable, because a rank that waited for a push and one that waited to be fetched from would wait
+    for each other for ever. `consumer`, `pieces` and `programs` fix what is otherwise tuned for each shape,
+    see `choices`; ranks may differ in them.
+
+    Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
+    shard again, which `graphs=False` saves where chunks are pulled.
     """
 
     def __init__(
@@ -88,23 +64,45 @@ class AllGatherGemm(Operation):
         *,
         timeout_s: float = 300.0,
         graphs: bool = True,
+        producer: str = "pull",
+        consumer: str | None = None,
+        pieces: int | None = None,
+        programs: int | None = None,
     ) -> None:
-        self._capacity, self._k, self._dtype, self._graphs = m_per_rank, k, dtype, graphs
-        self._rows = 0
+        self._fixed = Fixed(consumer, pieces, programs)
+        self._capacity, self._k, self._dtype = m_per_rank, k, dtype
+        self._pushes, self._producer_name = producer == "push", producer
+        self._has_lane = graphs or self._pushes
+        self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
         self._lane_rows = 0  # of the last call that the host has put into the lane
         self._gathered: torch.Tensor | None = None
+        self._stamps: torch.Tensor | None = None  # of the call that is traced
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
-        world = self.world_size
-        slots = slots_of(world, graphs=self._graphs)
-        self._gather = self._memory.allocate((slots, self._capacity, self._k), self._dtype)
+        world, memory = self.world_size, self._memory
+        memory.require_equal("producer", self._producer_name)
+        self._fixed.check()
+        if self._producer_name not in PRODUCERS:
+            raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
+        slots = slots_of(world, lane=self._has_lane)
+        self._gather = memory.allocate((slots, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
-        self._words = self._memory.allocate((6, world), torch.int32)
-        self._producer = ChunkProducer(self._memory, self._gather, self._words)
+        self._words = memory.allocate((WORDS, world), torch.int32)
+        self._producer = ChunkProducer(memory, self._gather, self._words)
         self._lane: PushLane | None = None
-        if self._graphs:
-            self._lane = PushLane(self._memory, self._gather, self._memory.allocate((6, world), torch.int32))
+        if self._has_lane:
+            self._lane = PushLane(memory, self._gather, memory.allocate((WORDS, world), torch.int32))
+
+    def _read_device(self, dtype: torch.dtype) -> None:
+        super()._read_device(dtype)
+        plain = PlainConsumer(has_tma=self._has_tma, needs_fence=self._needs_fence, upcasts=self._upcasts)
+        self._consumers: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], None]] = {
+            "specialized": specialized.launch,
+            "plain": plain.launch,
+            "matmul": matmul.launch,
+        }
+        self._options: dict[tuple[int, ...], Options] = {}  # by shape
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._gathered, self._words
@@ -123,7 +121,7 @@ class AllGatherGemm(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a_shard, weight, out, in_lane=self._is_capturing())
+        return self._call(a_shard, weight, out, in_lane=self._pushes or self._is_capturing())
 
     def _call(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_lane: bool
@@ -139,10 +137,45 @@ class AllGatherGemm(Operation):
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
         self._gathered = None
-        (self._run_in_lane if in_lane else self._run)(weight, out, rows)
+        choice = self._choose(weight, out, rows)
+        (self._run_in_lane if in_lane else self._run)(weight, out, rows, choice)
         if self.device.type == "cpu":
             self._check_usable()
         return out
+
+    def _choose(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Choice:
+        return self._options_of(weight, out, rows).choose()
+
+    def _options_of(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Options:
+        columns, address = weight.shape[0], (weight.data_ptr() | out.data_ptr()) % 16
+        shape = (rows, columns, weight.stride(0), out.stride(0), address)
+        options = self._options.get(shape)
+        if options is None:
+            key = (rows, columns, self._k, str(self._dtype), self.world_size, self._producer_name)
+            specialized_can = specialized.can_run(self._gather.local, weight, out, rows)
+            options = self._options[shape] = options_for(
+                rows, self._sms, world_size=self.world_size, specialized=specialized_can, key=key
+            ).narrowed(self._fixed)
+        return options
+
+    def trace(
+        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call, and return the product and when each tile waited for rows and was stored.
+
+        The second is int64 [tiles, 4], see `specialized.room_for_stamps`. Only the operation that was opened
+        with consumer="specialized" leaves stamps; with another this raises ValueError.
+        """
+        if self._fixed.consumer != "specialized":
+            given = self._fixed.consumer
+            raise ValueError(f"consumer is {given!r}; to trace, open an operation with 'specialized'")
+        if out is None:
+            out = a_shard.new_empty((self.world_size * a_shard.shape[0], weight.shape[0]))
+        self._stamps = stamps = specialized.room_for_stamps(out, self.world_size)
+        try:
+            return self(a_shard, weight, out), stamps
+        finally:
+            self._stamps = None
 
     @property
     def shard(self) -> torch.Tensor:
@@ -174,77 +207,59 @@ class AllGatherGemm(Operation):
 
     # ---- one call
 
-    def _run(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+    def _run(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:
         self._calls += 1
         self._rows = rows
-        epoch = as_epoch(self._calls)
+        epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
+        self._fetched_rows += rows
         try:
             if self._lane is not None and self._lane_rows:
                 self._lane.note_eager_call()
-            self._producer.start(rows, epoch)
-            self._launch(weight, out, rows, self._words.local, epoch, pushed=0)
+            self._producer.start(rows, epoch, base, choice.pieces)
+            self._launch(weight, out, choice, self._call_of(rows, choice, self._words.local, epoch, base))
             self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
             self._producer.finish_alone(self._calls)
             raise
 
-    def _run_in_lane(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+    def _run_in_lane(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:
         assert self._lane is not None
         before, self._lane_rows = self._lane_rows, rows
+        call = self._call_of(rows, choice, self._lane.words, epoch=1, base=0, pushed=1)
         try:
-            self._lane.start(rows)
-            self._launch(weight, out, rows, self._lane.words, 1, pushed=1)
+            self._lane.start(rows, choice.pieces)
+            self._launch(weight, out, choice, call)
             self._lane.finish()
         except BaseException as error:
             if not self._is_capturing():
                 self._broken_by = f"a call was not carried out: {error!r}"
+                self._lane.finish_alone(call)
                 raise
             self._lane_rows = before  # of what is captured nothing has happened
             if isinstance(error, SymmetricMemoryError):
                 raise RuntimeError(f"AllGatherGemm cannot be captured here: {error}") from error
             raise
 
-    def _launch(
-        self,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        rows: int,
-        words: torch.Tensor,
-        epoch: int,
-        *,
-        pushed: int,
-    ) -> None:
-        slots, capacity, k = self._gather.local.shape
-        columns, world, programs = weight.shape[0], self.world_size, self._sms or INTERPRETED_PROGRAMS
-
-        def grid(meta):
-            tiles = world * triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])
-            return (min(programs, tiles),)
-
-        legal = begin_at_16_bytes(
-            weight.element_size(), (weight.data_ptr(), out.data_ptr()), (k, weight.stride(0), out.stride(0))
+    def _call_of(
+        self, rows: int, choice: Choice, words: torch.Tensor, epoch: int, base: int, pushed: int = 0
+    ) -> Call:
+        slots, capacity, _ = self._gather.local.shape
+        return Call(
+            rows=rows,
+            rank=self.rank,
+            world_size=self.world_size,
+            slots=slots,
+            capacity=capacity,
+            epoch=epoch,
+            base=base,
+            pushed=pushed,
+            budget=self._budget,
+            programs=choice.programs,
+            words=words,
+            errors=self._errors,
+            stamps=self._stamps,
         )
-        launch(
-            all_gather_gemm[grid],
-            self._gather.local,
-            weight,
-            out,
-            words,
-            self._errors,
-            world * rows,
-            columns,
-            k,
-            slots,
-            capacity,
-            weight.stride(0),
-            out.stride(0),
-            self.rank,
-            epoch,
-            pushed,
-            self._budget,
-            WORLD=world,
-            TMA_LEGAL=self._has_tma and legal,
-            FENCE=self._needs_fence,
-            UPCAST=self._upcasts,
-        )
+
+    def _launch(self, weight: torch.Tensor, out: torch.Tensor, choice: Choice, call: Call) -> None:
+        self._consumers[choice.consumer](self._gather.local, weight, out, call)

@@ -1,14 +1,20 @@
-"""The device side of `AllGatherGemm`: a persistent GEMM that waits for a chunk of A before it reads it."""
+"""The consumer in plain Triton: a persistent GEMM that waits for rows of A before it reads them."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from ..operation import launch
 from ..products import multiply, multiply_tma
+from ..settled_launch import SettledLaunches
 from ..tiles import grouped_tile, rotated_chunk
+from .call import Call
 from .candidates import CANDIDATES, do_bench, prune
-from .chunks import part_from, slot_of, wait_for_chunk
+from .chunks import part_from, slot_of, wait_for_rows
 
 
 @triton.autotune(
@@ -17,12 +23,12 @@ from .chunks import part_from, slot_of, wait_for_chunk
     prune_configs_by={"early_config_prune": prune},
     do_bench=do_bench,
 )
-@triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "pushed", "budget"])
+@triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "budget"])
 def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
     c_ptr,  # out [M, N], rows stride_cm apart
-    words_ptr,  # int32 [6, WORLD]: READY, FETCHED, ROWS, ARRIVED; or FREE, ARRIVED, AFTER
+    words_ptr,  # int32 [WORDS, WORLD], of the lane that the call takes
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
@@ -33,7 +39,8 @@ def all_gather_gemm(
     stride_cm,
     rank,
     epoch,
-    pushed,  # 1 in the lane of captured calls, whose epoch is 1; no constexpr: what is loaded serves both
+    base,  # what ARRIVED was before this call
+    pushed,  # 1 in the lane where chunks are pushed; no constexpr: what is loaded serves both
     budget,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
@@ -63,15 +70,27 @@ def all_gather_gemm(
             c_ptr, [WORLD, m, N], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
         )
 
-    here = rank  # the chunk that this program knows to be complete; its own needs no wait
+    here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
+    arrived = m
     for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
-        if chunk != here:
-            wait_for_chunk(
-                chunk, rank, words_ptr, errors_ptr, epoch, pushed, budget, WORLD, FENCE and USE_TMA
+        needed = min(row + BLOCK_M, m)
+        if (chunk != here) | (needed > arrived):
+            arrived = wait_for_rows(
+                chunk,
+                needed,
+                rank,
+                words_ptr,
+                errors_ptr,
+                epoch,
+                base,
+                pushed,
+                budget,
+                WORLD,
+                FENCE and USE_TMA,
             )
             here = chunk
         slot = slot_of(chunk, rank, pushed, WORLD)
@@ -102,4 +121,81 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            part_from(peer, rank, m, words_ptr, errors_ptr, epoch, pushed, budget, WORLD)
+            part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD)
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    m: int
+    n: int
+    k: int
+    slots: int
+    capacity: int
+    stride_bn: int
+    stride_cm: int
+    world_size: int
+    programs: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, bool]  # to 16 bytes, which the compiler makes use of: weight and out
+    tma_legal: bool
+    needs_fence: bool
+    upcasts: bool
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
+        return {
+            "WORLD": self.world_size,
+            "TMA_LEGAL": self.tma_legal,
+            "FENCE": self.needs_fence,
+            "UPCAST": self.upcasts,
+        }
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs run under a config."""
+        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
+        return min(self.programs, self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_gemm, lambda constants: {})
+
+
+class PlainConsumer:
+    """Launches `all_gather_gemm` on a device of which it is told what does not change."""
+
+    def __init__(self, *, has_tma: bool, needs_fence: bool, upcasts: bool) -> None:
+        self._has_tma, self._needs_fence, self._upcasts = has_tma, needs_fence, upcasts
+
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        """Enqueue the product of one call."""
+        k, stride_bn, stride_cm = gather.shape[2], weight.stride(0), out.stride(0)
+        itemsize, aligned = weight.element_size(), (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
+        addressable = (k | stride_bn | stride_cm) * itemsize % 16 == 0
+        shape = Shape(
+            call.world_size * call.rows,
+            weight.shape[0],
+            k,
+            call.slots,
+            call.capacity,
+            stride_bn,
+            stride_cm,
+            call.world_size,
+            call.programs,
+            weight.dtype,
+            weight.device,
+            aligned,
+            self._has_tma and addressable and all(aligned),
+            self._needs_fence,
+            self._upcasts,
+        )
+        tensors = (gather, weight, out, call.words, call.errors)
+        scalars = (*shape[:7], call.rank, call.epoch, call.base, call.pushed, call.budget)
+        settled = _SETTLED.find(shape)
+        if settled is not None:
+            launch(settled.run, *tensors, *scalars, *settled.constants)
+            return
+        constants = shape.constants()
+        compiled = launch(all_gather_gemm[shape.grid], *tensors, *scalars, **constants)
+        sizes = {"M": shape.m, "N": shape.n, "K": k}
+        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, tuple(str(t.dtype) for t in tensors))

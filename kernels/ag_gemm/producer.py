@@ -1,14 +1,73 @@
-"""The side of `AllGatherGemm` that fetches: it brings the peers' chunks in and says so."""
+"""The side of `AllGatherGemm` that fetches: it brings the peers' chunks in and says so.
+
+What a rank holds, W ranks:
+
+    gather   [W, m_per_rank, K], symmetric, the lane's slots behind it. Chunk p is rank p's shard; the own
+             chunk is `op.shard`, read in place by the own GEMM and copied by the peers
+    words    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
+             alone writes, and ARRIVED, which this rank's side stream writes
+
+What call e does on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk
+that were fetched in all calls before. Neither is ever reset; both wrap, and are compared by their difference:
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    a_shard to chunk r, if it is not there
+    fork                               -->    READY[r] of every peer := e
+    GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
+        chunk r at once,                          wait until READY[p] >= e
+        rows up to i of chunk p once              for each piece of the chunk, up to row i:
+        ARRIVED[p] >= b + i,                          the piece of rank p's chunk p to chunk p here
+        at last waits for ARRIVED[p] >= b + m         ARRIVED[p] := b + i
+        and FETCHED[p] >= e                       FETCHED[r] of rank p := e
+    join                               <--
+
+Instead of the GEMM there may be a small kernel that waits as it does at last, and cuBLAS behind it
+(`matmul`): all that follows holds for that kernel as well, which ends when the GEMM could.
+
+**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM
+of call e: neither a full chip nor a shared hardware queue can hold them back behind it. They wait for the
+fork, that is for the caller's earlier work, and for the peers' READY, which follows the peers' forks.
+Nothing of call e on any side stream waits for any GEMM of call e. So if all GEMMs of call e - 1 end, then
+all forks of e happen, all READY are written, all pieces are copied, all ARRIVED come to b + m, all FETCHED
+are written, and all GEMMs of call e end.
+
+**Pieces need no agreement.** ARRIVED[p] is written and read by rank r alone, and counts rows: how many pieces
+rank p makes of the chunks that it fetches is never seen here. A tile waits for the rows that it reads, and
+whoever has seen ARRIVED[p] - b may read so many rows without another wait.
+
+**It reads no stale data.** ARRIVED[p] := b + i follows the copy of the rows up to i on one stream, and that
+follows READY. Before call e ARRIVED[p] is b, as every call, if m changes too, ends at its own b + m, which is
+the next one's base: so a value above b was written in call e. (What was fetched since a reader last looked
+stays far below 2**31 rows, so the difference is right when the count wraps.)
+
+**Nothing is overwritten while it is read.** Chunk p here is written by the copies of call e + 1, behind the
+fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind the
+GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
+buffer is enough. ROWS has a word for even and one for odd epochs: p writes the word again in call e + 2,
+behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that
+read it. A rank copies as many rows as it has itself, which every chunk has room for; that a peer has others
+is found by ROWS when all has been copied.
+
+**No wait is unbounded.** The GEMM polls with a budget. When it is spent it records the peer and the epoch
+in memory that the host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting
+READY[p] itself. That is reported by the next call, by `check` and by `close`, and the operation is then good
+for nothing but closing. A side stream that goes on after all, in the middle of a chunk too, lowers ARRIVED[p]
+to the end of a piece again: a program that has given up asks no more until its end, another may spend one
+more budget, at most once for each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the
+bases of the next 2**29 rows, so calls that are enqueued already wait no second time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from ..signals import GIVEN_UP, as_epoch
 from ..symm import SymmetricMemory, SymmetricTensor
+from .pieces import piece_ends
 from .words import ARRIVED, FETCHED, READY, ROWS
 
 
@@ -29,15 +88,15 @@ class ChunkProducer:
     """Copies chunks rank + 1, rank + 2, ... on a side stream of the memory it is given.
 
     On GPUs the side stream is a CUDA stream and needs no SM; on the CPU it is a thread. The order of
-    operations, on which the proof in `operation` rests, is this one source for both.
+    operations, on which the proof above rests, is this one source for both.
     """
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
         self._memory = memory
         self._stream = memory.side_stream()
         self._announced_rows = [0, 0]
-        self._rows = 0
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cut = (0, 0)  # rows and pieces of `_copies`
+        self._copies: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []  # to, from, the row behind
         self._peers = []
         for step in range(1, memory.world_size):
             peer = (memory.rank + step) % memory.world_size
@@ -54,12 +113,18 @@ class ChunkProducer:
                 )
             )
 
-    def start(self, rows: int, epoch: int) -> None:
-        """Enqueue the exchange of one call, behind what the caller has enqueued so far."""
+    def start(self, rows: int, epoch: int, base: int, pieces: int) -> None:
+        """Enqueue the exchange of one call, behind what the caller has enqueued so far.
+
+        base: what ARRIVED is before this call. pieces: in how many each chunk is fetched.
+        """
         memory, stream = self._memory, self._stream
-        if rows != self._rows:
-            self._rows = rows
-            self._copies = [(peer.chunk_here[:rows], peer.chunk_there[:rows]) for peer in self._peers]
+        if self._cut != (rows, pieces):
+            self._cut, ends = (rows, pieces), (0, *piece_ends(rows, pieces))
+            self._copies = [
+                [(peer.chunk_here[a:b], peer.chunk_there[a:b], b) for a, b in itertools.pairwise(ends)]
+                for peer in self._peers
+            ]
         stream.fork()
         parity = epoch & 1
         if self._announced_rows[parity] != rows:
@@ -68,10 +133,11 @@ class ChunkProducer:
                 memory.write_signal(peer.our_rows[parity], rows, stream)
         for peer in self._peers:
             memory.write_signal(peer.our_ready, epoch, stream)
-        for peer, (here, there) in zip(self._peers, self._copies, strict=True):
+        for peer, copies in zip(self._peers, self._copies, strict=True):
             memory.wait_signal(peer.ready, epoch, stream)
-            memory.copy(here, there, stream)
-            memory.write_signal(peer.arrived, epoch, stream)
+            for here, there, end in copies:
+                memory.copy(here, there, stream)
+                memory.write_signal(peer.arrived, as_epoch(base + end), stream)
             memory.write_signal(peer.our_fetched, epoch, stream)
 
     def join(self) -> None:

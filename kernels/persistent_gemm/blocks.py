@@ -8,13 +8,17 @@ from ..matrices import set_block
 
 
 def blocks_of(kwargs: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the block of each descriptor of the Gluon body, under a config and the layouts of a launch."""
+    """Return the block of each descriptor of the Gluon body, under a config and the layouts of a launch.
+
+    A kernel without a choice of layouts takes A by rows, [M, K], and a weight, [N, K].
+    """
+    trans_a, trans_b = kwargs.get("TRANS_A", False), kwargs.get("TRANS_B", True)
     block_m, block_n, block_k = kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"]
     further_n = kwargs["EXTRA_N"] or block_n
     return {
-        "a_desc": (block_k, block_m) if kwargs["TRANS_A"] else (block_m, block_k),
-        "b_desc": (block_n, block_k) if kwargs["TRANS_B"] else (block_k, block_n),
-        "extra_desc": (further_n, block_k) if kwargs["TRANS_B"] else (block_k, further_n),
+        "a_desc": (block_k, block_m) if trans_a else (block_m, block_k),
+        "b_desc": (block_n, block_k) if trans_b else (block_k, block_n),
+        "extra_desc": (further_n, block_k) if trans_b else (block_k, further_n),
         "c_desc": (block_m, kwargs["STORE_N"]),
     }
 

@@ -1,54 +1,19 @@
-"""The Gluon body for Hopper and Blackwell: one kernel, whose scheduler, MMA and epilogue are parts.
+"""The kernel of `persistent_matmul` for Hopper and Blackwell: a plain product, for the roles of `roles`.
 
-Two roles do everything. `_load` fills the ring of operands; `_work` multiplies, stores, or both. A variant is
-who plays them:
-
-    pipelined             one tile a program | _work alone: its warps also start the loads,
-    persistent            many tiles         |   NUM_BUFFERS - 1 k blocks ahead, up to the tile's end
-    persistent_pipelined  many tiles         |   or across it: the next tile is loaded under the epilogue
-    cooperative           _load (1 warp)     | _work: all other warps share a tile
-    pingpong              _load (1 warp)     | _work, _work: every second tile each; one multiplies while
-                                             |   the other stores
-    cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
-
-**It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: visit
-v has steps v * k_blocks to (v + 1) * k_blocks - 1. Every wait is for an arrival that needs no waiter's help:
-
-    full[s]         TMA, of a load that was started: `_load` starts each step of each visit once
-    empty[s]        the reader of step s - NUM_BUFFERS, which needs steps up to that one only. `_work` that
-                    loads for itself starts step s + NUM_BUFFERS - 1 after it has given back step s - 1
-    turn            see `_work`
-    accumulator     Blackwell: `ready` by the multiplier, once for each visit; `empty` for visit v by the
-                    storer of visit v - 2
-    number          dynamic only: `full` by the loader, which publishes until every taker has seen the end;
-                    `empty` by the takers, who take every visit once, before they need anything of it
-
-No tile (more programs than tiles) means no step: `_load` publishes the end and everybody stops. So does
-K = 0: no tile has a k block, nothing is visited and nothing written; zeros are the caller's to write.
-
-**At the end** of a partition its stores have been read out of shared memory, and no load is under way that
-nobody waits for: each step that is loaded is multiplied.
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..compat import aggregate
-from ..rings import ring_phase
 from ..tiles import scheduled_tile
-from .epilogue import OwnBuffers, StolenBuffers
-from .mma import Tcgen05, Wgmma
-from .operands import Operands
-from .schedule import DynamicSchedule, StaticSchedule
-
-LOADER_REGISTERS = gl.constexpr(24)  # the least that setmaxnreg takes; the loader is scalar code
-CONSUMER_REGISTERS = gl.constexpr(240)  # 2 * 240 + 24 for each of 128 lanes: 64512 of an SM's 65536
+from .roles import run
 
 
 @aggregate
 class Problem:
-    """What every partition knows."""
+    """The tiles of A @ B; or of the products of each of several parts of K, one below the other in C."""
 
     tiles_m: gl.tensor
     tiles_n: gl.tensor
@@ -63,7 +28,7 @@ class Problem:
 
     @gluon.jit
     def place(self, number):
-        """Return the first row and column of the tile, and its split; without such a tile, of the last one.
+        """Return the tile's first row of A and of C, column and k block; without such a tile, the last one's.
 
         Behind the last group the arithmetic would divide by a group of no rows.
         """
@@ -73,132 +38,21 @@ class Problem:
         pid_m, pid_n = scheduled_tile(
             number - split * each, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M
         )
-        return pid_m * self.BLOCK_M, pid_n * self.WIDTH, split
-
-
-@aggregate
-class Cursor:
-    """How far the loads of a partition that loads for itself have come: the k block to load next."""
-
-    visit: gl.tensor
-    number: gl.tensor
-    row: gl.tensor
-    col: gl.tensor
-    split: gl.tensor
-    k: gl.tensor
-    step: gl.tensor
-
-    @staticmethod
-    @gluon.jit
-    def create(problem, schedule):
-        number = schedule.publish(0)
-        row, col, split = problem.place(number)
-        zero = gl.to_tensor(0)
-        return Cursor(zero, number, row, col, split, zero, zero)
+        row = pid_m * self.BLOCK_M
+        return row, row + split * self.split_rows, pid_n * self.WIDTH, split * self.k_blocks
 
     @gluon.jit
-    def load(self, problem, schedule, operands, last_visit):
-        """Start one load, if there is one left in the tiles up to that visit; return the cursor behind it."""
-        visit, number, k, step = self.visit, self.number, self.k, self.step
-        row, col, split = self.row, self.col, self.split
-        if (number < problem.tiles) & (visit <= last_visit):
-            operands.load(step, row, col, split * problem.k_blocks + k)
-            step += 1
-            k += 1
-            if k == problem.k_blocks:
-                k = k * 0
-                visit += 1
-                number = schedule.publish(visit)
-                row, col, split = problem.place(number)
-        return Cursor(visit, number, row, col, split, k, step)
+    def await_rows(self, number, known):
+        """All of A is there."""
+        return known
 
+    @gluon.jit
+    def loaded(self):
+        """Nobody waits for that."""
 
-@gluon.jit
-def _load(problem, schedule, operands, TAKERS: gl.constexpr):
-    """Fill the ring with the k blocks of all tiles of this program."""
-    step = 0
-    visit = 0
-    number = schedule.publish(0)
-    while number < problem.tiles:
-        row, col, split = problem.place(number)
-        for k in range(problem.k_blocks):
-            operands.load(step, row, col, split * problem.k_blocks + k)
-            step += 1
-        visit += 1
-        number = schedule.publish(visit)
-    for further in gl.static_range(1, TAKERS):  # each of those who take turns must be told
-        schedule.publish(visit + further)
-    schedule.finish()
-
-
-@gluon.jit
-def _work(
-    problem,
-    schedule,
-    operands,
-    mma,
-    epilogue,
-    turn,
-    FIRST: gl.constexpr,
-    EVERY: gl.constexpr,
-    MULTIPLIES: gl.constexpr,
-    STORES: gl.constexpr,
-    LOADS: gl.constexpr,
-    ACROSS: gl.constexpr,
-):
-    """Multiply and store this partition's tiles: visits FIRST, FIRST + EVERY, ...
-
-    LOADS: start the loads as well, ACROSS: of the next tile too before this one is stored.
-
-    EVERY is 2 for ping-pong. The two take turns at the tensor cores: consumer w waits for turn[w], on which
-    the other arrives when it has started its last k block. At its tile j = 0, 1, ... consumer 0 needs j
-    arrivals of consumer 1, which has j tiles before visit 2j: 1, 3, ..., 2j - 1. Consumer 1 needs j + 1 of
-    consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
-    """
-    NUM_BUFFERS: gl.constexpr = problem.NUM_BUFFERS
-    AHEAD: gl.constexpr = NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
-    step = FIRST * problem.k_blocks
-    visit = gl.to_tensor(FIRST)
-    if LOADS:
-        cursor = Cursor.create(problem, schedule)
-        if ACROSS:
-            for _ in gl.static_range(NUM_BUFFERS - 1):
-                cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
-    number = schedule.take(visit)
-    while number < problem.tiles:
-        row, col, split = problem.place(number)
-        if MULTIPLIES:
-            if LOADS and not ACROSS:
-                for _ in gl.static_range(NUM_BUFFERS - 1):
-                    cursor = cursor.load(problem, schedule, operands, visit)
-            accumulator = mma.begin(visit)
-            if EVERY == 2:
-                mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
-            for k in range(problem.k_blocks):
-                operands.wait_full(step)
-                accumulator = accumulator.multiply(operands, step, k)
-                if LOADS:
-                    if k == 0:
-                        epilogue.before_load()
-                    # Into the slot of the k block before this one, under the multiplication of this one.
-                    cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
-                step += 1
-            if EVERY == 2:
-                mbarrier.arrive(turn.index(1 - FIRST), count=1)
-            accumulator = accumulator.end(operands, step)
-        else:
-            accumulator = mma.accumulator(visit)
-        if STORES:
-            mma.await_result(visit)
-            epilogue.store(accumulator, row + split * problem.split_rows, col, step, FIRST)
-            mma.drained(visit)
-        step += (EVERY - 1) * problem.k_blocks
-        visit += EVERY
-        number = schedule.take(visit)
-    if STORES:
-        epilogue.finish()
-    if LOADS:
-        schedule.finish()
+    @gluon.jit
+    def stored(self, number):
+        """Nobody waits for that."""
 
 
 # Sizes only count tiles: one binary serves all shapes.
@@ -232,32 +86,7 @@ def gemm(
     GROUP_M: gl.constexpr,
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
-    gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
-    gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
-    STEALS: gl.constexpr = STORE_BUFFERS == 0
-    if STEALS:
-        gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
-    SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
-    PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
-    CONSUMERS: gl.constexpr = 2 if PINGPONG else 1
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
-
-    operands = Operands.create(
-        a_desc,
-        b_desc,
-        extra_desc,
-        NUM_BUFFERS,
-        1 if STEALS else 0,
-        TRANS_A,
-        TRANS_B,
-        BLOCK_N,
-        EXTRA_N,
-        BLOCK_K,
-    )
-    if TENSOR_MEMORY:
-        mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
-    else:
-        mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, WIDTH)
     # As many for each split: the last one's may lie beyond K, where TMA reads zeros.
@@ -266,53 +95,23 @@ def gemm(
     problem = Problem(
         tiles_m, tiles_n, tiles, k_blocks, split_rows, SCHEDULE, GROUP_M, BLOCK_M, WIDTH, NUM_BUFFERS
     )
-    # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
-    SLOTS: gl.constexpr = NUM_BUFFERS + 2
-    READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
-    if SCHEDULE == "dynamic":
-        schedule = DynamicSchedule.create(counter_ptr, tiles, SCHEDULE, 8, 8, SLOTS, READERS)
-    else:
-        schedule = StaticSchedule.create(counter_ptr, tiles, SCHEDULE, 8, 8, SLOTS, READERS)
-    if STEALS:
-        epilogue = StolenBuffers.create(c_desc, operands, WIDTH, STORE_N, 1, CONSUMERS)
-    else:
-        epilogue = OwnBuffers.create(c_desc, operands, WIDTH, STORE_N, STORE_BUFFERS, CONSUMERS)
-    turn = operands.full
-    if PINGPONG:
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()  # TMA and the tensor cores see the mbarriers
-
-    if not SPECIALIZED:
-        ACROSS: gl.constexpr = VARIANT == "persistent_pipelined"
-        _work(problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, True, ACROSS)
-    elif TENSOR_MEMORY:
-        gl.warp_specialize(
-            [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, False, True, False, False)),
-                (_load, (problem, schedule, operands, 1)),
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, False, False, False)),
-            ],
-            [1, 1],
-            [LOADER_REGISTERS, LOADER_REGISTERS],
-        )
-    elif PINGPONG:
-        gl.warp_specialize(
-            [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, True, True, False, False)),
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, True, True, False, False)),
-                (_load, (problem, schedule, operands, 2)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
-                (_load, (problem, schedule, operands, 1)),
-            ],
-            [1],
-            [LOADER_REGISTERS],
-        )
+    run(
+        problem,
+        a_desc,
+        b_desc,
+        extra_desc,
+        c_desc,
+        counter_ptr,
+        TRANS_A,
+        TRANS_B,
+        TENSOR_MEMORY,
+        SCHEDULE,
+        VARIANT,
+        BLOCK_M,
+        BLOCK_N,
+        EXTRA_N,
+        BLOCK_K,
+        NUM_BUFFERS,
+        STORE_N,
+        STORE_BUFFERS,
+    )

@@ -18,7 +18,7 @@ MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
 
 
-def _config(
+def gluon_candidate(
     variant: str,
     blocks: tuple[int, int, int],
     buffers: int,
@@ -47,38 +47,38 @@ STOLEN = (128, 0)
 
 GLUON_CANDIDATES = [
     # The first is what a tuner's first run takes.
-    _config("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    _config("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
-    _config("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
-    _config("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
-    _config("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    _config("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
-    _config("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
-    _config("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
-    _config("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
-    _config("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
-    _config("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
-    _config("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
-    _config("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
-    _config("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
-    _config("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
-    _config("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
-    _config("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
-    _config("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
-    _config("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    _config("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    _config("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
-    _config("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
-    _config("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
-    _config("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
-    _config("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    _config("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    _config("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
-    _config("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    _config("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    _config("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
-    _config("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
-    _config("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
+    gluon_candidate("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    gluon_candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
+    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
+    gluon_candidate("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
+    gluon_candidate("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
+    gluon_candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+    gluon_candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
+    gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    gluon_candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    gluon_candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    gluon_candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
+    gluon_candidate("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
+    gluon_candidate("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    gluon_candidate("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    gluon_candidate("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    gluon_candidate("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    gluon_candidate("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    gluon_candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    gluon_candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    gluon_candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
+    gluon_candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
+    gluon_candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
 ]
 
 

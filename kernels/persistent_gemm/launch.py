@@ -1,31 +1,23 @@
-"""Launches of the Gluon body: tuned at first, then straight from what the tuning left.
+"""Launches of the Gluon body: tuned at first, then straight from what the tuning left (`settled_launch`).
 
-    first calls of a shape     Autotuner -> the config's blocks go into new descriptors -> the kernel
-    settled                    config, compiled kernel and grid from `_SETTLED`, descriptors from their cache:
-                               neither the tuner's nor the compiler's lookup is repeated
-
-The short way is taken while no launch may be a trial, and as long as the tuner's result for the shape is the
-one that was remembered, so a later tuning is followed at once. Nothing here keeps a caller's tensor.
+Descriptors come from their cache then. Nothing here keeps a caller's tensor.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from dist_autotune import is_tuning
-
 from ..matrices import Matrix, describe, described
+from ..settled_launch import SettledLaunches
 from .blocks import blocks_of
 from .body import gemm
 from .candidates import GLUON_CANDIDATES, NAMES, prune
 
-SETTLED_KEPT = 512
 COUNTERS_KEPT = 64
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -55,9 +47,16 @@ class Shape:
     device: torch.device
     tensor_memory: bool
 
-    def sizes(self) -> tuple[int, ...]:
-        """Return the kernel's M, N, K, `splits`, `split_rows` and `wanted`."""
-        return self.m, self.n, self.k, self.splits, self.split_rows, NAMES.index(self.wanted)
+    def sizes(self) -> dict[str, int]:
+        """Return the kernel's sizes, in the order of its parameters."""
+        return {
+            "M": self.m,
+            "N": self.n,
+            "K": self.k,
+            "splits": self.splits,
+            "split_rows": self.split_rows,
+            "wanted": NAMES.index(self.wanted),
+        }
 
     def constants(self) -> dict[str, Any]:
         """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
@@ -77,57 +76,23 @@ class Shape:
         return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1
 
 
-@dataclass(frozen=True)
-class Settled:
-    """How a shape is launched as long as `config` is the tuner's choice."""
-
-    config: triton.Config
-    blocks: tuple[tuple[int, int], ...]  # of a, b, b's further columns and c
-    constants: tuple[Any, ...]
-    run: Callable[..., Any]  # the compiled kernel, with its grid
-
-
-_SETTLED: OrderedDict[Shape, Settled] = OrderedDict()
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
 _COUNTERS: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
 
 def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     """Write C = A @ B on the current stream of the shape's device, which is the current device."""
     counter = counter_of(shape.device, dynamic=shape.schedule == "dynamic")
-    settled = _SETTLED.get(shape)
-    if settled is not None and not is_tuning() and _choice(shape, counter) is settled.config:
+    settled = _SETTLED.find(shape)
+    if settled is not None:
         kept = map(described, (a, b, b, c), settled.blocks)
-        settled.run(*kept, counter, *shape.sizes(), *settled.constants)
+        settled.run(*kept, counter, *shape.sizes().values(), *settled.constants)
         return
     any_block = (8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
-    compiled = tuned_gemm[shape.grid](*descriptors, counter, *shape.sizes(), **shape.constants())
-    if not is_tuning():
-        _remember(shape, counter, compiled)
-
-
-def _choice(shape: Shape, counter: torch.Tensor) -> triton.Config | None:
-    """Return the tuner's settled config for the shape, if there is one."""
-    if len(tuned_gemm.configs) == 1:
-        return tuned_gemm.configs[0]
-    named = {"M": shape.m, "N": shape.n, "K": shape.k, "splits": shape.splits, **shape.constants()}
-    named["wanted"] = NAMES.index(shape.wanted)
-    key = (*(named[name] for name in tuned_gemm.keys), str(counter.dtype))
-    return tuned_gemm.cache.get(key)
-
-
-def _remember(shape: Shape, counter: torch.Tensor, compiled: Any) -> None:
-    """Keep the short way to what has just been launched, if that is what the tuner has settled on."""
-    config = _choice(shape, counter)
-    if config is None or config is not tuned_gemm.best_config or not hasattr(compiled, "packed_metadata"):
-        return
-    constants = {**shape.constants(), **config.kwargs}
-    of_kernel = tuple(constants[name] for name in tuned_gemm.arg_names if name in constants)
-    _SETTLED[shape] = Settled(
-        config, tuple(blocks_of(constants).values()), of_kernel, compiled[shape.grid(config.kwargs)]
-    )
-    if len(_SETTLED) > SETTLED_KEPT:
-        _SETTLED.popitem(last=False)
+    sizes, constants = shape.sizes(), shape.constants()
+    compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), **constants)
+    _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, (str(counter.dtype),))
 
 
 def counter_of(device: torch.device, *, dynamic: bool) -> torch.Tensor:

@@ -69,6 +69,14 @@ class SymmetricMemory(abc.ABC):
         self._allocations.append(tensor)
         return tensor
 
+    def require_equal(self, name: str, value: str | int | float) -> None:
+        """Raise ValueError on every rank unless all pass the same value; collective."""
+        self._check_open()
+        values = self._ranks.exchange(value)
+        if any(other != value for other in values):
+            passed = "; ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
+            raise ValueError(f"the ranks pass different values of {name}: {passed}. Pass the same on all")
+
     def barrier(self) -> None:
         """Return when every rank has come here and this rank's device has done all it was given."""
         self._check_open()

@@ -22,6 +22,7 @@ from compiled import (
 
 from dist_autotune.kernels.ag_gemm import candidates
 from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES, prune
+from dist_autotune.kernels.ag_gemm.matmul import await_chunks
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 
 pytestmark = pytest.mark.aot
@@ -33,7 +34,7 @@ TYPES = {
     "words_ptr": "*i32",
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_bn", "stride_cm"), "i32"),
-    **dict.fromkeys(("rank", "epoch", "pushed", "budget"), "i32"),
+    **dict.fromkeys(("rank", "epoch", "base", "pushed", "budget"), "i32"),
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 
@@ -48,7 +49,7 @@ def compile_candidate(config, target, dtype="bf16", **values):
         all_gather_gemm.fn,
         types,
         constexprs,
-        any_value=("M", "slots", "rank", "epoch", "pushed", "budget"),
+        any_value=("M", "slots", "rank", "epoch", "base", "pushed", "budget"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -110,6 +111,16 @@ def test_a_poll_is_a_load_and_the_proxy_fence_stands_between_it_and_tma(target):
 @pytest.mark.parametrize("config", [c for c in GPU_CANDIDATES if not c.kwargs["TMA"]][:1], ids=["pointers"])
 def test_pointer_loads_need_no_proxy_fence(config):
     assert "fence.proxy.async.global" not in compile_candidate(config, HOPPER).asm["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_the_kernel_that_waits_before_a_product_of_cublas_compiles(target):
+    scalars = ("rank", "m", "epoch", "base", "pushed", "budget")
+    types = {"words_ptr": "*i32", "errors_ptr": "*i64", **dict.fromkeys(scalars, "i32")}
+    compiled = compile_for(target, await_chunks, types, {"WORLD": 8}, any_value=scalars, num_warps=1)
+    assert resources(compiled, target)["spilled"] == 0
+    names = [name for _, name in events(compiled.asm["ttgir"])]
+    assert "poll" in names
 
 
 # ---- negative control: the check above can fail

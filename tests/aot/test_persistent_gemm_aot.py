@@ -10,12 +10,14 @@ import torch
 import triton
 from compiled import BLACKWELL, CDNA3, CDNA4, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, in_parallel
-from triton.runtime.driver import driver
+from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
+from dist_autotune.kernels import settled_launch
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
 from dist_autotune.kernels.persistent_gemm.candidates import (
     GLUON_CANDIDATES,
     PLAIN_GPU_CANDIDATES,
@@ -23,7 +25,7 @@ from dist_autotune.kernels.persistent_gemm.candidates import (
     shared_bytes,
 )
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
-from pretended_device import PretendedDevice
+from dist_autotune.kernels.settled_launch import SettledLaunches
 
 pytestmark = pytest.mark.aot
 
@@ -208,25 +210,11 @@ def test_the_plain_body_compiles_and_uses_the_matrix_units(target, instruction, 
 # ---- the launch path, on a device that compiles and does not run
 
 
-class CompilingDevice(PretendedDevice):
-    """A Hopper GPU that writes down all arguments of a launch."""
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *args: self.launched.append(args)
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = CompilingDevice()
-    monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(launching, "_SETTLED", type(launching._SETTLED)())
-    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("pipelined", BLOCK_N=64)])
-    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, launching.gemm.device_caches.clear)
-    for clear in caches:
-        clear()
-    yield made
-    for clear in caches:
-        clear()
+    config = candidate("pipelined", BLOCK_N=64)
+    with only_compiling(monkeypatch, launching, launching.tuned_gemm, config) as made:
+        yield made
 
 
 def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs: int = 132) -> bool:
@@ -235,18 +223,6 @@ def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs: int = 13
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (torch.zeros(shape, dtype=torch.float16) for shape in ((m, k), (k, n), (m, n)))
-
-
-def arguments(launched: tuple[Any, ...]) -> list[Any]:
-    """Return the kernel's arguments of a launch, descriptors as numbers."""
-
-    def plain(value: Any) -> Any:
-        if not hasattr(value, "block_shape"):
-            return value
-        return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape, repr(value.layout))
-
-    rest = launched[9:]  # behind grid, stream, function, metadata and hooks
-    return [plain(value) for value in rest]
 
 
 def test_a_settled_call_launches_what_the_first_one_launched_and_asks_no_tuner(device, monkeypatch):
@@ -298,21 +274,17 @@ def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
 def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
     a, b, out = operands(256, 192, 64)
     call(a, b, out)
-    asked: list[Any] = []
-    run = type(launching.tuned_gemm).run
-    monkeypatch.setattr(
-        type(launching.tuned_gemm), "run", lambda *args, **kwargs: (asked.append(1), run(*args, **kwargs))[1]
-    )
-    monkeypatch.setattr(launching, "is_tuning", lambda: True)
+    asked = count_asking(monkeypatch, launching.tuned_gemm)
+    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
     call(a, b, out)
     assert asked == [1]
 
 
 def test_what_is_kept_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(launching, "SETTLED_KEPT", 2)
+    monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of, kept=2))
     for m in (64, 128, 192, 256):
         call(*operands(m, 192, 64))
-    assert [shape.m for shape in launching._SETTLED] == [192, 256]
+    assert [shape.m for shape in launching._SETTLED._of] == [192, 256]
 
 
 def test_a_result_contiguous_along_columns_is_the_transposed_product(device):

@@ -1,0 +1,203 @@
+"""All-gather + grouped GEMM over experts: ours against NCCL and torch's grouped_mm in sequence, the parts alone.
+
+    ./launch.sh benchmarks/ag_moe.py [--tokens T] [--hidden K] [--ffn N] [--experts E] [--topk J]
+                                     [--shapes public] [--json FILE]
+
+Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned first,
+inside `contextual_autotune(is_dist=True)`.
+
+    ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
+    NCCL + grouped_mm      all-gathers of tokens and choices, then sort, gather rows, grouped_mm, put in place
+    grouped_mm             the same without the all-gathers
+    grouped GEMM, ours     `AllGatherMoE` over a single rank, tuned by itself, all tokens being there
+    NCCL gather            the all-gathers alone
+
+Every arm sorts the choices, and writes a row for each choice, token by token. Protocol and traps: `common.py`.
+Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common import Arm, Plan, Ranks, clocks_seen, describe_run, measure, run_on_ranks, write_json
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+from moe_problem import (
+    ALONE_BACKEND,
+    DTYPES,
+    LIMIT_S,
+    PATIENCE_S,
+    Choices,
+    Shape,
+    TorchGrouped,
+    all_gather,
+    alone,
+    parse,
+    products,
+)
+from render import summary
+from tuned import Tuned
+
+OURS, GROUPED, GROUPED_OURS = "ours", "grouped_mm", "grouped GEMM, ours"
+
+
+class Problem:
+    """The tensors of one shape on this rank, and what the right results are."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+        options = {"dtype": dtype, "device": ranks.device}
+        self.choices, self.dtype = Choices(shape, ranks), dtype
+        self.x = torch.empty(self.choices.own, shape.hidden, **options)
+        self.all_x = torch.empty(shape.tokens, shape.hidden, **options)
+        self.weight = torch.randn(shape.experts, shape.ffn // ranks.world_size, shape.hidden, **options)
+        self.out = torch.empty(shape.tokens * shape.topk, self.weight.shape[1], **options)
+        self.limit = torch.finfo(dtype).eps + shape.hidden**0.5 * torch.finfo(torch.float32).eps
+        self.gigaflop = 2e-9 * self.out.numel() * shape.hidden
+        self.received_mb = 1e-6 * (self.all_x.numel() - self.x.numel()) * dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.x.normal_()
+        self.choices.refresh(self.dtype)
+        all_gather(self.all_x, self.x)
+
+    def error(self, result: torch.Tensor) -> float:
+        topk = self.choices.shape.topk
+        tokens = self.choices.sample().to(result.device)
+        rows = self.all_x[tokens].repeat_interleave(topk, dim=0)
+        right = products(rows, self.weight, self.choices.all_ids[tokens].reshape(-1))
+        found = result.unflatten(0, (-1, topk))[tokens].flatten(0, 1).float()
+        return float((found - right).norm() / right.norm())
+
+    def arm(self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]]) -> Arm:
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: self.out.fill_(math.nan),
+        )
+
+    # ---- baselines
+
+    def gather(self) -> torch.Tensor:
+        all_gather(self.choices.all_ids, self.choices.ids)
+        all_gather(self.all_x, self.x)
+        return self.all_x
+
+    def torch_alone(self) -> Callable[[], torch.Tensor]:
+        grouped = TorchGrouped(self.weight, self.choices.shape.topk)
+        return lambda: grouped(self.all_x, self.choices.all_ids, self.out)
+
+    def torch_in_sequence(self) -> Callable[[], torch.Tensor]:
+        multiply = self.torch_alone()
+
+        def call() -> torch.Tensor:
+            self.gather()
+            return multiply()
+
+        return call
+
+
+def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of one shape."""
+    dtype = DTYPES[options.dtype]
+    problem = Problem(shape, dtype, ranks)
+    choices, x, weight, out = problem.choices, problem.x, problem.weight, problem.out
+    settings = {"timeout_s": PATIENCE_S, "max_topk": shape.topk}
+    op = AllGatherMoE(choices.own, shape.hidden, dtype, backend=options.backend, **settings)
+    single = AllGatherMoE(
+        shape.tokens, shape.hidden, dtype, group=alone(ranks), backend=ALONE_BACKEND, **settings
+    )
+    ours = Tuned(
+        lambda: op(x, weight, choices.ids, out, tokens=choices.tokens),
+        check=op.check,
+        name="ag_moe benchmark",
+        retune=options.retune,
+    )
+    ours_alone = Tuned(
+        lambda: single(single.shard, weight, choices.all_ids, out),
+        check=single.check,
+        name="ag_moe benchmark, alone",
+        retune=options.retune,
+    )
+
+    def refresh() -> None:
+        problem.refresh()
+        single.shard.copy_(problem.all_x)
+
+    def asking() -> Callable[[], torch.Tensor]:
+        ours.eager()
+        return lambda: op(x, weight, choices.ids, out)
+
+    collectives = ranks.collectives
+    arms = [
+        problem.arm(OURS, ours.eager),
+        problem.arm("ours, graph", ours.graph),
+        problem.arm("ours, tokens not given", asking),
+        problem.arm(f"{collectives} + grouped_mm", problem.torch_in_sequence),
+        problem.arm(GROUPED, problem.torch_alone),
+        problem.arm(GROUPED_OURS, ours_alone.eager),
+        Arm(
+            name=f"{collectives} gather",
+            prepare=lambda: problem.gather,
+            error=lambda result: float(result.isnan().any()),
+            limit=0.0,
+            work=problem.received_mb,
+            rate="GB/s",
+            poison=lambda: problem.all_x.fill_(math.nan),
+        ),
+    ]
+    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+    measured = measure(arms, ranks, refresh, plan)
+    clocks = clocks_seen(ranks)
+    trouble = [text for each in (op, single) if (text := ranks.attempt(each.close))]
+    return {
+        "case": str(shape),
+        "dtype": options.dtype,
+        "symmetric_memory": op.backend,
+        **measured,
+        "tuned": ours.record(),
+        "tuned_alone": ours_alone.record(),
+        "clocks": clocks,
+        "trouble_at_closing": trouble,
+    }
+
+
+def main() -> None:
+    options = parse(__doc__)
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        title = "All-gather + grouped GEMM over experts"
+        record = describe_run(ranks, op="ag_moe", title=title, commit=options.commit, plan=plan)
+        record["case_title"] = "tokens x hidden x ffn, experts"
+        sequence = f"{ranks.collectives} + grouped_mm"
+        record["ratios"] = [
+            {"name": f"{sequence} / ours", "of": sequence, "to": OURS},
+            {"name": "ours / ours alone", "of": OURS, "to": GROUPED_OURS},
+            {"name": "grouped_mm / ours alone", "of": GROUPED, "to": GROUPED_OURS},
+        ]
+        record["cases"] = []
+        for shape in options.shapes:
+            record["cases"].append(run_shape(shape, options, ranks))
+            ranks.say(f"{shape}: done")
+            if options.json is not None and ranks.rank == 0:
+                write_json(options.json, record)
+        ranks.say(f"\n{summary(record)}")
+        ours = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == OURS]
+        trouble = [text for case in record["cases"] for text in case["trouble_at_closing"]]
+        return int(bool(trouble) or any("unavailable" in arm for arm in ours))
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What a call of `AllGatherGemm` is, for the kernels of either family, besides the tensors they multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call on one rank; every family launches from this alone."""
+
+    rows: int  # of each rank's chunk
+    rank: int
+    world_size: int
+    slots: int  # of the gather buffer, each with room for `capacity` rows
+    capacity: int
+    epoch: int
+    base: int  # what ARRIVED was before this call; 0 in the lane of captured calls
+    pushed: int  # 1 in the lane of captured calls
+    budget: int  # how many polls a wait lasts
+    programs: int  # the most that run at once
+    words: torch.Tensor  # int32, those of the lane that the call takes
+    errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
+    stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what

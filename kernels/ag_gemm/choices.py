@@ -1,0 +1,106 @@
+"""What a rank may choose in a call of `AllGatherGemm` as it likes, whatever its peers choose.
+
+    consumer     who multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or "matmul",
+                 which waits first and leaves the product to cuBLAS
+    pieces       in how many pieces this rank copies a chunk
+    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside
+
+Ranks tell each other of rows of chunks, never of tiles, pieces or programs, so none of these needs agreement,
+and each is a `tunable`: tuned by the time of the whole run inside `contextual_autotune`, outside the settled
+option or the first. Who copies, `producer="pull"` or `"push"`, is none of them: one rank that waited for a
+push and another that waited to be pulled from would wait for each other for ever.
+
+A captured call takes what eager calls of the same shape have settled on: in a capture nothing can be tried.
+What the caller has fixed is not chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from dist_autotune import tunable
+
+from ..configs import INTERPRETED
+from .pieces import piece_counts
+
+INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
+SPARED_SMS = (0, 4, 16)
+CONSUMERS = ("specialized", "plain", "matmul")
+
+T = TypeVar("T", int, str)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a call has chosen."""
+
+    consumer: str
+    pieces: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the caller of `AllGatherGemm` has chosen for all calls; None: left to each call."""
+
+    consumer: str | None = None
+    pieces: int | None = None
+    programs: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError unless there is such a choice."""
+        if self.consumer not in (None, *CONSUMERS):
+            raise ValueError(f"consumer is {self.consumer!r}; it is one of {', '.join(CONSUMERS)}, or None")
+        for name, count in (("pieces", self.pieces), ("programs", self.programs)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}; it is at least 1, or None")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What calls of one shape may choose from; the first of each unless a tuner knows better."""
+
+    consumers: tuple[str, ...]
+    pieces: tuple[int, ...]
+    programs: tuple[int, ...]
+    key: tuple[Any, ...]  # what the choice depends on
+
+    def narrowed(self, fixed: Fixed) -> Options:
+        """Return these options without what is fixed. Raises ValueError where it is impossible."""
+        if fixed.consumer is not None and fixed.consumer not in self.consumers:
+            needs = "a Hopper or Blackwell GPU, rows of weight and out that begin at multiples of 16 bytes"
+            raise ValueError(
+                f"consumer={fixed.consumer!r} cannot take this call, {' and '.join(self.consumers)} can: it "
+                f"needs {needs}, and a shard with as many rows as its smallest tile"
+            )
+        return replace(
+            self,
+            consumers=(fixed.consumer,) if fixed.consumer else self.consumers,
+            pieces=(fixed.pieces,) if fixed.pieces else self.pieces,
+            programs=(fixed.programs,) if fixed.programs else self.programs,
+        )
+
+    def choose(self) -> Choice:
+        """Return what this call takes."""
+        return Choice(
+            self._tuned("ag_gemm consumer", self.consumers),
+            self._tuned("ag_gemm pieces", self.pieces),
+            self._tuned("ag_gemm programs", self.programs),
+        )
+
+    def _tuned(self, name: str, options: tuple[T, ...]) -> T:
+        return tunable(name, options, key=self.key) if len(options) > 1 else options[0]
+
+
+def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, key: tuple[Any, ...]) -> Options:
+    """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none)."""
+    programs = INTERPRETED_PROGRAMS
+    if not INTERPRETED:
+        programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
+    return Options(
+        consumers=CONSUMERS if specialized else CONSUMERS[1:],
+        pieces=piece_counts(rows) if world_size > 1 else (1,),
+        programs=programs,
+        key=key,
+    )

@@ -1,0 +1,74 @@
+"""The consumer without overlap: wait for all chunks, then let cuBLAS multiply them.
+
+What a GEMM of ours does last, one small kernel does here first: it waits for every peer's chunk, and until no
+peer needs ours any more, and lets the side stream through where a peer does not come. The products are
+enqueued behind it. Peers may meanwhile do as they like: the exchange is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .call import Call
+from .chunks import part_from
+
+
+@triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "budget"])
+def await_chunks(words_ptr, errors_ptr, rank, m, epoch, base, pushed, budget, WORLD: tl.constexpr):
+    """Return when all chunks are here and nobody needs ours, or their budgets are spent; a program a peer."""
+    peer = (rank + 1 + tl.program_id(0)) % WORLD
+    part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD)
+
+
+class Run(NamedTuple):
+    """Chunks that are neighbours both in the gather buffer and in the result."""
+
+    slot: int
+    chunk: int
+    chunks: int
+
+
+@functools.lru_cache
+def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
+    """Return the chunks of a lane in as few runs as there are."""
+    if not pushed:
+        return (Run(0, 0, world_size),)
+    behind = Run(world_size, rank + 1, world_size - 1 - rank)
+    before = Run(2 * world_size - 1 - rank, 0, rank)
+    return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
+
+
+def wait_for_all(call: Call) -> None:
+    """Enqueue the wait for all peers; kernels behind it, those that load by TMA too, see their chunks."""
+    if call.world_size > 1:
+        await_chunks[(call.world_size - 1,)](
+            call.words,
+            call.errors,
+            call.rank,
+            call.rows,
+            call.epoch,
+            call.base,
+            call.pushed,
+            call.budget,
+            WORLD=call.world_size,
+            num_warps=1,
+        )
+
+
+def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+    """Enqueue the product of one call."""
+    wait_for_all(call)
+    rows, right = call.rows, weight.detach().T
+    for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
+        left = gather[slot : slot + count, :rows]
+        product = out.detach()[chunk * rows : (chunk + count) * rows]
+        if count == 1 or rows == call.capacity:
+            torch.mm(left.flatten(0, 1), right, out=product)
+        else:
+            # The chunks lie apart: one batched product, whose right side is one matrix for all.
+            torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))

@@ -1,0 +1,210 @@
+"""The device side of `AllGatherGemm` on Hopper and Blackwell: the roles of `persistent_gemm` wait for rows.
+
+Only the load warp waits: once a tile, before its first load, and only if the rows that it has been told of
+are too few. The tensor cores go on with what it has loaded before, up to NUM_BUFFERS k blocks.
+
+    tiles     chunk `rank` first, which needs no wait, then in the order in which chunks are fetched; inside a
+              chunk down GROUP_M rows of tiles before the next column
+    ragged    where BLOCK_M does not divide m, a chunk's last row of tiles is moved up to end with the chunk.
+              Rows that two tiles compute get the same sums, to the bit, from both, so it does not matter
+              whose store is the last; and no store reaches into the next chunk
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..compat import aggregate
+from ..persistent_gemm.roles import run
+from ..stamps import multiprocessor, nanoseconds
+from ..tiles import grouped_tile, rotated_chunk
+from .chunks import part_from, slot_of, wait_for_rows
+
+
+@aggregate
+class Chunks:
+    """The tiles of all chunks of A, each with its rows in a slot of its own; the `problem` of `roles`.
+
+    `known` counts rows of A in the order in which they are visited. Chunks before the one of a tile have been
+    waited for, or are not this program's business any more, so a single number says what is known to be here.
+    """
+
+    words_ptr: gl.tensor
+    errors_ptr: gl.tensor
+    stamps_ptr: gl.tensor
+    m: gl.tensor
+    tiles_m: gl.tensor  # of a chunk
+    tiles_n: gl.tensor
+    tiles: gl.tensor  # of all chunks
+    k_blocks: gl.tensor
+    capacity: gl.tensor
+    rank: gl.tensor
+    epoch: gl.tensor
+    base: gl.tensor
+    pushed: gl.tensor
+    budget: gl.tensor
+    WORLD: gl.constexpr
+    GROUP_M: gl.constexpr
+    BLOCK_M: gl.constexpr
+    WIDTH: gl.constexpr
+    NUM_BUFFERS: gl.constexpr
+    STAMPS: gl.constexpr
+
+    @gluon.jit
+    def find(self, number):
+        """Return the tile's chunk, its first row in that chunk and its first column.
+
+        Without such a tile, the last one's: behind the last group the arithmetic would divide by zero.
+        """
+        number = min(number, self.tiles - 1)
+        chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.rank)
+        pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.GROUP_M)
+        return chunk, min(pid_m * self.BLOCK_M, self.m - self.BLOCK_M), pid_n * self.WIDTH
+
+    @gluon.jit
+    def place(self, number):
+        chunk, row, col = self.find(number)
+        slot = slot_of(chunk, self.rank, self.pushed, self.WORLD)
+        return slot * self.capacity + row, chunk * self.m + row, col, 0
+
+    @gluon.jit
+    def await_rows(self, number, known):
+        """Return once the tile's rows are here, or their peer has been given up: then it loads garbage."""
+        if self.STAMPS:
+            gl.store(self.stamps_ptr + number * 4 + 3, multiprocessor().to(gl.int64))
+            gl.store(self.stamps_ptr + number * 4, nanoseconds())
+        chunk, row, _col = self.find(number)
+        step = (chunk - self.rank + self.WORLD) % self.WORLD
+        before = step * self.m  # rows of the chunks that are visited before this one
+        needed = row + self.BLOCK_M
+        if (step > 0) & (known < before + needed):
+            arrived = wait_for_rows(
+                chunk,
+                needed,
+                self.rank,
+                self.words_ptr,
+                self.errors_ptr,
+                self.epoch,
+                self.base,
+                self.pushed,
+                self.budget,
+                self.WORLD,
+                True,
+            )
+            known = before + min(arrived, self.m)
+        if self.STAMPS:
+            gl.store(self.stamps_ptr + number * 4 + 1, nanoseconds())
+        return known
+
+    @gluon.jit
+    def loaded(self):
+        """Part from the peers, each of which one program waits for, while the others still multiply."""
+        for peer in range(gl.program_id(0), self.WORLD, gl.num_programs(0)):
+            if peer != self.rank:
+                part_from(
+                    peer,
+                    self.rank,
+                    self.m,
+                    self.words_ptr,
+                    self.errors_ptr,
+                    self.epoch,
+                    self.base,
+                    self.pushed,
+                    self.budget,
+                    self.WORLD,
+                )
+
+    @gluon.jit
+    def stored(self, number):
+        if self.STAMPS:
+            gl.store(self.stamps_ptr + number * 4 + 2, nanoseconds())
+
+
+UNSPECIALIZED = [
+    *("words_ptr", "errors_ptr", "stamps_ptr"),
+    *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "budget"),
+]
+
+
+# Sizes only count tiles, and words are read one by one: one binary serves all shapes and both lanes.
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def specialized_all_gather_gemm(
+    a_desc,  # gather buffer [slots * capacity, K]; the first M / WORLD rows of each slot count
+    b_desc,  # weight [N, K]
+    extra_desc,
+    c_desc,  # out [M, N]
+    words_ptr,  # int32 [WORDS, WORLD]
+    errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    stamps_ptr,  # int64 [tiles, 4] with STAMPS: ns before and after the wait, ns of the store, SM
+    M,
+    N,
+    K,
+    capacity,
+    rank,
+    epoch,
+    base,  # what ARRIVED was before this call
+    pushed,  # 1 in the lane of captured calls; no constexpr: what is loaded serves both
+    budget,
+    WORLD: gl.constexpr,
+    TENSOR_MEMORY: gl.constexpr,  # Blackwell
+    DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
+    STAMPS: gl.constexpr,
+    VARIANT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    EXTRA_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    STORE_N: gl.constexpr,
+    STORE_BUFFERS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Write C = A @ B.T, tile by tile, chunk `rank` first. M / WORLD is not below BLOCK_M."""
+    gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp is to wait")
+    WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
+    m = M // WORLD
+    tiles_m = gl.cdiv(m, BLOCK_M)
+    tiles_n = gl.cdiv(N, WIDTH)
+    problem = Chunks(
+        words_ptr,
+        errors_ptr,
+        stamps_ptr,
+        m,
+        tiles_m,
+        tiles_n,
+        WORLD * tiles_m * tiles_n,
+        gl.cdiv(K, BLOCK_K),
+        capacity,
+        rank,
+        epoch,
+        base,
+        pushed,
+        budget,
+        WORLD,
+        GROUP_M,
+        BLOCK_M,
+        WIDTH,
+        NUM_BUFFERS,
+        STAMPS,
+    )
+    run(
+        problem,
+        a_desc,
+        b_desc,
+        extra_desc,
+        c_desc,
+        words_ptr,  # in place of a counter: the schedule is static
+        False,
+        True,
+        TENSOR_MEMORY,
+        "grouped",
+        VARIANT,
+        BLOCK_M,
+        BLOCK_N,
+        EXTRA_N,
+        BLOCK_K,
+        NUM_BUFFERS,
+        STORE_N,
+        STORE_BUFFERS,
+    )

@@ -1,0 +1,87 @@
+"""The short way to a launch: config, compiled kernel and grid as the tuning left them.
+
+    first calls of a shape     Autotuner -> the config's blocks go into new descriptors -> the kernel
+    settled                    what was remembered of such a launch, called directly
+
+The short way is taken while no launch may be a trial, and as long as the tuner's choice for the shape is the
+one that was remembered, so a later tuning is followed at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import triton
+
+from dist_autotune import is_tuning
+
+KEPT = 512
+
+Shape = TypeVar("Shape", bound=Hashable)
+BlocksOf = Callable[[dict[str, Any]], dict[str, tuple[int, int]]]  # descriptors' blocks under all constants
+Grid = Callable[[dict[str, Any]], tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How a shape is launched as long as `config` is the tuner's choice for `key`."""
+
+    config: triton.Config
+    key: tuple[Any, ...]
+    blocks: tuple[tuple[int, int], ...]  # of the descriptors
+    constants: tuple[Any, ...]  # in the order of the kernel's parameters, which end with them
+    run: Callable[..., Any]  # the compiled kernel, with its grid
+
+
+class SettledLaunches(Generic[Shape]):
+    """What is known of the shapes of one tuned kernel whose constants are its last parameters.
+
+    A shape is all that the config and the compiled kernel depend on. No tensor of a caller is kept.
+    """
+
+    def __init__(self, tuner: Any, blocks_of: BlocksOf, *, kept: int = KEPT) -> None:
+        self._tuner, self._blocks_of, self._kept = tuner, blocks_of, kept
+        self._of: OrderedDict[Shape, Settled] = OrderedDict()
+
+    def find(self, shape: Shape) -> Settled | None:
+        """Return how to launch the shape the short way; None if this launch must ask the tuner."""
+        settled = self._of.get(shape)
+        if settled is None or is_tuning() or self._choice(settled.key) is not settled.config:
+            return None
+        return settled
+
+    def remember(
+        self,
+        shape: Shape,
+        compiled: Any,
+        grid: Grid,
+        sizes: dict[str, Any],
+        constants: dict[str, Any],
+        dtypes: tuple[str, ...],
+    ) -> None:
+        """Keep the short way to what the tuner has just launched, if that is what it has settled on.
+
+        sizes, constants: the arguments that no config sets. dtypes: of the tensors among the arguments.
+        """
+        tuner, named = self._tuner, {**sizes, **constants}
+        key = (*(named[name] for name in tuner.keys), *dtypes)
+        config = self._choice(key)
+        if is_tuning() or config is None or config is not tuner.best_config:
+            return
+        if not hasattr(compiled, "packed_metadata"):  # nothing was launched
+            return
+        named = {**constants, **config.kwargs}
+        ordered = tuple(named[name] for name in tuner.arg_names if name in named)
+        blocks = tuple(self._blocks_of(named).values())
+        self._of[shape] = Settled(config, key, blocks, ordered, compiled[grid(config.kwargs)])
+        if len(self._of) > self._kept:
+            self._of.popitem(last=False)
+
+    def _choice(self, key: tuple[Any, ...]) -> triton.Config | None:
+        """Return the tuner's settled config, if there is one."""
+        configs = self._tuner.configs
+        choice: triton.Config | None = configs[0] if len(configs) == 1 else self._tuner.cache.get(key)
+        return choice

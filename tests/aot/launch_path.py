@@ -1,0 +1,62 @@
+"""A device that compiles and does not run, for tests of the path to a launch of the Gluon bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.driver import driver
+
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
+from dist_autotune.kernels.settled_launch import SettledLaunches
+from pretended_device import PretendedDevice
+
+
+class CompilingDevice(PretendedDevice):
+    """A Hopper GPU that writes down all arguments of a launch."""
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *args: self.launched.append(args)
+
+
+@contextmanager
+def only_compiling(
+    monkeypatch: pytest.MonkeyPatch, module: Any, tuner: Any, config: triton.Config
+) -> Iterator[CompilingDevice]:
+    """Make it the device of `tuner`, with this config only, and with the settled launches in `module`."""
+    made = CompilingDevice()
+    monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(module, "_SETTLED", SettledLaunches(tuner, blocks_of))
+    monkeypatch.setattr(tuner, "configs", [config])
+    monkeypatch.setattr(tuner, "cache", {})
+    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, tuner.fn.device_caches.clear)
+    for clear in caches:
+        clear()
+    yield made
+    for clear in caches:
+        clear()
+
+
+def arguments(launched: tuple[Any, ...]) -> list[Any]:
+    """Return the kernel's arguments of a launch, descriptors as their numbers and tensors as addresses."""
+
+    def plain(value: Any) -> Any:
+        if not hasattr(value, "block_shape"):
+            return value.data_ptr() if isinstance(value, torch.Tensor) else value
+        return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape, repr(value.layout))
+
+    return [plain(value) for value in launched[9:]]  # behind grid, stream, function, metadata and hooks
+
+
+def count_asking(monkeypatch: pytest.MonkeyPatch, tuner: Any) -> list[int]:
+    """Return a list that grows whenever the tuner is asked."""
+    asked: list[int] = []
+    run = type(tuner).run
+    monkeypatch.setattr(
+        type(tuner), "run", lambda *args, **kwargs: (asked.append(1), run(*args, **kwargs))[1]
+    )
+    return asked

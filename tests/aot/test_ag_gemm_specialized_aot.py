@@ -1,0 +1,362 @@
+"""AllGatherGemm's warp-specialised kernel, compiled for GPUs that are not here, and the path to a launch."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import re
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import triton
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, resources
+from gemm_compiled import descriptor_type, in_parallel
+from launch_path import arguments, count_asking, only_compiling
+
+from dist_autotune import compile as compiling
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels import settled_launch
+from dist_autotune.kernels.ag_gemm import specialized, specialized_candidates
+from dist_autotune.kernels.ag_gemm.call import Call
+from dist_autotune.kernels.ag_gemm.specialized_candidates import CANDIDATES, fewest_rows, prune
+from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
+from dist_autotune.kernels.persistent_gemm.candidates import shared_bytes
+from dist_autotune.kernels.persistent_gemm.roles import LOADER_REGISTERS
+
+pytestmark = pytest.mark.aot
+
+TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+SCALARS = ("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "budget")
+
+
+def candidate(variant: str, blocks: tuple[int, int, int], warps: int) -> triton.Config:
+    """Return the first candidate like that."""
+
+    def values(config: triton.Config) -> tuple[Any, ...]:
+        kwargs = config.kwargs
+        return kwargs["VARIANT"], kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], config.num_warps
+
+    return next(config for config in CANDIDATES if values(config) == (variant, *blocks, warps))
+
+
+LARGE = candidate("cooperative", (128, 256, 64), 8)
+BLACKWELL_S = candidate("cooperative", (128, 256, 64), 4)
+PINGPONG = candidate("pingpong", (128, 128, 64), 4)
+SMALL = candidate("pingpong", (64, 128, 64), 4)
+SMALL_DEEP = candidate("cooperative", (64, 128, 128), 4)
+
+
+def compile_candidate(
+    config: triton.Config, target: Any, *, stamps: bool = False, dtype: str = "bf16"
+) -> Any:
+    constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "STAMPS": stamps}
+    constants |= config.kwargs
+    types = {name: descriptor_type(dtype, block) for name, block in blocks_of(constants).items()}
+    types |= {
+        "words_ptr": "*i32",
+        "errors_ptr": "*i64",
+        "stamps_ptr": "*i64",
+        **dict.fromkeys(SCALARS, "i32"),
+    }
+    kernel = specialized_all_gather_gemm
+    return compile_for(target, kernel, types, constants, any_value=tuple(types), num_warps=config.num_warps)
+
+
+def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 8192) -> list[triton.Config]:
+    monkeypatch.setattr(specialized_candidates, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+    args = {"M": 4 * rows, "N": n, "K": 8192}
+    return prune(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
+
+
+@functools.cache
+def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
+    """Return each candidate of a large call with what it compiles to."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        configs = usable_on(target, 2048, monkeypatch)
+    jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
+    return list(zip(configs, in_parallel(jobs), strict=True))
+
+
+@TARGETS
+def test_every_candidate_fits_the_device_without_spills(target):
+    assert len(compiled_for(target)) >= 6
+    for config, compiled in compiled_for(target):
+        used = resources(compiled, target)
+        assert used["spilled"] == 0, config
+        assert used["registers"] <= REGISTERS[target], config
+        assert used["shared_bytes"] <= SHARED_BYTES[target], config
+        estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
+        assert 0 <= estimate - used["shared_bytes"] <= 1024, config
+        assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
+
+
+def load_partition(ttgir: str) -> str:
+    """Return the text of the partition that loads."""
+    partitions = re.split(r"^\s*(?:default|partition\d+\()", ttgir, flags=re.MULTILINE)
+    (found,) = [text for text in partitions if "async_tma_copy_global_to_local" in text]
+    return found
+
+
+@TARGETS
+def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(target):
+    for config, compiled in compiled_for(target):
+        partition = load_partition(compiled.asm["ttgir"])
+        before, tiles = partition.split("scf.while", 1)
+        assert [name for _, name in events(before) if name != "loop"] == [], config
+        names = [name for _, name in events(tiles) if name != "loop"]
+        assert names[:3] == ["poll", "poll", "fence"], config
+        loads = 2 if config.kwargs["EXTRA_N"] == 0 else 3
+        first = names.index("load")
+        assert names.count("load") == loads, config
+        assert names[first : first + loads] == ["load"] * loads, config
+        assert "fence" not in names[first:], config  # behind the loads: it parts from the peers
+
+
+@TARGETS
+def test_nobody_else_polls(target):
+    for config, compiled in compiled_for(target):
+        ttgir = compiled.asm["ttgir"]
+        assert ttgir.count("atomic_rmw") == load_partition(ttgir).count("atomic_rmw") > 0, config
+
+
+@TARGETS
+def test_a_poll_is_a_load_and_the_machine_code_has_its_fence(target):
+    for config, compiled in compiled_for(target):
+        ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
+        assert "ld.global.sys.acquire" in ptx, config
+        assert not re.search(r"atom\.\S*add", ptx), config
+        assert "fence.proxy.async.global" in ptx, config
+        assert sass.index("LDG.E.STRONG.SYS") < sass.index("FENCE.VIEW.ASYNC.G") < sass.index("UTMALDG"), (
+            config
+        )
+
+
+@TARGETS
+def test_the_load_warp_lives_on_the_registers_that_it_keeps(target):
+    for config, compiled in compiled_for(target):
+        parts = re.split(r"USETMAXREG", compiled.asm["sass"])
+        (loading,) = [part for part in parts if "UTMALDG" in part]
+        assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < LOADER_REGISTERS.value, config
+
+
+@TARGETS
+@pytest.mark.parametrize("config", [LARGE, PINGPONG], ids=["cooperative", "pingpong"])
+def test_stamps_cost_nothing_where_they_are_off_and_fit_where_they_are_on(target, config):
+    if target is BLACKWELL and config.kwargs["VARIANT"] == "pingpong":
+        config = BLACKWELL_S
+    assert "globaltimer" not in compile_candidate(config, target).asm["ptx"]
+    stamped = compile_candidate(config, target, stamps=True)
+    consumers = 2 if config.kwargs["VARIANT"] == "pingpong" else 1
+    assert stamped.asm["ptx"].count("%globaltimer") == 2 + consumers
+    assert resources(stamped, target)["spilled"] == 0
+
+
+def test_float16_compiles_like_bfloat16():
+    assert resources(compile_candidate(LARGE, HOPPER, dtype="fp16"), HOPPER)["spilled"] == 0
+
+
+# ---- candidates
+
+
+@TARGETS
+@pytest.mark.parametrize("rows", [64, 100, 127, 128, 200, 4096])
+def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_family_runs(target, rows, monkeypatch):
+    usable = usable_on(target, rows, monkeypatch)
+    assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
+    assert bool(usable) == (rows >= fewest_rows(tensor_memory=target is BLACKWELL))
+
+
+@TARGETS
+@pytest.mark.parametrize("n", [8, 64, 1792])
+def test_a_narrow_weight_leaves_a_candidate(target, n, monkeypatch):
+    assert usable_on(target, 128, monkeypatch, n=n)
+
+
+def test_two_candidates_are_never_the_same():
+    texts = [str(config) for config in CANDIDATES]
+    assert len(set(texts)) == len(texts) <= 16
+
+
+# ---- the launch path, on a device that compiles and does not run
+
+
+WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with only_compiling(monkeypatch, specialized, specialized.tuned, SMALL) as made:
+        yield made
+
+
+def tensors(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = ((2 * WORLD - 1, CAPACITY, K), (n, K), (WORLD * ROWS, n))
+    return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+
+
+def a_call(**changes: Any) -> Call:
+    values: dict[str, Any] = {
+        "rows": ROWS,
+        "rank": 1,
+        "world_size": WORLD,
+        "slots": 2 * WORLD - 1,
+        "capacity": CAPACITY,
+        "epoch": 1,
+        "base": 0,
+        "pushed": 0,
+        "budget": 99,
+        "programs": 132,
+        "words": torch.zeros(6, WORLD, dtype=torch.int32),
+        "errors": torch.zeros(WORLD, dtype=torch.int64),
+    }
+    return Call(**{**values, **changes})
+
+
+@pytest.fixture
+def ask_no_tuner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def forbid() -> None:
+        run = lambda *args, **kwargs: pytest.fail("the tuner was asked")  # noqa: E731
+        monkeypatch.setattr(type(specialized.tuned), "run", run)
+
+    return forbid
+
+
+def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_call(device, ask_no_tuner):
+    operands, call = tensors(), a_call()
+    specialized.launch(*operands, call)
+    ask_no_tuner()
+    specialized.launch(*operands, call)
+    later = a_call(epoch=7, base=6 * ROWS, pushed=1, words=call.words, errors=call.errors)
+    specialized.launch(*operands, later)
+    first, second, third = map(arguments, device.launched)
+    assert first == second
+    names = specialized.tuned.arg_names
+    changed = {name: new for name, new, old in zip(names, third, first, strict=True) if new != old}
+    assert changed == {"epoch": 7, "base": 6 * ROWS, "pushed": 1}
+    tiles = WORLD * (ROWS // 64) * (N // 128)
+    assert [launched[:3] for launched in device.launched] == [(tiles, 1, 1)] * 3
+
+
+def test_other_tensors_take_the_short_way_with_their_own_addresses(device, ask_no_tuner):
+    specialized.launch(*tensors(), a_call())
+    ask_no_tuner()
+    gather, weight, out = tensors()
+    call = a_call()
+    specialized.launch(gather, weight, out, call)
+    launched = arguments(device.launched[-1])
+    assert [value[0] for value in launched[:4]] == [t.data_ptr() for t in (gather, weight, weight, out)]
+    assert launched[4:7] == [call.words.data_ptr(), call.errors.data_ptr(), call.errors.data_ptr()]
+
+
+def test_the_program_count_is_the_call_s(device):
+    operands = tensors()
+    for programs in (7, 5, 132):
+        specialized.launch(*operands, a_call(programs=programs))
+    assert [launched[0] for launched in device.launched] == [7, 5, 24]
+
+
+def test_stamps_are_another_kernel_with_the_same_tuning(device):
+    operands = tensors()
+    specialized.launch(*operands, a_call())
+    stamps = torch.zeros(24, specialized.STAMPS_PER_TILE, dtype=torch.int64)
+    for _ in range(2):
+        specialized.launch(*operands, a_call(stamps=stamps))
+    at = specialized.tuned.arg_names.index("STAMPS")
+    assert [arguments(launched)[at] for launched in device.launched] == [False, True, True]
+    assert [arguments(launched)[6] for launched in device.launched[1:]] == [stamps.data_ptr()] * 2
+
+
+def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
+    operands = tensors()
+    specialized.launch(*operands, a_call())
+    asked = count_asking(monkeypatch, specialized.tuned)
+    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    specialized.launch(*operands, a_call())
+    assert asked == [1]
+
+
+def test_nothing_keeps_the_callers_tensors(device):
+    operands, call = [*tensors()], a_call()
+    for _ in range(2):
+        specialized.launch(*operands, call)
+    kept = [weakref.ref(tensor) for tensor in (*operands, call.words, call.errors)]
+    device.launched.clear()
+    operands.clear()
+    del call
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 5
+
+
+def test_it_is_tuned_in_context_and_then_settles(device, monkeypatch, ask_no_tuner):
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    monkeypatch.setattr(specialized.tuned, "configs", [SMALL, SMALL_DEEP])
+    operands, call = tensors(), a_call()
+    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
+    tuned = contextual_autotune(lambda: specialized.launch(*operands, call), **options)
+    tuned()
+    (context,) = tuned.report.contexts
+    assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 2)
+    blocks = {arguments(launched)[0][5:7] for launched in device.launched}
+    assert blocks == {(64, 64), (64, 128)}  # of A, BLOCK_M x BLOCK_K
+    specialized.launch(*operands, call)  # outside: this one asks the tuner and remembers
+    ask_no_tuner()
+    specialized.launch(*operands, call)
+    assert arguments(device.launched[-1]) == arguments(device.launched[-2])
+
+
+def test_a_settled_launch_is_microseconds_of_python(device):
+    """With -s it prints how many. The bound is the budget of a whole call, far above what it takes."""
+    operands, call = tensors(), a_call()
+    specialized.launch(*operands, call)
+    best_us = math.inf
+    for _ in range(7):
+        begin = time.perf_counter()
+        for _ in range(300):
+            specialized.launch(*operands, call)
+        best_us = min(best_us, (time.perf_counter() - begin) / 300 * 1e6)
+    print(f"settled launch: {best_us:.1f} us of Python, above Triton's launcher")
+    assert best_us < 60
+
+
+def test_there_is_room_for_the_stamps_of_every_tile_of_every_config():
+    room = specialized.room_for_stamps(torch.empty(WORLD * ROWS, N, dtype=torch.bfloat16), WORLD)
+    assert room.shape == (WORLD * (ROWS // 64) * (N // 128), specialized.STAMPS_PER_TILE)
+    assert (room == -1).all()
+
+
+# ---- what the family takes
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specialized, "capability", lambda device: 9)
+
+
+def test_without_a_gpu_it_cannot_run():
+    assert not specialized.can_run(*tensors(), ROWS)
+
+
+def test_on_hopper_it_can_run(on_hopper):
+    assert specialized.can_run(*tensors(), ROWS)
+
+
+def test_chunks_below_a_tile_are_left_to_the_other_families(on_hopper, monkeypatch):
+    assert specialized.can_run(*tensors(), 64)
+    assert not specialized.can_run(*tensors(), 63)
+    monkeypatch.setattr(specialized, "capability", lambda device: 10)
+    assert not specialized.can_run(*tensors(), 127)
+
+
+def test_rows_that_tma_cannot_address_are_left_to_the_other_families(on_hopper):
+    gather, weight, out = tensors()
+    assert not specialized.can_run(*tensors(N + 4), ROWS)  # rows of `out` are no multiple of 16 bytes apart
+    assert not specialized.can_run(
+        gather, weight, torch.zeros(out.numel() + 1, dtype=out.dtype)[1:].view_as(out), ROWS
+    )
+    assert not specialized.can_run(gather, weight[:1].expand(N, K), out, ROWS)
+    assert not specialized.can_run(gather, weight[:1], out[:, :1], ROWS)
