@@ -1,10 +1,10 @@
-"""All-gather + grouped GEMM over experts: ours against NCCL and torch's grouped_mm in sequence, the parts alone.
+"""All-gather + grouped GEMM over experts: ours, NCCL and torch's grouped_mm in sequence, the parts alone.
 
     ./launch.sh benchmarks/ag_moe.py [--tokens T] [--hidden K] [--ffn N] [--experts E] [--topk J]
                                      [--shapes public] [--json FILE]
 
-Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned first,
-inside `contextual_autotune(is_dist=True)`.
+Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned
+first, inside `contextual_autotune(is_dist=True)`.
 
     ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
     NCCL + grouped_mm      all-gathers of tokens and choices, then sort, gather rows, grouped_mm, put in place
@@ -12,8 +12,8 @@ inside `contextual_autotune(is_dist=True)`.
     grouped GEMM, ours     `AllGatherMoE` over a single rank, tuned by itself, all tokens being there
     NCCL gather            the all-gathers alone
 
-Every arm sorts the choices, and writes a row for each choice, token by token. Protocol and traps: `common.py`.
-Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+Every arm sorts the choices, and writes a row for each choice, token by token. Protocol and traps:
+`common.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from typing import Any
 
 import torch
 
-from common import Arm, Plan, Ranks, clocks_seen, describe_run, measure, run_on_ranks, write_json
+from common import Arm, Plan, Ranks, clocks_seen, measure
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from moe_problem import (
     ALONE_BACKEND,
     DTYPES,
-    LIMIT_S,
     PATIENCE_S,
     Choices,
     Shape,
     TorchGrouped,
     all_gather,
     alone,
-    parse,
     products,
+    run_benchmark,
 )
-from render import summary
 from tuned import Tuned
 
 OURS, GROUPED, GROUPED_OURS = "ours", "grouped_mm", "grouped GEMM, ours"
@@ -106,7 +104,7 @@ class Problem:
         return call
 
 
-def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one shape."""
     dtype = DTYPES[options.dtype]
     problem = Problem(shape, dtype, ranks)
@@ -155,7 +153,6 @@ def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[s
             poison=lambda: problem.all_x.fill_(math.nan),
         ),
     ]
-    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
     measured = measure(arms, ranks, refresh, plan)
     clocks = clocks_seen(ranks)
     trouble = [text for each in (op, single) if (text := ranks.attempt(each.close))]
@@ -171,33 +168,17 @@ def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[s
     }
 
 
-def main() -> None:
-    options = parse(__doc__)
-
-    def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "All-gather + grouped GEMM over experts"
-        record = describe_run(ranks, op="ag_moe", title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "tokens x hidden x ffn, experts"
-        sequence = f"{ranks.collectives} + grouped_mm"
-        record["ratios"] = [
-            {"name": f"{sequence} / ours", "of": sequence, "to": OURS},
-            {"name": "ours / ours alone", "of": OURS, "to": GROUPED_OURS},
-            {"name": "grouped_mm / ours alone", "of": GROUPED, "to": GROUPED_OURS},
-        ]
-        record["cases"] = []
-        for shape in options.shapes:
-            record["cases"].append(run_shape(shape, options, ranks))
-            ranks.say(f"{shape}: done")
-            if options.json is not None and ranks.rank == 0:
-                write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
-        ours = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == OURS]
-        trouble = [text for case in record["cases"] for text in case["trouble_at_closing"]]
-        return int(bool(trouble) or any("unavailable" in arm for arm in ours))
-
-    run_on_ranks(body)
+def ratios(collectives: str) -> list[tuple[str, str]]:
+    """Return the ratios of the record's table: of what, to what."""
+    return [(f"{collectives} + {GROUPED}", OURS), (OURS, GROUPED_OURS), (GROUPED, GROUPED_OURS)]
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        op="ag_moe",
+        title="All-gather + grouped GEMM over experts",
+        ours=OURS,
+        ratios=ratios,
+        run_shape=run_shape,
+    )

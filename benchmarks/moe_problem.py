@@ -1,4 +1,4 @@
-"""What the benchmarks over experts share: shapes, the tokens and choices of all ranks, the grouped GEMM of torch."""
+"""What the benchmarks over experts share: shapes, the choices of all ranks, torch's grouped GEMM."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common import ON_GPU, Ranks, Unsupported, add_run_options
+from common import (
+    ON_GPU,
+    Plan,
+    Ranks,
+    Unsupported,
+    add_run_options,
+    describe_run,
+    run_on_ranks,
+    write_json,
+)
+from render import summary
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATIENCE_S = 60.0  # of a rank for its peers inside our operation
@@ -92,17 +103,16 @@ class TorchGrouped:
     Without a look of the host at anything, as a careful user would write it.
     """
 
-    def __init__(self, weight: torch.Tensor, topk: int) -> None:
+    def __init__(self, weight: torch.Tensor, choices_of_a_row: int) -> None:
         self._multiply = grouped_mm()
-        self._columns, self._topk = weight.mT, topk
+        self._columns, self._choices = weight.mT, choices_of_a_row
         self._experts = torch.arange(weight.shape[0], device=weight.device)
 
     def __call__(self, rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write each choice's product to its row of `out`; `rows` has one for each token, or for each choice."""
+        """Write each choice's product to its row of `out`."""
         chosen, order = ids.reshape(-1).sort(stable=True)
         ends = torch.searchsorted(chosen, self._experts, right=True).to(torch.int32)
-        source = order // self._topk if len(rows) < len(order) or self._topk == 1 else order
-        out[order] = self._multiply(rows[source], self._columns, offs=ends)
+        out[order] = self._multiply(rows[order // self._choices], self._columns, offs=ends)
         return out
 
 
@@ -145,3 +155,35 @@ def parse(description: str | None) -> argparse.Namespace:
     if uneven:
         parser.error(f"tokens and ffn must be multiples of the {ranks} ranks; not so: {', '.join(uneven)}")
     return options
+
+
+def run_benchmark(
+    description: str | None,
+    *,
+    op: str,
+    title: str,
+    ours: str,
+    ratios: Callable[[str], list[tuple[str, str]]],
+    run_shape: Callable[[Shape, argparse.Namespace, Plan, Ranks], dict[str, Any]],
+) -> None:
+    """Run all shapes, show the table and leave the record; `ratios` gets the name of the collectives."""
+    options = parse(description)
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        record = describe_run(ranks, op=op, title=title, commit=options.commit, plan=plan)
+        record["case_title"] = "tokens x hidden x ffn, experts"
+        named = ratios(ranks.collectives)
+        record["ratios"] = [{"name": f"{of} / {to}", "of": of, "to": to} for of, to in named]
+        record["cases"] = []
+        for shape in options.shapes:
+            record["cases"].append(run_shape(shape, options, plan, ranks))
+            ranks.say(f"{shape}: done")
+            if options.json is not None and ranks.rank == 0:
+                write_json(options.json, record)
+        ranks.say(f"\n{summary(record)}")
+        timed = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == ours]
+        trouble = [text for case in record["cases"] for text in case["trouble_at_closing"]]
+        return int(bool(trouble) or any("unavailable" in arm for arm in timed))
+
+    run_on_ranks(body)

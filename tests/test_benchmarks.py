@@ -60,6 +60,18 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     render_page(tmp_path, record)
 
 
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
+    result = torchrun(AG_GEMM.with_name("ag_gemm_host.py"), "--json", "record.json", ranks=1)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    figures = {tuple(row[:2]): float(row[2]) for row in record["table"]["rows"]}
+    assert {consumer for consumer, _ in figures} == {"specialized", "plain", "matmul", "nothing"}
+    assert all(us > 0 for us in figures.values())
+    assert "1 x CPU, a pretended Hopper" in render.page(record)
+
+
 def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     stem = f"ag_gemm_2xCPU-Triton-s-interpreter_{record['date'][:10]}"
     command = [sys.executable, AG_GEMM.with_name("render.py"), "record.json", "--directory", "pages"]
@@ -101,6 +113,30 @@ def test_gemm_rs_times_what_is_right(tmp_path: Path) -> None:
     assert timed == {"ours", "GEMM + gloo", "GEMM", "gloo scatter"}
     assert arms["torch fused"]["unavailable"] == "torch's symmetric memory needs GPUs"
     assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"]
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("ag_moe", {"gloo + grouped_mm", "gloo gather"}),
+        ("moe_rs", {"grouped_mm + gloo", "gloo scatter"}),
+    ],
+)
+def test_benchmarks_over_experts_time_what_is_right(name: str, others: set[str], tmp_path: Path) -> None:
+    arguments = ("--json", "record.json", "--commit", "0ff1ce", "--warm-ups", "1", "--iterations", "1")
+    result = torchrun(AG_GEMM.with_name(f"{name}.py"), *arguments)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    (case,) = record["cases"]
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    timed = {arm for arm in arms if "unavailable" not in arms[arm]}
+    assert timed == {"ours", "ours, tokens not given", "grouped_mm", "grouped GEMM, ours"} | others
+    assert arms["ours, graph"]["unavailable"] == "CUDA graphs need a GPU"
+    assert all(ratio["of"] in timed and ratio["to"] in timed for ratio in record["ratios"])
+    for tuned in ("tuned", "tuned_alone"):
+        assert [context["status"] for context in case[tuned]["contexts"]] == ["tuned"]
 
 
 @pytest.mark.gpu(devices=2)
