@@ -81,12 +81,12 @@ class Admission:
 
     def choice(self, name: str, key: Key, key_text: str, options: dict[str, Any]) -> Local:
         """Return the context of a `tunable`."""
-        kernel = digest(f"tunable|{name}|{list(options)}")
+        kernel = self._names.name_of_choice(name, options)
         known, slot = self._contexts.find(kernel, key_text)
         if known is not None:
             return known
         local = Local(
-            name=context_name(kernel, slot),
+            name=self._name(kernel, slot),
             kernel=kernel,
             source=KernelSource(name, name, "", ""),
             key=key,
@@ -95,6 +95,7 @@ class Admission:
             stopwatch=Stopwatch(self._clock, self._statistic),
             order=tuple((digest(text), text) for text in options),
             rank=self._rank,
+            family=family_of(kernel),
             slot=slot,
             is_choice=True,
         )
@@ -141,11 +142,8 @@ class Admission:
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
-        name = context_name(self._names.alias(kernel), slot)
-        if name in self._contexts.by_name:  # of another Autotuner, one that shares its contexts with peers'
-            name = context_name(f"{kernel}!", slot)
         local = Local(
-            name=name,
+            name=self._name(kernel, slot),
             kernel=kernel,
             source=intercept.source_of(tuner),
             key=key,
@@ -169,3 +167,10 @@ class Admission:
         for candidate, reason in bans.items():
             self._contexts.ban(local, candidate, reason)
         return local
+
+    def _name(self, kernel: str, slot: str) -> str:
+        """Return what a new context is called."""
+        name = context_name(self._names.alias(kernel), slot)
+        if name in self._contexts.by_name:  # of another Autotuner, one that shares its contexts with peers'
+            name = context_name(f"{kernel}!", slot)
+        return name

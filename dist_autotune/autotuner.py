@@ -62,6 +62,10 @@ class ContextualAutotuner(Generic[P, R]):
             calls = self._calls or self._made_calls()
             return calls.call(mode, functools.partial(self.fn, *args, **kwargs))
 
+    def __reduce__(self) -> str:
+        """Be copied and pickled as functions are: a copy is the thing itself, a pickle its name."""
+        return str(getattr(self, "__qualname__", type(self).__qualname__))
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 

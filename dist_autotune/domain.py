@@ -59,7 +59,9 @@ class Domain:
         )
         self.disk = DiskCache(options.resolved_cache_dir())
         self.device = Device.current()
-        self._results = Results(self.disk, agreement, self.device, self.scope, options.agree)
+        self._results = Results(
+            self.disk, agreement, self.device, self.scope, options.agree, options.objective
+        )
         self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .search import Context
 
 DUEL_RUNS = 12  # two warm-ups, then five of each in turn
+
+
+def contested(contexts: Iterable[Context], defaults: dict[str, int]) -> list[Context]:
+    """Return the contexts in which the tuned plan differs from the default one."""
+    return [
+        c for c in contexts if defaults.get(c.name, c.winner) != c.winner and defaults[c.name] not in c.banned
+    ]
 
 
 class Duel:
     """The tuned plan against the default plan, in alternating runs judged by the whole run's time."""
 
     def __init__(self, contexts: list[Context], defaults: dict[str, int]) -> None:
-        self.contexts = [
-            c
-            for c in contexts
-            if defaults.get(c.name, c.winner) != c.winner and defaults[c.name] not in c.banned
-        ]
+        self.contexts = contested(contexts, defaults)
         self.defaults = defaults
+        self.winners = {context.name: context.winner for context in self.contexts}
         self.run = 0
         self.waiting = False  # online: its last run's time is not read yet on some rank
         self.ms: dict[str, float | None] = {"tuned": None, "default": None}
@@ -33,6 +39,23 @@ class Duel:
     @property
     def is_over(self) -> bool:
         return self.run >= DUEL_RUNS or not self.contexts
+
+    def takes_up(self, other: Duel) -> bool:
+        """Go on where another comparison of the same two plans was left; return whether it is of the same."""
+        sides = [{name: (d.winners[name], d.defaults[name]) for name in d.winners} for d in (self, other)]
+        if sides[0] != sides[1]:
+            return False
+        self.run, self.ms = other.run, other.ms
+        self._turn()
+        return True
+
+    def leave(self) -> None:
+        """Stop before it is over: each context takes what the comparison so far speaks for, for now."""
+        keeps_default = self.ms["default"] is not None and not self.is_won
+        for context in self.contexts:
+            context.override = None
+            winner = self.winners[context.name]
+            context.settle("partial", self.defaults[context.name] if keeps_default else winner)
 
     def advance(self, ms: float | None) -> None:
         """Take the agreed time so far of the side that ran."""

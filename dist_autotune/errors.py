@@ -51,6 +51,10 @@ class LaunchFailed(TuningError, RuntimeError):
     """The device reported an error during a run; the message names what the run had launched."""
 
 
+class FlowFailed(TuningError):
+    """A function given as `search=` raised, or did what no flow may; perhaps on this rank only."""
+
+
 class CacheWarning(UserWarning):
     """A cache entry or directory could not be used; tuning goes on without it."""
 

@@ -122,9 +122,9 @@ def _value_text(value: Any, *, strict: bool = True) -> str:
     inner = getattr(value, "value", None)
     if type(value).__name__ == "constexpr":
         return _value_text(inner, strict=strict)
-    function = _python_function(value)
-    if function is not None:
-        return f"{_full_name(function)}#{kernel_source(function).digest}"
+    functions = _callees(value)
+    if functions:
+        return "+".join(f"{_full_name(function)}#{kernel_source(function).digest}" for function in functions)
     text = repr(value) if strict or not hasattr(value, "shape") else type(value).__name__
     if _ADDRESS.search(text) or hasattr(value, "data_ptr"):
         if not strict:
@@ -161,6 +161,15 @@ def _python_function(value: Any) -> types.FunctionType | None:
     return None
 
 
+def _callees(value: Any) -> list[types.FunctionType]:
+    """Return the functions that a kernel may call through `value`: of an aggregate, its methods."""
+    if getattr(value, "__triton_aggregate__", False):
+        found = [_python_function(member) for member in value.hash_attrs]  # what Triton's own digest covers
+    else:
+        found = [_python_function(value)]
+    return [function for function in found if function is not None]
+
+
 @dataclass
 class _Part:
     """One function that a kernel is made of."""
@@ -177,12 +186,13 @@ def _collect(function: Callable[..., Any], parts: dict[Any, _Part]) -> None:
     name, source = _full_name(function), _source(function)
     part = parts[function] = _Part(name, f"{name}\n{source}")
     for reference, value in _references(function, source):
-        callee = _python_function(value)
-        if callee is not None:
+        callees = _callees(value)
+        for callee in callees:
             # Triton's own are covered by its version, which every entry and every session carries.
             if (callee.__module__ or "").partition(".")[0] != "triton":
                 _collect(callee, parts)
-        elif isinstance(value, (bool, int, float, str)) or type(value).__name__ in ("constexpr", "dtype"):
+        is_plain = isinstance(value, (bool, int, float, str))
+        if not callees and (is_plain or type(value).__name__ in ("constexpr", "dtype")):
             part.constants.append(f"{name}:{reference}={_value_text(value, strict=False)}")
 
 

@@ -173,6 +173,8 @@ class Journal:
 
     def agreed(self, merged: dict[str, Any], own: dict[str, Any], entries: dict[str, str]) -> None:
         """Keep what the ranks said of a run and what this rank measured in it."""
+        if self._path is None and self.orphan is not None:  # nothing is tried: only plans are compared
+            self._create()
         self._write({"merged": merged, "own": own, "entries": entries})
 
     def drop(self) -> None:

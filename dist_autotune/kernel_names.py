@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from triton.runtime.autotuner import Autotuner
 
@@ -49,6 +49,13 @@ class KernelNames:
         if launches:
             self._taken.setdefault(kernel, set()).add(ordinal)
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
+
+    def name_of_choice(self, name: str, options: Iterable[str]) -> str:
+        """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
+        family = digest(f"tunable|{name}")
+        kernel = f"{family}.{digest(chr(10).join(sorted(options)))[:8]}"
+        self._families.setdefault(family, set()).add(kernel)
+        return kernel
 
     def alias(self, kernel: str) -> str:
         """Return the name by which peers know a kernel, unless this rank has a kernel of that name itself."""

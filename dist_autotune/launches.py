@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
 from . import compile as compiling
-from . import intercept
+from . import identity, intercept
 from .admission import Admission
 from .clock import Clock
 from .compile_sharing import Tally, Terms
@@ -21,6 +21,7 @@ from .kernel_names import KernelNames
 from .local import Binding, Local
 from .local_contexts import LocalContexts
 from .settled import SettledLaunches
+from .tunable import KnownChoices, texts_of
 
 
 class Launches:
@@ -46,6 +47,7 @@ class Launches:
         is_frozen: bool,
     ) -> None:
         self.settled = SettledLaunches(self.handle, self._replaces, passes_single=passes_single)
+        self._known_choices = KnownChoices()
         self.tunes = False  # True while a launch may be a trial
         self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
         self._names = names
@@ -115,16 +117,24 @@ class Launches:
         local.choice = local.stand_in()
         return True
 
-    def choose(self, name: str, key: Key, key_text: str, options: dict[str, Any]) -> Any:
+    def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
         """Answer `tunable`: return the option that this run plans."""
+        found = self._known_choices.find(name, options, key)
+        if found is not None:
+            return found[0]
+        texts = texts_of(name, options)
         with self._lock:
-            local = self._admission.choice(name, key, key_text, options)
-        if intercept.is_capturing():
-            return local.bindings[0].configs[local.stand_in()]
-        candidate = self._candidate(local)
-        local.ran.add(candidate)
-        local.launches += 1
-        return local.bindings[0].configs[candidate]
+            by_text = dict(zip(texts, options, strict=True))
+            local = self._admission.choice(name, key, identity.key_text(key), by_text)
+        is_capturing = intercept.is_capturing()
+        candidate = local.stand_in() if is_capturing else self._candidate(local)
+        place = texts.index(dict(local.order)[candidate])
+        if not is_capturing:
+            local.ran.add(candidate)
+            local.launches += 1
+            if not self.tunes and (local.is_settled or self._is_frozen):
+                self._known_choices.learn(name, options, key, place)
+        return options[place]  # of this call: an earlier one may have given equal ones of other types
 
     def _candidate(self, local: Local) -> str:
         """Return the candidate of this run, the same for all launches of it."""
@@ -216,6 +226,7 @@ class Launches:
             return  # one settled call after another: the choices stand
         self.tunes = tunes
         self.settled.forget()
+        self._known_choices.forget()
         self._contexts.begin_run()
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()

@@ -115,6 +115,8 @@ class LocalContexts:
         self.has_news = True
         for local in self.by_name.values():
             if local.told is None:
+                # Met in a settled call and not launched since: peers may have announced it meanwhile.
+                local.context = local.context or contexts.get(local.name)
                 continue
             context = local.context = contexts[local.name]
             local.announced = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .duel import DUEL_RUNS, Duel
+from .duel import DUEL_RUNS, Duel, contested
 from .kernel_families import KernelFamilies
 from .pace import Pace
 from .payload import Announcement, Part, Payload
@@ -46,7 +46,8 @@ class Tuning:
         self._idle_runs = 0
         self._pace = Pace(rules.online_share)
         self._turn: str | None = None  # the context that is judged by the whole run now
-        self._defaults: dict[str, int] = {}  # the plan before this session
+        self._defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
+        self._left: Duel | None = None  # the comparison that a session without runs or time left to the next
         self._admitted: dict[str, int] = {}  # searches of this session and the run they began in, from 0
 
     # -- the state -----------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class Tuning:
 
     def is_final(self, context: Context) -> bool:
         """Return whether the context's result stands: the comparison with the default plan is over."""
-        return context.settled and (self.duel is None or context not in self.duel.contexts)
+        return context.settled and context not in self._undecided()
 
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result stands and is new since this was last asked."""
@@ -116,14 +117,18 @@ class Tuning:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
         self.duel, self._turn, self.remark = None, None, ""
-        self._defaults, self._admitted = {}, {}
+        self._admitted = {}
         self.elapsed_before_s, self._resumed_at = 0.0, 0
         self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
         self._hold(False)
         for context in self.contexts.values():
             context.last_run = 0
-            if context.provisional and not self.closing:
+            if not context.provisional:
+                self._defaults.pop(context.name, None)
+            elif not self.closing:
                 self._begin(context)
+        if not any(self.unsettled):
+            self._take_turns()
         self._close_if_spent(0.0)
 
     def step(self, merged: Payload) -> dict[str, Outcome]:
@@ -152,12 +157,12 @@ class Tuning:
 
         Returns the names of what is forgotten.
         """
-        undecided = self.duel.contexts if self.duel is not None else []
         spent = [context for context in self.contexts.values() if context.is_spent]
-        dropped = {context.name for context in (*self.unsettled, *undecided, *spent)}
+        dropped = {context.name for context in (*self.unsettled, *self._undecided(), *spent)}
         for name in dropped:
             del self.contexts[name]
-        self.duel, self._turn = None, None
+            self._defaults.pop(name, None)
+        self.duel, self._left, self._turn = None, None, None
         return dropped
 
     def rule_out(self, bans: dict[str, dict[str, tuple[int, str]]]) -> None:
@@ -239,6 +244,10 @@ class Tuning:
         """Start a search; one that is judged by the whole run waits for its turn."""
         self._admitted[context.name] = max(self.runs - 1, 0)
         self._defaults.setdefault(context.name, context.incumbent)
+        if self._left is not None and context.name in self._left.winners:  # searched to the end
+            winner = self._left.winners[context.name]
+            context.settle("tuned", None if winner in context.banned else winner)
+            return
         context.status = ""
         if context.judge == BY_LAUNCH:
             context.start()
@@ -256,12 +265,21 @@ class Tuning:
             self._turn = following.name
             following.start()
         elif self.rules.objective == "thunk" and self.duel is None and self._defaults and not self.closing:
-            tuned = [self.contexts[name] for name in self._admitted if name in self.contexts]
-            self.duel = Duel([context for context in tuned if context.status == "tuned"], self._defaults)
-            self._admitted = {}
+            self.duel = Duel(self._undecided(), self._defaults)
+            if self._left is not None:
+                self.duel.takes_up(self._left)
+            self._left, self._admitted, self._defaults = None, {}, {}
             if self.duel.is_over:
                 self.duel = None
-            self._defaults = {}
+
+    def _undecided(self) -> list[Context]:
+        """Return the contexts whose winners have yet to beat the default plan."""
+        if self.duel is not None:
+            return self.duel.contexts
+        if self.rules.objective != "thunk":
+            return []
+        tuned = (self.contexts[name] for name in self._admitted if name in self.contexts)
+        return contested([context for context in tuned if context.status == "tuned"], self._defaults)
 
     def _advance_duel(self, merged: Payload) -> None:
         duel = self.duel
@@ -300,7 +318,9 @@ class Tuning:
             return
         for context in list(self.unsettled):
             context.settle("partial")
-        if self.duel is not None:
-            for context in self.duel.contexts:
-                context.override = None
-            self.duel = None
+        left = self.duel or Duel(self._undecided(), self._defaults)
+        if not left.is_over:
+            self._left = left
+            self._defaults.update(left.defaults)
+            left.leave()
+        self.duel = None

@@ -53,15 +53,25 @@ MARKS = Marks()
 class Results:
     """The results of one tuned function on one group of ranks.
 
-    scope: "" for results that all functions share. agree: the option, as keys of disk entries depend on it.
+    scope: "" for results that all functions share. agree, objective: the options, as keys of disk entries
+    depend on them: the time of a launch and that of the whole run are no answers to one question.
     """
 
-    def __init__(self, disk: DiskCache, agreement: Agreement, device: Device, scope: str, agree: str) -> None:
+    def __init__(
+        self,
+        disk: DiskCache,
+        agreement: Agreement,
+        device: Device,
+        scope: str,
+        agree: str,
+        objective: str = "kernel",
+    ) -> None:
         self._disk = disk
         self._agreement = agreement
         self._device = device
         self._scope = scope
         self._agree = agree
+        self._kernel_scope = scope if objective == "kernel" else f"{scope} by the whole run".strip()
 
     def on_disk(self) -> dict[str, tuple[int, str, float]]:
         """Return the entries that may be used here: digest of the key -> (this rank, winner, ms)."""
@@ -86,7 +96,7 @@ class Results:
         timings = {context.digests[index]: ms for index, ms in context.times.ms.items()}
         failed = {context.digests[index]: math.inf for index in context.banned}
         if local.is_choice:
-            CHOICES.remember(context.kernel, local.key_text, local.bindings[0].configs[winner])
+            CHOICES.remember(context.kernel, local.key_text, dict(local.order)[winner])
         for binding in local.bindings:
             tuner = binding.tuner()
             config = binding.configs.get(winner)
@@ -130,7 +140,7 @@ class Results:
             driver=self._device.driver,
             triton_version=triton.__version__,
             world_size=len(self._agreement.ranks),
-            scope=self._scope,
+            scope=self._scope if local.is_choice else self._kernel_scope,
             agree=self._agree,
         )
 
@@ -141,7 +151,7 @@ class Results:
             == (self._device.name, self._device.capability, self._device.driver)
             and key.triton_version == triton.__version__
             and key.world_size == len(self._agreement.ranks)
-            and key.scope == self._scope
+            and key.scope in (self._scope, self._kernel_scope)
             and key.agree == self._agree
         )
 

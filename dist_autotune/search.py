@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .agreed_times import AgreedTimes
-from .errors import NoValidConfig, TuningError
+from .errors import FlowFailed, NoValidConfig, TuningError
 from .flows import Flow, Strategy, Warmup, Winner, racing_runs
 from .payload import Announcement, Part
 from .text import context_label
@@ -212,7 +212,7 @@ class Context:
                 range(len(self.digests)), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat
             )
         if not hasattr(self._flow, "send"):
-            raise TuningError(f"search={rules.search}: returned {self._flow!r}, expected a generator")
+            raise FlowFailed(f"search={rules.search}: returned {self._flow!r}, expected a generator")
         self._resume(None)
 
     def advance(self, part: Part, judged: Part) -> Outcome:
@@ -266,7 +266,7 @@ class Context:
             if self._ask(asked):
                 return
             value = math.inf
-        raise TuningError(f"search={self._rules.search}: keeps asking for candidates that are banned")
+        raise FlowFailed(f"search={self._rules.search}: keeps asking for candidates that are banned")
 
     def _ask(self, asked: Any) -> bool:
         """Put what the flow asks for on trial; return False if that is banned."""
@@ -299,13 +299,13 @@ class Context:
         except (StopIteration, TuningError):
             raise
         except Exception as error:
-            raise TuningError(f"search={self._rules.search}: {type(error).__name__}: {error}") from error
+            raise FlowFailed(f"search={self._rules.search}: {type(error).__name__}: {error}") from error
 
     def _checked(self, index: Any, verb: str) -> int:
         with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
             if 0 <= operator.index(index) < len(self.digests):
                 return operator.index(index)
-        raise TuningError(
+        raise FlowFailed(
             f"search={self._rules.search}: {verb} {index!r}, which is none of {len(self.digests)} candidates"
         )
 

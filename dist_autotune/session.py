@@ -15,7 +15,7 @@ from .chronicle import Chronicle
 from .compile_sharing import Terms
 from .device_errors import told_as_ours
 from .domain import SOURCE_OF, Domain
-from .errors import NoValidConfig, TuningError
+from .errors import FlowFailed, NoValidConfig, TuningError
 from .failures import Failures
 from .intercept import INTERCEPTION
 from .local import Local
@@ -95,7 +95,8 @@ class Session:
             merged = self._exchange(payload, "the opening of a session")
             try:
                 remarks = domain.open(merged)
-            except TuningError as error:  # the same on every rank
+            except TuningError as error:
+                self._tell_if_own(error)
                 self.close(error)
                 raise
             (self._chronicle.session,) = merged.facts["session"]
@@ -245,7 +246,8 @@ class Session:
             domain.local_contexts.rename(names)
             self._launched = {names.get(name, name) for name in self._launched}
             outcomes = tuning.step(merged)
-        except TuningError as error:  # the same on every rank: nobody is left waiting
+        except TuningError as error:
+            self._tell_if_own(error)
             domain.drop_session()
             self.close(error)
             raise
@@ -298,6 +300,11 @@ class Session:
             domain.agreement.fail(told)
             domain.drop_session()
             self.close(error)
+
+    def _tell_if_own(self, error: TuningError) -> None:
+        """Tell the peers of what a flow of the user's did; every other error of a step is theirs too."""
+        if isinstance(error, FlowFailed):
+            self.domain.agreement.fail(error)
 
     def _exchange(self, payload: Payload, what: str) -> Payload:
         domain = self.domain

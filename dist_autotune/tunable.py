@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,18 +14,50 @@ from .intercept import INTERCEPTION
 T = TypeVar("T")
 
 
+class KnownChoices:
+    """Choices that stand, found again without making text of their options: in less than 1 us."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, int] = {}
+
+    def find(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> tuple[T] | None:
+        """Return the option that was learned, in a tuple; None if there is none."""
+        try:
+            # With their types: 1, 1.0 and True are equal, and different options.
+            return (options[self._places[name, key, tuple(options), tuple(map(type, options))]],)
+        except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
+            return None
+
+    def learn(self, name: str, options: Sequence[T], key: tuple[Any, ...], place: int) -> None:
+        """Keep which of the options, counted from 0, stands until `forget`."""
+        with contextlib.suppress(TypeError):
+            self._places[name, key, tuple(options), tuple(map(type, options))] = place
+
+    def forget(self) -> None:
+        self._places.clear()
+
+
 class Choices:
     """Settled choices of this process, for calls of `tunable` outside a tuned function."""
 
     def __init__(self) -> None:
-        self._by_name: dict[tuple[str, str], Any] = {}
+        self._by_name: dict[tuple[str, str], str] = {}
+        self._known = KnownChoices()
 
-    def remember(self, name: str, key_text: str, option: Any) -> None:
-        self._by_name[name, key_text] = option
+    def remember(self, name: str, key_text: str, option_text: str) -> None:
+        self._by_name[name, key_text] = option_text
+        self._known.forget()
 
-    def recall(self, name: str, key_text: str, options: Sequence[T]) -> T:
-        known = self._by_name.get((name, key_text), options[0])
-        return known if known in options else options[0]
+    def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> T:
+        """Return the settled one of `options`, by their texts, or the first."""
+        found = self._known.find(name, options, key)
+        if found is not None:
+            return found[0]
+        texts = texts_of(name, options)
+        settled = self._by_name.get((name, identity.key_text(key)))
+        place = texts.index(settled) if settled in texts else 0
+        self._known.learn(name, options, key, place)
+        return options[place]
 
 
 CHOICES = Choices()
@@ -38,19 +71,22 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = ()) -> T:
 
     Raises InvalidOption when there are no options, or one that JSON cannot represent.
     """
-    if not options:
-        raise InvalidOption(f"tunable({name!r}): give at least one option")
-    texts = [_text(name, option) for option in options]
-    key_text = identity.key_text(tuple(key))
-    if INTERCEPTION.chooser is None:
-        return CHOICES.recall(name, key_text, options)
-    choose: Callable[..., T] = INTERCEPTION.chooser
-    return choose(name, tuple(key), key_text, dict(zip(texts, options, strict=True)))
+    if not isinstance(key, (tuple, list)):
+        raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
+    choose: Callable[..., T] = INTERCEPTION.chooser or CHOICES.recall
+    return choose(name, options, tuple(key))
+
+
+def texts_of(name: str, options: Sequence[Any]) -> list[str]:
+    """Return the text of each option of a `tunable`, which tells them apart; raises InvalidOption."""
+    if isinstance(options, str) or not isinstance(options, Sequence) or not options:
+        raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
+    return [_text(name, option) for option in options]
 
 
 def _text(name: str, option: Any) -> str:
     try:
-        return json.dumps(option, sort_keys=True)
+        return json.dumps(option, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidOption(
             f"tunable({name!r}): option {option!r} is not JSON-representable ({error})"

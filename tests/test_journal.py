@@ -305,6 +305,29 @@ def test_wherever_a_program_was_restarted_it_does_what_it_would_have_done(tmp_ca
             path.unlink()
 
 
+def comparing(rank, max_runs):
+    """Make one call with so many runs; a search finds 32, and the default plan beats it in the comparison."""
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel({16: 2.0, 32: 1.0})
+    second = bench.kernel({16: 2.0, 32: 1.0}, double)
+
+    def thunk():
+        launch(kernel, x)
+        launch(second, x)
+        bench.spend({(16, 16): 0.0, (32, 32): 50.0}.get(tuple(bench.blocks()[-2:]), 60.0))
+
+    step = bench.tune(thunk, objective="thunk", name="comparing", max_runs=max_runs)
+    step()
+    return bench.blocks()[-2:], step.settled
+
+
+def test_a_comparison_of_plans_goes_on_in_the_next_process(tmp_cache):
+    found = [value_of(comparing, 6) for _ in range(4)]  # 3 + 4 runs that search, 12 that compare
+    assert [is_settled for _, is_settled in found] == [False, False, False, True]
+    assert found[-1][0] == [16, 16]
+    assert journals(tmp_cache) == []
+
+
 # ---- several ranks
 
 

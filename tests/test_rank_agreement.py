@@ -544,6 +544,31 @@ def test_a_budget_ends_the_search_on_all_ranks_at_once_and_the_next_call_goes_on
     assert zero[-1][1:] == (64, "tuned")
 
 
+def test_a_key_met_in_a_settled_call_joins_the_plan_that_peers_have_made_for_it_meanwhile():
+    def program(rank):
+        bench, calls, runs = Bench(), [], []
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+        def thunk():
+            runs.append(len(calls))
+            launch(kernel, numbers(64))
+            is_first_run_of_third_call = len(calls) == 3 and runs.count(3) == 1
+            if len(calls) > 1 and not (rank == 1 and is_first_run_of_third_call):
+                launch(kernel, numbers(128))
+
+        step = tune(bench, thunk)
+        for call in (1, 2, 3):
+            calls.append(call)
+            bench.forget()
+            step()
+        return bench.blocks(n=128), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[1] == one[1]
+    assert zero[0][0] == 16
+    assert zero[0][1:] == one[0]  # from the second run on, in which rank 1 comes to it, they launch the same
+
+
 # ---- judged by the whole run
 
 
@@ -579,6 +604,24 @@ def test_choices_of_local_sizes_agree_by_key_or_by_order(agree, chosen):
 
     # By key they are tuned one after the other: for that of rank 0, both runs take rank 1's 9 ms.
     assert assert_all_ok(run_ranks(program, 2)) == chosen
+
+
+def test_options_that_differ_between_ranks_meet_in_their_intersection():
+    def program(rank):
+        bench, chosen = Bench(), []
+
+        def thunk():
+            chosen.append(tunable("transport", [["copy", "pull", "push"], ["pull", "push", "store"]][rank]))
+            bench.spend({"copy": 1.0, "pull": 4.0, "push": 3.0, "store": 1.0}[chosen[-1]])
+            return chosen[-1]
+
+        step = tune(bench, thunk)
+        return step(), step(), len(chosen), tunable("transport", ["store", "push", "copy"])
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[:2] == ("push", "push")
+    assert zero[3] == "push"
 
 
 def test_the_slowest_rank_judges_the_whole_run():

@@ -123,6 +123,55 @@ def test_an_exception_on_all_ranks_is_everybodys_own():
     assert zero == one == two
 
 
+def flow_failing_on(ranks, rank):
+    """Return a search that raises on some ranks once it has a time."""
+
+    def flow(candidates, *, n_warmup, n_repeat):
+        yield 0
+        if rank in ranks:
+            raise Boom("in the flow")
+        yield 1
+        return 1
+
+    return flow
+
+
+def test_a_search_of_the_users_that_raises_on_one_rank_is_told_to_the_others_at_once():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        ranks = {1}
+        step = tune(bench, lambda: launch(kernel, x), search=flow_failing_on(ranks, rank))
+        began = time.monotonic()
+        text = ending(step)
+        assert time.monotonic() - began < SOON_S
+        ranks.clear()
+        return text, torch.equal(step(), x + 1), blocks_of(step)
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero[0].startswith("PeerFailed: Rank 1 failed")
+    assert two[0].startswith("PeerFailed: Rank 1 failed")
+    assert "Boom: in the flow" in zero[0]
+    assert one[0].startswith("FlowFailed: search=")
+    assert zero[1:] == one[1:] == two[1:] == (True, {"add64": 32})
+
+
+def test_a_search_of_the_users_that_raises_on_all_ranks_is_everybodys_own():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        ranks = {0, 1}
+        step = tune(bench, lambda: launch(kernel, x), search=flow_failing_on(ranks, rank))
+        texts = [ending(step), ending(step)]
+        ranks.clear()
+        return texts, torch.equal(step(), x + 1), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert all(text.startswith("FlowFailed: search=") for text in zero[0])
+    assert zero[1:] == (True, {"add64": 32})
+
+
 @pytest.mark.parametrize(
     ("leave", "text"),
     [

@@ -490,6 +490,27 @@ def test_an_entry_holds_for_its_constexpr_arguments_only(bench):
     assert start(8) == [32]
 
 
+@pytest.mark.parametrize("first", ["kernel", "thunk"])
+def test_what_was_judged_by_launches_does_not_answer_for_whole_runs(bench, first):
+    def tuned(objective):
+        kernel = bench.kernel({16: 2.0, 32: 1.0})  # anew: as in the next process
+
+        def thunk():
+            launch(kernel, numbers())
+            bench.spend(10.0 if bench.blocks()[-1] == 32 else 0.0)
+
+        made = bench.tune(thunk, objective=objective)
+        made()
+        return only(made.report)
+
+    fastest = {"kernel": 32, "thunk": 16}
+    for objective in (first, *(fastest.keys() - {first})):
+        assert tuned(objective).status == "tuned"
+    for objective, block in fastest.items():
+        again = tuned(objective)
+        assert (again.status, again.config.kwargs["BLOCK"]) == ("cached", block)
+
+
 def test_a_choice_of_the_host_is_found_again(bench):
     def start():
         def thunk():

@@ -516,6 +516,46 @@ def test_objective_thunk_keeps_the_default_plan_when_it_is_not_beaten_and_says_s
     assert kernel.best_config.kwargs["BLOCK"] == 16
 
 
+def plans_that_only_seem_fast(bench, **options):
+    """Return a tuned function whose default plan (16, 16) is best, though each step away from it pays."""
+    first, second = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
+
+    def thunk():
+        launch(first, numbers())
+        launch(second, numbers())
+        bench.spend({(16, 16): 0.0, (32, 32): 50.0}.get(tuple(bench.blocks()[-2:]), 60.0))
+
+    return bench.tune(thunk, objective="thunk", **options)
+
+
+@pytest.mark.parametrize("max_runs", [5, 7, 10, 15, 18], ids="max_runs={}".format)
+def test_a_plan_that_has_not_met_the_default_one_is_provisional_and_the_next_call_compares_them(
+    bench, tmp_cache, max_runs
+):
+    tuned = plans_that_only_seem_fast(bench, max_runs=max_runs)
+    tuned()
+    assert {context.status for context in tuned.report.contexts} == {"partial"}
+    assert list(tmp_cache.glob("*.json")) == []
+    while not tuned.settled:
+        began = len(bench.blocks())
+        tuned()
+        assert len(bench.blocks()) - began <= 2 * max_runs
+        assert len(bench.blocks()) < 20 * max_runs
+    assert bench.blocks()[-2:] == [16, 16]
+    assert {context.status for context in tuned.report.contexts} == {"tuned"}
+    assert any("the default plan is kept" in record.text for record in records(Note))
+
+
+def test_results_that_have_yet_to_beat_the_default_plan_are_not_written(bench, tmp_cache):
+    tuned = plans_that_only_seem_fast(bench)
+    written = []
+    spend = bench.spend
+    bench.spend = lambda ms: (written.append(len(list(tmp_cache.glob("*.json")))), spend(ms))
+    tuned()
+    assert set(written[:-1]) == {0}  # the last run is the final one
+    assert len(list(tmp_cache.glob("*.json"))) == 2
+
+
 def test_a_tunable_is_chosen_by_the_time_of_the_run_after_the_kernels(bench):
     kernel = bench.kernel({16: 2.0, 32: 1.0})
     chosen = []
@@ -570,10 +610,51 @@ def test_a_tunable_with_one_option_needs_no_trial(bench):
     assert tuned.report.runs == 1
 
 
-@pytest.mark.parametrize("options", [[], [object()], [{1, 2}]], ids=["none", "object", "set"])
-def test_options_of_a_tunable_must_be_json(options):
-    with pytest.raises(ValueError, match=r"tunable\('bad'\)"):
-        tunable("bad", options)
+@pytest.mark.parametrize(
+    "options",
+    [[], None, 3, "ab", iter([1]), [object()], [{1, 2}], [1.0, float("nan")], [float("inf")]],
+    ids=["none", "no list", "a number", "a text", "an iterator", "object", "set", "nan", "inf"],
+)
+def test_options_of_a_tunable_must_be_json(bench, options):
+    for call in (lambda: tunable("bad", options), bench.tune(lambda: tunable("bad", options))):
+        with pytest.raises(ValueError, match=r"tunable\('bad'\)"):
+            call()
+
+
+@pytest.mark.parametrize("key", [4096, None, "abc"], ids=repr)
+def test_the_key_of_a_tunable_must_be_a_tuple(bench, key):
+    for call in (lambda: tunable("bad", [1], key=key), bench.tune(lambda: tunable("bad", [1], key=key))):
+        with pytest.raises(ValueError, match=r"tunable\('bad'\): key="):
+            call()
+
+
+def test_options_that_python_takes_for_equal_are_told_apart(bench):
+    def thunk():
+        chosen = tunable("mixed", [1, True, 1.0])
+        bench.spend({"1": 3.0, "True": 1.0, "1.0": 2.0}[repr(chosen)])
+        return chosen
+
+    tuned = bench.tune(thunk)
+    assert [repr(tuned()), repr(tuned()), repr(tuned())] == ["True"] * 3
+    assert repr(tunable("mixed", [1, 1.0, True])) == "True"
+    assert repr(tunable("mixed", [0, 1])) == "0"
+
+
+def test_settled_each_call_of_a_tunable_gets_one_of_its_own_options(bench):
+    options = [[1, 2]]
+
+    def thunk():
+        chosen = [tunable("shape", given) for given in options[-1]]
+        bench.spend(sum(1.0 if choice == 2 else 2.0 for choice in chosen))
+        return chosen
+
+    tuned = bench.tune(thunk)
+    for given in ([[1, 2]], [[2, 1]], [[1, 2], [True, 2]], [[True, False, 2]]):
+        options.append(given)
+        for _ in range(3):
+            chosen = tuned()
+        assert all(any(choice is option for option in own) for choice, own in zip(chosen, given, strict=True))
+        assert chosen == [2] * len(given)
 
 
 @pytest.mark.parametrize("option", [None, True, 1.5, "text", [1, 2], {"a": 1}], ids=repr)

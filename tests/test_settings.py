@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,27 @@ async def coroutine() -> None: ...
 
 async def async_generator():
     yield 1
+
+
+@contextual_autotune
+def by_name(x):
+    return 3 * x
+
+
+def test_a_decorated_function_is_copied_and_pickled_as_functions_are():
+    for held in (by_name, contextual_autotune(lambda x: x), Layer.method):
+        assert copy.copy(held) is held
+        assert copy.deepcopy({"step": held})["step"] is held
+    assert pickle.loads(pickle.dumps(by_name)) is by_name
+    assert pickle.loads(pickle.dumps(Layer.method)) is Layer.method
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(contextual_autotune(lambda x: x))
+
+
+def test_a_module_that_holds_a_decorated_function_can_be_copied():
+    module = torch.nn.Linear(2, 2)
+    module.step = contextual_autotune(functools.partial(lambda factor, x: factor * x, 3))
+    assert copy.deepcopy(module).step(2) == 6
 
 
 @pytest.mark.parametrize(

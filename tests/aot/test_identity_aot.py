@@ -1,0 +1,72 @@
+"""What a kernel is made of, where the interpreter knows less of it than the compiler."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dist_autotune.identity import candidate_digest, kernel_source
+
+MODULE = """
+import triton
+import triton.language as tl
+from triton.language import core
+
+aggregate = getattr(core, "aggregate", None) or core._aggregate
+
+@triton.jit
+def called(x):
+    return x {called}
+
+@aggregate
+class Tile:
+    value: tl.tensor
+
+    def __init__(self, value):
+        self.value = value
+
+    @triton.jit
+    def doubled(self):
+        return called(self.value) * {factor}
+
+@triton.jit
+def kernel(x_ptr):
+    tl.store(x_ptr, Tile(tl.load(x_ptr)).doubled())
+"""
+DEFAULTS = {"factor": 2, "called": "+ 1"}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return what imports a module of kernels with some part changed."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    count = iter(range(100))
+
+    def load(**changes: Any) -> ModuleType:
+        directory = tmp_path / f"version{next(count)}"
+        directory.mkdir()
+        (directory / "kernels_with_aggregates.py").write_text(MODULE.format(**{**DEFAULTS, **changes}))
+        monkeypatch.syspath_prepend(str(directory))
+        sys.modules.pop("kernels_with_aggregates", None)
+        importlib.invalidate_caches()
+        return importlib.import_module("kernels_with_aggregates")
+
+    yield load
+    sys.modules.pop("kernels_with_aggregates", None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"factor": 3}, {"called": "+ 2"}], ids=["a method", "a function that a method calls"]
+)
+def test_the_methods_of_an_aggregate_are_part_of_the_kernels_that_use_it(module, change):
+    one, same, other = module(), module(), module(**change)
+    digests = [kernel_source(loaded.kernel.fn).digest for loaded in (one, same, other)]
+    assert digests[0] == digests[1] != digests[2]
+    as_option = [candidate_digest({"TILE": loaded.Tile}) for loaded in (one, same, other)]
+    assert as_option[0] == as_option[1] != as_option[2]
