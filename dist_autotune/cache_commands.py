@@ -34,13 +34,17 @@ def list_entries() -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A kernel's name, or the first digits of a digest.")],
+    name: Annotated[
+        str, typer.Argument(help="The name of a kernel or a file, or the first digits of a digest.")
+    ],
 ) -> None:
     """Print the entries of a kernel, or of a digest, as JSON."""
     with terminal.one_line_errors():
         cache = _open_cache()
         found = [
-            each for each in cache.entries() if each.key.kernel == name or each.key.digest.startswith(name)
+            each
+            for each in cache.entries()
+            if name in (each.key.kernel, each.key.file_name) or each.key.digest.startswith(name)
         ]
         if not found:
             terminal.fail(

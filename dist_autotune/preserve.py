@@ -39,6 +39,18 @@ def check_preserved(preserved: Sequence[Any]) -> None:
                 f"preserve= holds a {type(item).__module__}.{type(item).__qualname__}: it is neither a "
                 "tensor nor does it have state_dict() and load_state_dict()"
             )
+        if isinstance(item, torch.Tensor) and _overlaps_itself(item):
+            raise InvalidOption(
+                f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: several "
+                "elements share a place and cannot be written; preserve what it was expanded from"
+            )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor was expanded."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _restorer(item: Any) -> Callable[[], None]:

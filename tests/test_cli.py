@@ -133,7 +133,7 @@ def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -
     assert result.stderr == f"Ignored {damaged}: empty file. Tuning again.\n"
 
 
-@pytest.mark.parametrize("name", ["matmul", KEY.digest[:6]], ids=["kernel", "digest"])
+@pytest.mark.parametrize("name", ["matmul", KEY.digest[:6], KEY.file_name], ids=["kernel", "digest", "file"])
 def test_cache_show_prints_an_entry_as_json(tmp_cache: Path, name: str) -> None:
     DiskCache(tmp_cache).put(entry())
     DiskCache(tmp_cache).put(entry(kernel="add"))
