@@ -32,8 +32,12 @@ import importlib.metadata
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from kernels_for_tests import Bench
 
 AOT = Path(__file__).parent / "aot"
 
@@ -163,3 +167,23 @@ def nothing_stays_patched() -> Iterator[None]:
 def _autotuner_run() -> object:
     module = sys.modules.get("triton.runtime.autotuner")
     return module and module.Autotuner.run
+
+
+# ---- what the tests of several files are given
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Return kernels whose launches are noted, and the clock that reads their scripted times."""
+    from kernels_for_tests import Bench  # not at the top: it imports Triton, and the world decides how
+
+    return Bench()
+
+
+@pytest.fixture
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread that acts for a busy rank act often; peers wait for it three times as long."""
+    from dist_autotune import attendant
+    from rank_programs import SHORT_S
+
+    monkeypatch.setattr(attendant, "HEARTBEAT_S", SHORT_S / 3)

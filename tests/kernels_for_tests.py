@@ -14,6 +14,8 @@ would write, grid and BLOCK respected: a wrong grid or a stale tensor is a wrong
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.errors import OutOfResources
+from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from dist_autotune import contextual_autotune
 from dist_autotune.log import read_records
@@ -55,6 +58,9 @@ EMULATIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     double: lambda x, y: x * 2,
     accumulate: lambda x, y: x + y,
 }
+
+F32 = "torch.float32"
+KEY = (64, F32, F32)  # what stock Triton makes of `launch(kernel, numbers())`
 
 Ms = float | Callable[["Launch"], float]
 
@@ -203,6 +209,43 @@ def out_of_resources() -> OutOfResources:
     return OutOfResources(262144, 232448, "shared memory")
 
 
+# What a config that cannot be compiled or loaded is known by.
+FAILURES: dict[str, Callable[[], Exception]] = {
+    "OutOfResources": out_of_resources,
+    "PTXASError": lambda: PTXASError("`ptxas` failed with error code 255"),
+    "CompilationError": lambda: CompilationError(
+        "tl.dot(a, b)", ast.parse("x").body[0], "shapes do not match"
+    ),
+    "static_assert": lambda: CompileTimeAssertionFailure(None, ast.parse("x").body[0], "BLOCK too large"),
+    "PassManager": lambda: RuntimeError("PassManager::run failed"),
+}
+
+
+def inject(bench: Bench, where: str, errors: Mapping[int, Callable[[], BaseException]]) -> Any:
+    """Return a kernel whose configs fail in their pre_hook, or in the launch."""
+    ms = {16: 3.0, 32: 1.0, 64: 2.0}
+    if where == "launch":
+        kernel = bench.kernel(ms)
+        kernel.fn.failures.update(errors)
+        return kernel
+
+    def raising(block: int) -> Callable[[dict[str, Any]], None]:
+        def hook(arguments: dict[str, Any]) -> None:
+            raise errors[block]()
+
+        return hook
+
+    return bench.kernel(ms, pre_hooks={block: raising(block) for block in errors})
+
+
+class Mine(Exception):
+    """What the user's own code raises."""
+
+
+def no_bench(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("stock benchmarking must not happen")
+
+
 def records(kind: type | None = None, directory: str | Path = ".autotune_logs", rank: int = 0) -> list[Any]:
     """Return what a rank has logged, of one kind or of all."""
     found = list(read_records(Path(directory) / f"rank-{rank}.jsonl"))
@@ -213,3 +256,17 @@ def only(report: Any) -> Any:
     """Return the one context of a report."""
     (context,) = report.contexts
     return context
+
+
+def block_of(config: Any) -> int:
+    return config.kwargs["BLOCK"]
+
+
+def winner(context: Any) -> int:
+    """Return the BLOCK that a context of a report has settled on."""
+    return block_of(context.config)
+
+
+def entries(cache: Path) -> list[dict[str, Any]]:
+    """Return what is in the result files of a cache directory."""
+    return [json.loads(path.read_text()) for path in sorted(cache.glob("*.json"))]

@@ -82,10 +82,13 @@ class Graph:
         self.out = like.new_zeros((m * op.world_size, n))
         self._graph: torch.cuda.CUDAGraph | None = None
         if ON_GPU:
-            op(self.a_shard, self.weight, self.out)  # loads the kernel
+            choose, chosen = op._choose, op._choose(self.weight, self.out, m)
+            op._choose = lambda *shape: chosen  # in the capture too: nothing may be loaded there
+            op(self.a_shard, self.weight, self.out)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 op(self.a_shard, self.weight, self.out)
+            op._choose = choose
 
     def replay(self) -> None:
         if self._graph is not None:

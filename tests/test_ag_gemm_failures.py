@@ -12,8 +12,10 @@ from ag_gemm_runs import (
     INTERPRETER,
     TWO,
     call_and_compare,
+    call_in_lane,
     delay_copies,
     error_ratio,
+    force,
     hold_launch,
     message_of,
     results,
@@ -28,6 +30,9 @@ from rank_programs import wait_for
 from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
+HALF = torch.float16
+CONSUMERS = ["plain", "matmul"]
+PRODUCERS = ["pull", "push"]
 
 
 def lose_patience(op: AllGatherGemm) -> None:
@@ -36,8 +41,6 @@ def lose_patience(op: AllGatherGemm) -> None:
 
 
 # ---- the caller's mistakes
-
-HALF = torch.float16
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -243,3 +246,144 @@ def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
     assert peer[0] == "nothing was raised"
     assert peer[1].startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1 did not offer chunk 1 of call 2")
     assert peer[2] == peer[1]
+
+
+# ---- what goes wrong in the middle of a chunk, whatever the ranks choose
+
+
+def die_in_the_middle(rank, consumer, producer):
+    """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
+    op = AllGatherGemm(32, 16, HALF, producer=producer)
+    force(op, consumer=consumer, pieces=2)
+    call_and_compare(op, 32, 16)
+    if rank == 1:
+        copy, copies = op._memory.copy, []
+
+        def die_at_the_second(dst, src, stream):
+            copies.append(dst)
+            if len(copies) == 2:
+                stream.enqueue(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            copy(dst, src, stream)
+
+        op._memory.copy = die_at_the_second
+    else:
+        launch = op._launch
+
+        def launch_when_half_is_there(*args):
+            # What has come of rank 1's chunk; of ours it has not all.
+            words = op._lane.words if producer == "push" else op._words.local
+            arrived, base = words[4], 0 if producer == "push" else 32
+            wait_for(lambda: int(arrived[1]) - base >= 16, 60.0)
+            launch(*args)
+
+        lose_patience(op)
+        op._launch = launch_when_half_is_there
+    a_shard, weight = tensors(32, 16, 16, HALF)
+    message = message_of(lambda: op(a_shard, weight))
+    return message, message_of(lambda: op(a_shard, weight)) == message, message_of(op.close) == message
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(consumer, producer):
+    survivor, dead = results(die_in_the_middle, 2, consumer, producer)
+    assert_killed(dead)
+    ((message, again, at_close),) = assert_all_ok([survivor])
+    what = "did not push chunk 1" if producer == "push" else "did not fetch chunk 0 of call 2"
+    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
+    assert what in message
+    assert again
+    assert at_close
+
+
+def stuck_in_the_middle(rank, consumer):
+    """Hold the second piece that rank 0 fetches back until its kernel has given up."""
+    op = AllGatherGemm(32, 16, HALF)
+    force(op, consumer=consumer, pieces=2)
+    if rank == 0:
+        lose_patience(op)
+        copy, copies = op._memory.copy, []
+
+        def copy_second_late(dst, src, stream):
+            copies.append(dst)
+            if len(copies) == 2:
+                stream.enqueue(lambda: wait_for(op._error_words.any, 100.0))
+            copy(dst, src, stream)
+
+        op._memory.copy = copy_second_late
+        launch = op._launch
+
+        def launch_when_half_is_there(*args):
+            wait_for(lambda: int(op._words.local[4, 1]) >= 16, 60.0)
+            launch(*args)
+
+        op._launch = launch_when_half_is_there
+    return message_of(lambda: op(*tensors(32, 16, 16, HALF)))
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_copy_that_stops_in_the_middle_of_a_chunk_is_told(consumer):
+    stuck, unharmed = values(stuck_in_the_middle, 2, consumer)
+    text = (
+        "PeerTimeout: AllGatherGemm, rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time."
+    )
+    assert stuck.startswith(text)
+    assert unharmed == "nothing was raised"
+
+
+def never_comes(rank, consumer, producer):
+    op = AllGatherGemm(16, 16, HALF, producer=producer)
+    force(op, consumer=consumer)
+    call_and_compare(op, 16, 16)
+    if rank == 1:
+        return "stayed away"
+    lose_patience(op)
+    a_shard, weight = tensors(16, 16, 16, HALF)
+    message = message_of(lambda: op(a_shard, weight))
+    return message if message_of(op.close) == message else "closed"
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_peer_that_never_comes_is_named_by_every_consumer(consumer, producer):
+    message, away = values(never_comes, 2, consumer, producer)
+    what = "did not push chunk 1" if producer == "push" else "rank 1 did not offer chunk 1 of call 2"
+    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: ")
+    assert what in message
+    assert away == "stayed away"
+
+
+def different_rows_in_pieces(rank, consumers, call, rows):
+    """No rank has the patience to wait for what does not come: budgets outlast the test."""
+    op = AllGatherGemm(64, 16, HALF, timeout_s=3000.0)
+    force(op, consumer=consumers[rank], pieces=1 + rank)
+    return message_of(lambda: call(op, *tensors(rows[rank], 16, 16, HALF)))
+
+
+@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_in_lane], ids=["eager", "lane"])
+@pytest.mark.parametrize("consumers", [("plain", "plain"), ("matmul", "plain")], ids=str)
+@pytest.mark.parametrize("rows", [(20, 64), (64, 20)], ids=str)
+def test_different_rows_are_told_at_once_whatever_the_pieces(consumers, call, rows):
+    for rank, message in enumerate(values(different_rows_in_pieces, 2, consumers, call, rows)):
+        told = f"rank {1 - rank} pushed {rows[1 - rank]} rows, not as many as this rank passed"
+        if call is AllGatherGemm.__call__:
+            told = f"in call 1 rank {1 - rank} passed {rows[1 - rank]} rows, not as many as this rank"
+        assert message.startswith(f"ValueError: AllGatherGemm, rank {rank}: {told}")
+
+
+def launch_that_fails(rank, producer):
+    op = AllGatherGemm(16, 16, HALF, producer=producer)
+    force(op, consumer="plain")
+    if rank == 1:
+        all_gather_gemm.configs = []
+    first = message_of(lambda: op(*tensors(16, 16, 16, HALF)))
+    lose_patience(op)
+    return first, message_of(lambda: op(*tensors(16, 16, 16, HALF)))
+
+
+def test_a_launch_that_fails_lets_the_pushes_of_its_call_through():
+    peer, failed = values(launch_that_fails, 2, "push")
+    assert failed[0].startswith("IndexError")
+    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: a call was not carried out: IndexError")
+    assert peer[0] == "nothing was raised"
+    assert "did not push chunk 1 in time" in peer[1]

@@ -31,11 +31,6 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     return made
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
-
 def refuse(*args: Any) -> Any:
     raise AssertionError("no clock may be touched under capture")
 

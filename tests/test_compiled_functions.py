@@ -8,15 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune.records import SessionClosed
-from kernels_for_tests import Bench, launch, numbers, only, records
+from kernels_for_tests import launch, numbers, only, records
 
 STOCK_RUN = Autotuner.run
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
 
 
 @pytest.fixture

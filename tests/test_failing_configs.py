@@ -1,75 +1,37 @@
-"""A config that fails before it launches is replaced at once and banned; other errors are the user's."""
+"""A config that cannot be launched is replaced in the same call, banned, and never wins."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import gc
-import inspect
 import itertools
 import os
 import signal
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
-from triton.runtime._async_compile import active_mode
 from triton.runtime.autotuner import Autotuner
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from dist_autotune import NoValidConfig, TuningError, is_tuning
-from dist_autotune import compile as compiling
 from dist_autotune.flows import STRATEGIES
-from dist_autotune.records import Banned, ContextAdmitted, RunFailed, RunStarted, SessionClosed
-from kernels_for_tests import Bench, double, launch, numbers, only, out_of_resources, records
+from dist_autotune.records import Banned, ContextAdmitted, RunStarted, SessionClosed
+from kernels_for_tests import (
+    FAILURES,
+    block_of,
+    double,
+    inject,
+    launch,
+    numbers,
+    only,
+    out_of_resources,
+    records,
+)
 from ranks import run_ranks
 
+every_failure = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
 STOCK_RUN = Autotuner.run
 BLOCKS = (16, 32, 64)
-
-FAILURES: dict[str, Callable[[], Exception]] = {
-    "OutOfResources": out_of_resources,
-    "PTXASError": lambda: PTXASError("`ptxas` failed with error code 255"),
-    "CompilationError": lambda: CompilationError(
-        "tl.dot(a, b)", ast.parse("x").body[0], "shapes do not match"
-    ),
-    "static_assert": lambda: CompileTimeAssertionFailure(None, ast.parse("x").body[0], "BLOCK too large"),
-    "PassManager": lambda: RuntimeError("PassManager::run failed"),
-}
-every_failure = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
-
-def inject(bench: Bench, where: str, errors: dict[int, Callable[[], Exception]]) -> Any:
-    """Return a kernel whose configs fail in their pre_hook, or in the launch."""
-    ms = {16: 3.0, 32: 1.0, 64: 2.0}
-    if where == "launch":
-        kernel = bench.kernel(ms)
-        kernel.fn.failures.update(errors)
-        return kernel
-
-    def raising(block: int) -> Callable[[dict[str, Any]], None]:
-        def hook(arguments: dict[str, Any]) -> None:
-            raise errors[block]()
-
-        return hook
-
-    return bench.kernel(ms, pre_hooks={block: raising(block) for block in errors})
-
-
-def block_of(config: Any) -> int:
-    return config.kwargs["BLOCK"]
-
-
-# ---- replaced, banned, and the run goes on
 
 
 @pytest.mark.parametrize("where", ["launch", "pre_hook"])
@@ -294,9 +256,6 @@ def fail(errors: dict[int, Callable[[], Exception]]) -> None:
         raise error()
 
 
-# ---- memory
-
-
 def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     workspaces: list[weakref.ref[torch.Tensor]] = []
@@ -323,233 +282,3 @@ def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench
     assert alive
     assert not any(alive)
     assert "OutOfMemoryError" in next(iter(only(tuned.report).banned.values()))
-
-
-def out_of_memory(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def compiler_trouble(*_: Any) -> Any:
-    raise RuntimeError("PassManager::run failed")
-
-
-@pytest.mark.parametrize("raising", [out_of_memory, compiler_trouble])
-def test_an_error_of_the_grid_function_is_the_users(bench, raising):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    with pytest.raises(RuntimeError) as caught:
-        bench.tune(lambda: kernel[raising](numbers(), numbers(), 64))()
-    assert "failed" in str(caught.value) or isinstance(caught.value, torch.OutOfMemoryError)
-    assert records(Banned) == []
-
-
-def test_a_grid_may_be_any_callable(bench):
-    class Grid:
-        def __call__(self, meta):
-            out_of_memory()
-
-    for grid in (Grid(), functools.partial(out_of_memory, 1), Grid().__call__):
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        with pytest.raises(torch.OutOfMemoryError):
-            bench.tune(lambda kernel=kernel, grid=grid: kernel[grid](numbers(), numbers(), 64))()
-
-
-def test_an_allocation_that_fails_in_a_hook_is_the_users(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={32: out_of_memory})
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.tune(lambda: launch(kernel, numbers()))()
-    assert records(Banned) == []
-
-
-def test_an_allocation_that_fails_elsewhere_in_the_function_is_the_users(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def thunk():
-        launch(kernel, numbers())
-        out_of_memory()
-
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.tune(thunk)()
-    assert records(Banned) == []
-
-
-# ---- errors that are none of ours
-
-
-@pytest.mark.parametrize("where", ["launch", "pre_hook"])
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyError("no such argument"),
-        AssertionError("bad shape"),
-        TypeError("missing argument"),
-        ValueError("bad stride"),
-        RuntimeError("the size of tensor a must match"),
-        NotImplementedError("PassManager::run failed"),
-        StopIteration(),
-        KeyboardInterrupt(),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("bad", [16, 64], ids=["first run", "last trial"])
-def test_other_errors_propagate_unchanged_and_nothing_stays_patched(bench, where, error, bad):
-    kernel = inject(bench, where, {bad: lambda: error})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with pytest.raises(type(error)) as caught:
-        tuned()
-    assert caught.value is error
-    assert Autotuner.run is STOCK_RUN
-    assert not is_tuning()
-    assert records(Banned) == []
-    assert len(records(RunFailed)) == 1
-
-
-def test_after_an_error_of_the_users_the_next_call_goes_on(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    kernel.fn.failures[64] = lambda: KeyError("once")
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with pytest.raises(KeyError):
-        tuned()
-    kernel.fn.failures.clear()
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16, 32, 64, 32]
-
-
-def test_the_only_config_of_a_kernel_fails_as_it_does_without_the_tuner(bench):
-    kernel = bench.kernel({16: 1.0})
-    kernel.fn.failures[16] = out_of_resources
-    with pytest.raises(OutOfResources):
-        bench.tune(lambda: launch(kernel, numbers()))()
-
-
-# ---- compiled and loaded before it is tried: with a compiler in place of the interpreter's
-
-
-class FakeKernel:
-    """A compiled kernel that loads, or does not."""
-
-    def __init__(self, block: int, failures: dict[int, Callable[[], Exception]]) -> None:
-        self.block = block
-        self.failures = failures
-        self.loads = 0
-
-    def _init_handles(self) -> None:
-        self.loads += 1
-        if self.block in self.failures:
-            raise self.failures[self.block]()
-
-
-@pytest.fixture
-def compiler(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let kernels of `bench` be compiled and loaded; return what makes such a kernel."""
-    monkeypatch.setattr("dist_autotune.intercept.is_interpreted", lambda: False)
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-
-    def make(ms, *, compiles=None, loads=None, queued=True, **options):
-        kernel = bench.kernel(ms, **options)
-        kernel.compiled = []
-        run = kernel.fn.run
-
-        def compile_or_run(*args, grid, warmup, **kwargs):
-            if not warmup:
-                return run(*args, grid=grid, warmup=False, **kwargs)
-            block = kwargs["BLOCK"]
-            kernel.compiled.append(block)
-
-            def compiled():
-                if block in (compiles or {}):
-                    raise compiles[block]()
-                return FakeKernel(block, loads or {})
-
-            mode = active_mode.get()
-            if mode is None or not queued:
-                return compiled()
-            callbacks = len(inspect.signature(mode.submit).parameters) - 2  # one more from Triton 3.8 on
-            return mode.submit(block, compiled, *[lambda kernel: None] * callbacks)
-
-        kernel.fn.run = compile_or_run
-        return kernel
-
-    return make
-
-
-@pytest.mark.parametrize("queued", [True, False], ids=["queued", "at once"])
-@pytest.mark.parametrize("phase", ["compiles", "loads"])
-@every_failure
-def test_a_config_that_does_not_load_is_banned_before_it_is_tried(bench, compiler, phase, failure, queued):
-    kernel = compiler({16: 3.0, 32: 1.0, 64: 2.0}, queued=queued, **{phase: {32: failure}})
-    launched = []
-    kernel.fn.failures[32] = lambda: launched.append(32) or failure()
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16, 64, 64]
-    assert launched == []
-    assert type(failure()).__name__ in next(iter(only(tuned.report).banned.values()))
-    assert [record.run for record in records(Banned)] == [0]
-
-
-def test_all_candidates_but_the_first_incumbent_are_compiled_after_the_first_run(bench, compiler):
-    kernel = compiler({16: 3.0, 32: 1.0, 64: 2.0})
-    compiled_at = []
-
-    def thunk():
-        y = launch(kernel, numbers())
-        compiled_at.append(list(kernel.compiled))
-        return y
-
-    bench.tune(thunk)()
-    assert set(compiled_at[0]) <= {16}
-    assert {32, 64} <= set(compiled_at[1])
-
-
-def test_a_first_incumbent_that_does_not_launch_is_replaced(bench, compiler):
-    kernel = compiler({16: 1.0, 32: 3.0}, compiles={16: out_of_resources})
-    kernel.fn.failures[16] = out_of_resources
-    assert torch.equal(bench.tune(lambda: launch(kernel, numbers()))(), numbers() + 1)
-    assert set(bench.blocks()) == {32}
-
-
-def test_when_no_candidate_loads_the_error_lists_all(bench, compiler):
-    kernel = compiler({16: 1.0, 32: 1.0}, compiles=dict.fromkeys((16, 32), out_of_resources))
-    kernel.fn.failures.update(dict.fromkeys((16, 32), out_of_resources))
-    with pytest.raises(NoValidConfig, match="all 2 configs failed"):
-        bench.tune(lambda: launch(kernel, numbers()))()
-
-
-def test_a_config_with_a_hook_is_compiled_by_its_launch_because_the_hook_belongs_to_one(bench, compiler):
-    hooked = []
-    hooks = {block: lambda arguments, block=block: hooked.append(block) for block in (16, 32)}
-    kernel = compiler({16: 3.0, 32: 1.0}, pre_hooks=hooks)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert hooked == bench.blocks() == [16, 32, 32]
-
-
-def test_a_config_is_loaded_before_the_clock_starts(bench, compiler):
-    kernel = compiler({16: 3.0, 32: 1.0}, pre_hooks={32: lambda arguments: None})
-    order: list[Any] = []
-    start, run = bench.clock.start, kernel.fn.run
-    bench.clock.start = lambda: order.append("start") or start()
-    kernel.fn.run = lambda *a, **k: (
-        order.append(("compile" if k["warmup"] else "launch", k["BLOCK"])) or run(*a, **k)
-    )
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert order[:3] == [("compile", 16), "start", ("launch", 16)]
-    assert order[-4:-1] == [("compile", 32), "start", ("launch", 32)]
-
-
-@pytest.mark.parametrize("queued", [True, False], ids=["queued", "at once"])
-def test_an_error_of_another_kind_while_compiling_is_the_users(bench, compiler, queued):
-    kernel = compiler({16: 3.0, 32: 1.0}, queued=queued, compiles={32: lambda: KeyError("user's own")})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with pytest.raises(KeyError, match="user's own"):
-        tuned()
-    assert Autotuner.run is STOCK_RUN
-
-
-def test_pruned_configs_are_not_compiled(bench, compiler):
-    kernel = compiler(
-        {16: 3.0, 32: 1.0, 64: 2.0},
-        prune_configs_by={"early_config_prune": lambda configs, args, **kwargs: configs[:2]},
-    )
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert 64 not in kernel.compiled
-    assert isinstance(kernel.configs[2], triton.Config)

@@ -5,6 +5,7 @@ Under pytest the ranks are CPU processes in Triton's interpreter; tests marked `
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -61,7 +62,8 @@ def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, group=
     world, rank = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
     wanted = total.chunk(world)[rank]
     explained = 2 * torch.finfo(out.dtype).eps + float(inner) ** 0.5 * torch.finfo(torch.float32).eps
-    return float((out.float() - wanted).norm() / wanted.norm() / explained)
+    ratio = float((out.float() - wanted).norm() / wanted.norm() / explained)
+    return ratio if math.isfinite(ratio) else math.inf  # max() may pass a NaN over
 
 
 def call_and_compare(op: GemmReduceScatter, m: int, k: int, *, group=None) -> float:
@@ -232,6 +234,22 @@ def test_one_rank_needs_no_process_group():
     with GemmReduceScatter(20, 24, HALF, backend="shm") as op:
         poison(op)
         assert call_and_compare(op, 20, 16) < 1
+
+
+def outside_any_tuner(rank):
+    begin(rank)
+    gemm_reduce_scatter.configs, runs = CANDIDATES, []
+    gemm_reduce_scatter.fn.add_pre_run_hook(lambda *args, **kwargs: runs.append(1))
+    with GemmReduceScatter(128, 48, HALF) as op:
+        poison(op)
+        errors = [call_and_compare(op, m, 32) for m in (128, 96, 128)]
+    return errors, len(runs)
+
+
+def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate():
+    for errors, runs in values(outside_any_tuner, 2):
+        assert max(errors) < 1
+        assert runs == 3
 
 
 def tuned_in_context(rank):
@@ -444,6 +462,7 @@ def cases_on_gpus(rank, backend):
     }
     cases |= {f"candidate {index}": lambda index=index: candidate(index) for index in range(len(CANDIDATES))}
     cases["different candidates"] = lambda: candidate(rank)
+    cases["outside any tuner"] = lambda: outside_any_tuner(rank)[0]
     cases["late ranks"] = lambda: many_calls(rank, "random")
     cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, backend)
     cases["tuned in context"] = lambda: tuned_in_context(rank)[0]

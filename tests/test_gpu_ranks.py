@@ -58,7 +58,9 @@ def with_a_small_device(rank: int, backend: str) -> tuple[list[float], list[str]
         triton.compiler.compiler.max_shared_mem = lambda device: 120_000
     all_gather_gemm.configs = CANDIDATES
     errors: list[float] = []
-    with AllGatherGemm(512, 1024, torch.bfloat16, backend=backend, timeout_s=60.0) as op:
+    sms = torch.cuda.get_device_properties(rank).multi_processor_count
+    fixed = {"consumer": "plain", "pieces": 1, "programs": sms}  # the kernel alone is tuned
+    with AllGatherGemm(512, 1024, torch.bfloat16, backend=backend, timeout_s=60.0, **fixed) as op:
 
         @tune
         def step() -> None:

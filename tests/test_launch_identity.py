@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
-import json
 import weakref
 from typing import Any
 
@@ -12,19 +10,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.errors import AutotunerError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import TuningError
 from dist_autotune.records import Trial
 from kernels_for_tests import (
-    Bench,
     Probe,
     accumulate,
     add,
-    double,
     grid_of,
     launch,
     numbers,
@@ -32,16 +25,6 @@ from kernels_for_tests import (
     out_of_resources,
     records,
 )
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
-
-def configs_of(kernel: Any) -> dict[int, Any]:
-    return {config.kwargs["BLOCK"]: config for config in kernel.configs}
-
 
 # ---- contexts
 
@@ -249,6 +232,14 @@ def test_a_tensor_may_be_none(bench):
     assert list(kernel.cache) == [(64, "torch.float32")]
 
 
+def test_a_kernel_that_builds_on_its_own_output_sees_every_launch_once(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, accumulate)
+    total = torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, numbers(), total))
+    tuned()
+    assert torch.equal(total, numbers() * tuned.report.runs)
+
+
 # ---- the config
 
 
@@ -322,254 +313,3 @@ def test_a_pre_hook_may_shape_a_tensor_descriptor_for_the_config_that_is_launche
     assert shapes == [(block, [block]) for block in (16, 32, 64, 16, 32)]
     assert hooked == [16, 32, 64, 16, 32]
     assert bench.blocks() == [16, 32, 16, 32]
-
-
-# ---- nothing to tune
-
-
-@pytest.mark.parametrize("configs", [None, [triton.Config({"BLOCK": 16})]], ids=["of its own", "no list"])
-def test_a_kernel_with_one_config_passes_straight_through(bench, configs):
-    kernel = bench.kernel({16: 1.0}, configs=configs)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16]
-    assert bench.clock.marks == 0
-    assert tuned.report.contexts == ()
-
-
-def test_a_kernel_pruned_to_one_config_needs_no_trial(bench):
-    kernel = bench.kernel(
-        {16: 1.0, 32: 2.0}, prune_configs_by={"early_config_prune": lambda configs, args, **kw: configs[1:]}
-    )
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    assert bench.blocks() == [32]
-    assert tuned.report.contexts == ()
-
-
-def test_pruning_sees_the_arguments_of_the_launch(bench):
-    seen = []
-
-    def prune(configs, named, **kwargs):
-        seen.append((set(named), set(kwargs)))
-        return [config for config in configs if config.kwargs["BLOCK"] <= named["n"]]
-
-    kernel = bench.kernel({16: 3.0, 32: 2.0, 128: 1.0}, prune_configs_by={"early_config_prune": prune})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert bench.blocks() == [16, 32, 32]
-    assert seen[0][0] == {"x_ptr", "y_ptr", "n"}
-    assert "grid" in seen[0][1]
-
-
-def test_a_perf_model_leaves_its_top_candidates(bench):
-    pruning = {"perf_model": lambda BLOCK, **kwargs: -BLOCK, "top_k": 2}
-    kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0}, prune_configs_by=pruning)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert bench.blocks() == [64, 32, 32]
-
-
-def test_pruned_to_none_is_tritons_error_naming_kernel_and_key(bench):
-    kernel = bench.kernel(
-        {16: 1.0, 32: 2.0}, prune_configs_by={"early_config_prune": lambda configs, args, **kw: []}
-    )
-    with pytest.raises(AutotunerError, match=r"add\[64, torch\.float32, torch\.float32\]"):
-        bench.tune(lambda: launch(kernel, numbers()))()
-
-
-def test_equal_configs_are_tried_once(bench):
-    kernel = bench.kernel({16: 2.0, 32: 1.0}, configs=[triton.Config({"BLOCK": b}) for b in (16, 32, 16, 32)])
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    assert bench.blocks() == [16, 32, 32]
-    assert len(only(tuned.report).timings) == 2
-
-
-def test_the_values_of_a_config_may_be_lists(bench):
-    class Ordered(Probe):
-        def run(self, *args, ORDER, **kwargs):
-            assert ORDER in ([0, 1], [1, 0])
-            return super().run(*args, BLOCK=16 if ORDER == [0, 1] else 32, **kwargs)
-
-    probe = Ordered(add, "add", {16: 2.0, 32: 1.0}, bench.launches)
-    configs = [triton.Config({"ORDER": order}) for order in ([0, 1], [1, 0])]
-    kernel = triton.autotune(configs, ["n"])(probe)
-
-    def thunk():
-        kernel[(4,)](numbers(), torch.zeros(64), 64)
-
-    tuned = bench.tune(thunk)
-    tuned()
-    tuned()
-    assert bench.blocks() == [16, 32, 32, 32]
-    assert only(tuned.report).config.kwargs == {"ORDER": [1, 0]}
-
-
-# ---- what stands around an autotuned kernel
-
-
-def with_heuristics(bench: Bench, *, below: bool) -> Any:
-    heuristics = triton.heuristics({"EVEN": lambda args: args["n"] % args.get("BLOCK", 1) == 0})
-
-    class WithEven(Probe):
-        def run(self, *args, EVEN, **kwargs):
-            assert EVEN is True
-            return super().run(*args, **kwargs)
-
-    probe = WithEven(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
-    autotune = triton.autotune([triton.Config({"BLOCK": b}) for b in (16, 32)], ["n"])
-    return autotune(heuristics(probe)) if below else heuristics(autotune(probe))
-
-
-@pytest.mark.parametrize("below", [True, False], ids=["below autotune", "above autotune"])
-def test_heuristics_may_stand_below_or_above(bench, below):
-    kernel = with_heuristics(bench, below=below)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16, 32, 32]
-    assert only(tuned.report).kernel == "add"
-
-
-class Counting(Autotuner):
-    """As some libraries do: works around the launch, then asks which config it was."""
-
-    seen: list[int]
-
-    def run(self, *args, **kwargs):
-        result = super().run(*args, **kwargs)
-        self.seen.append(self.best_config.kwargs["BLOCK"])
-        return result
-
-
-def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
-    probe = Probe(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
-    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
-    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
-    kernel.seen = []
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    tuned()
-    assert kernel.seen == bench.blocks() == [16, 32, 32, 32]
-
-
-@pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])
-def test_a_config_that_failed_or_was_only_tried_is_never_kept_for_a_subclass(bench, tmp_cache, max_runs):
-    probe = Probe(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
-    probe.failures[64] = out_of_resources
-    configs = [triton.Config({"BLOCK": b}) for b in (16, 32, 64)]
-    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
-    kernel.seen = []
-    bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs)()
-    assert kernel.seen == bench.blocks()
-    kept = [json.loads(path.read_text())["config"] for path in tmp_cache.glob("*.json")]
-    assert [text.split(",")[0] for text in kept] == (["BLOCK: 32"] if max_runs is None else [])
-
-
-def test_a_grid_function_may_launch_another_autotuned_kernel(bench):
-    inner = bench.kernel({16: 1.0, 32: 3.0}, double)
-    outer = bench.kernel({16: 30.0, 32: 10.0})
-    doubled = []
-
-    def thunk():
-        y = torch.full((64,), -1.0)
-
-        def grid(meta):
-            doubled.append(launch(inner, numbers()))
-            return (triton.cdiv(64, meta["BLOCK"]),)
-
-        outer[grid](numbers(), y, 64)
-        return y
-
-    tuned = bench.tune(thunk)
-    assert torch.equal(tuned(), numbers() + 1)
-    assert all(torch.equal(y, numbers() * 2) for y in doubled)
-    assert bench.blocks("add") == [16, 32, 32]
-    assert bench.blocks("double") == [16, 32, 16]
-
-
-def test_a_pre_hook_may_launch_another_autotuned_kernel(bench):
-    inner = bench.kernel({16: 1.0, 32: 3.0}, double)
-    hooks = {block: lambda args: launch(inner, numbers()) for block in (16, 32)}
-    outer = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks=hooks)
-    assert torch.equal(bench.tune(lambda: launch(outer, numbers()))(), numbers() + 1)
-    assert bench.blocks("add") == [16, 32, 32]
-    assert bench.blocks("double") == [16, 32, 16]
-
-
-def test_a_kernel_that_builds_on_its_own_output_sees_every_launch_once(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, accumulate)
-    total = torch.zeros(64)
-    tuned = bench.tune(lambda: launch(kernel, numbers(), total))
-    tuned()
-    assert torch.equal(total, numbers() * tuned.report.runs)
-
-
-# ---- launches that are none
-
-
-def run_warmup(kernel):
-    return kernel.run(numbers(), numbers(), 64, grid=(4,), warmup=True)
-
-
-@pytest.mark.parametrize(
-    "compile_only",
-    [run_warmup, lambda kernel: kernel.warmup(numbers(), numbers(), 64, grid=(4,))],
-    ids=["run(warmup=True)", "warmup()"],
-)
-def test_compiling_only_is_no_launch(bench, compile_only):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: compile_only(kernel))
-    tuned()
-    assert bench.blocks() == []
-    assert bench.clock.marks == 0
-    assert tuned.report.contexts == ()
-
-
-def test_compiling_only_between_trials_advances_nothing(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def thunk():
-        run_warmup(kernel)
-        launch(kernel, numbers())
-        run_warmup(kernel)
-
-    tuned = bench.tune(thunk)
-    tuned()
-    assert bench.blocks() == [16, 32, 32]
-    assert bench.clock.marks == 2
-
-
-def test_compiling_only_takes_the_incumbent(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    compiled = []
-
-    def thunk():
-        compiled.append(run_warmup(kernel))
-        launch(kernel, numbers())
-
-    tuned = bench.tune(thunk)
-    tuned()
-    tuned()
-    assert compiled == ["compiled 16", "compiled 16", "compiled 32", "compiled 32"]
-
-
-def test_compiling_only_takes_the_winner_found_on_disk(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    fresh, compiled = bench.kernel({16: 3.0, 32: 1.0}), []
-    bench.tune(lambda: compiled.append(run_warmup(fresh)))()
-    assert compiled == ["compiled 32"]
-
-
-def test_launches_that_only_queue_compilations_are_no_trials(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-
-        def thunk():
-            with AsyncCompileMode(executor):
-                launch(kernel, numbers())
-
-        tuned = bench.tune(thunk)
-        tuned()
-    assert bench.blocks() == [16] * tuned.report.runs
-    assert bench.clock.marks == 0
-    assert tuned.report.contexts == ()

@@ -15,7 +15,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import contextual_autotune
-from kernels_for_tests import Bench, add, launch, numbers
+from kernels_for_tests import add, launch, numbers
 
 STOCK_RUN = Autotuner.run
 LAUNCHES = 100
@@ -23,11 +23,6 @@ LAUNCHES = 100
 # The promise is 10 us a call and 1 us a launch; a busy machine with two cores needs room around it.
 CALL_US_ALLOWED = 150.0
 LAUNCH_US_ALLOWED = 15.0
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
 
 
 # ---- nothing is patched between calls

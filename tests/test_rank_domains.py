@@ -1,36 +1,22 @@
-"""What ranks share and what not: grids of groups, the user's communicators, keys and clocks of some ranks."""
+"""What ranks share and what not: grids of groups, groups inside a call, the user's communicators."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import AgreementTimeout
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources, records
-from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, set_patience, statuses_of, tune
+from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, run_until_settled, tune
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
-STOCK_RUN = Autotuner.run
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
-
-
-def run_until_settled(step, limit=40):
-    """Call a tuned function until nothing is left to try; return the number of calls."""
-    for calls in range(1, limit):
-        step()
-        if step.settled:
-            return calls
-    raise AssertionError(f"not settled after {limit} calls")
 
 
 def grid(rank):
@@ -230,201 +216,3 @@ def test_a_failing_rank_of_such_a_group_is_told_to_the_others():
     for rank, (first, second) in enumerate(assert_all_ok(run_ranks(program, 3, backend="fake"))):
         assert first.startswith("ValueError: boom" if rank == 2 else "PeerFailed: Rank 2 failed")
         assert second == "returned tensor"
-
-
-# ---- keys of some ranks
-
-
-def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others():
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-        run = kernel.fn.run
-
-        def fails_for_8(x, y, n, **kwargs):
-            if n == 8 and kwargs["BLOCK"] == 32:
-                raise out_of_resources()
-            return run(x, y, n, **kwargs)
-
-        kernel.fn.run = fails_for_8
-        sizes = (64, 8) if rank == 1 else (64,)
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
-        assert all(torch.equal(y, numbers(n) + 1) for n, y in zip(sizes, step(), strict=True))
-        banned = {context.key[0]: len(context.banned) for context in step.report.contexts}
-        return step.report.runs, blocks_of(step), banned
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == two == (4, {"add64": 32}, {64: 0})
-    assert one == (4, {"add64": 32, "add8": 64}, {64: 0, 8: 1})
-
-
-@MODES
-def test_the_nth_context_is_agreed_among_the_ranks_that_have_so_many(mode):
-    # Ranks 0 and 2 have two local sizes, rank 1 has one: the second pair agrees without it.
-    def program(rank):
-        sizes = [64 + rank] if rank == 1 else [64 + rank, 128 + rank]
-        bench = Bench()
-        slow = {64: {16: 1.0, 32: 2.0 + 3 * (rank == 1)}, 128: {16: 1.0 + 3 * (rank == 2), 32: 2.0}}
-        by_size = lambda launch: slow[128 if launch.n >= 128 else 64][launch.block]  # noqa: E731
-        kernel = bench.kernel({16: by_size, 32: by_size})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode, agree="ordinal")
-        run_until_settled(step)
-        return list(blocks_of(step).values()) if rank == 1 else sorted(blocks_of(step).items())
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == [("add128", 32), ("add64", 16)]
-    assert one == [16]
-    assert two == [("add130", 32), ("add66", 16)]
-
-
-@pytest.mark.parametrize("agree", ["key", "ordinal"])
-@MODES
-def test_ranks_that_launch_nothing_keep_in_step(mode, agree):
-    def program(rank):
-        bench, runs = Bench(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
-
-        def thunk():
-            runs.append(None)
-            return launch(kernel, numbers(64)) if rank == 1 else None
-
-        step = tune(bench, thunk, mode=mode, agree=agree)
-        run_until_settled(step)
-        return len(runs), blocks_of(step)
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == two == (one[0], {})
-    assert one[1] == {"add64": 32}
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        (64, 64.0, 64),
-        (1, True, 1.0),
-        (-0.0, False, 0),
-        (np.int64(64),) * 3,
-        (None,) * 3,
-        (torch.float16,) * 3,
-    ],
-    ids=["sixty-four", "one", "zero", "numpy", "None", "dtype"],
-)
-def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(values):
-    # Not a numpy number beside a Python one: it has a dtype, which stock Triton takes into the key.
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
-        run = kernel.fn.run
-        kernel.fn.run = lambda x, y, n, **kwargs: run(x, y, 64, **kwargs)
-        step = tune(bench, lambda: kernel[(4,)](numbers(), torch.zeros(64), values[rank]))
-        step()
-        return step.report.runs, [context.config.kwargs["BLOCK"] for context in step.report.contexts]
-
-    assert assert_all_ok(run_ranks(program, 3)) == [(3, [32])] * 3
-
-
-# ---- failures that only some kinds of exception or signal make
-
-
-def test_a_launch_that_runs_out_of_memory_on_one_rank_is_banned_on_all():
-    def program(rank):
-        bench, x, outputs = Bench(), numbers(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-        if rank == 1:
-            kernel.fn.failures[32] = lambda: torch.OutOfMemoryError("CUDA out of memory")
-        step = tune(bench, lambda: outputs.append(launch(kernel, x)))
-        step()
-        assert all(torch.equal(y, x + 1) for y in outputs)
-        (context,) = step.report.contexts
-        return step.report.runs, len(bench.blocks()), blocks_of(step), [*context.banned.values()]
-
-    expected = 4, 4, {"add64": 64}, ["rank 1: OutOfMemoryError: CUDA out of memory"]
-    assert assert_all_ok(run_ranks(program, 3)) == [expected] * 3
-
-
-@pytest.mark.parametrize("handled", [False, True], ids=["default", "handler that exits"])
-def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_peers(handled):
-    def program(rank):
-        bench, x, runs = Bench(), numbers(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-        def leave(number, frame):
-            raise SystemExit(143)
-
-        def thunk():
-            runs.append(None)
-            y = launch(kernel, x)
-            if rank != 1 and len(runs) == 2:
-                set_patience(step, SHORT_S)
-                meet(0, 2)
-            if rank == 1 and len(runs) == 2:
-                if handled:
-                    signal.signal(signal.SIGTERM, leave)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return y
-
-        step = tune(bench, thunk)
-        began = time.monotonic()
-        try:
-            end = ending(step)
-        finally:
-            assert Autotuner.run is STOCK_RUN
-        return end, time.monotonic() - began
-
-    results = run_ranks(program, 3)
-    others = assert_all_ok([results[0], results[2]])
-    if handled:
-        ((end, _),) = assert_all_ok([results[1]])
-        assert end == "SystemExit: 143"
-    else:
-        assert_killed(results[1], signal.SIGTERM)
-    for end, waited_s in others:
-        expected = "PeerFailed: Rank 1 failed" if handled else "AgreementTimeout: "
-        assert end.startswith(expected)
-        assert "ank 1" in end
-        assert waited_s < SHORT_S + 10
-    started = [record for record in records(rank=1) if record.event == "run_started"]
-    assert [record.run for record in started] == [0, 1]  # what the rank was doing is on disk
-    assert list(started[-1].plan.values()) == [1]
-
-
-# ---- clocks
-
-
-def test_wall_clocks_that_differ_by_hours_and_jump_have_no_effect(monkeypatch):
-    real_s, reads = time.time, itertools.count()
-
-    def program(rank):
-        def jumping_s():  # an hour at every look: forwards, backwards, or to and fro
-            n = next(reads)
-            return real_s() + 3600 * n * [1, -1, (-1) ** n][rank]
-
-        monkeypatch.setattr(time, "time", jumping_s)
-        monkeypatch.setattr(time, "time_ns", lambda: int(jumping_s() * 1e9))
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 3.0})
-
-        def thunk():
-            if rank == 1:
-                time.sleep(0.05)  # so that its peers do wait
-            launch(kernel, x)
-
-        step = tune(bench, thunk, budget_s=3600.0, cache=f"cache-{rank}")
-        step()
-        step()
-        (context,) = step.report.contexts
-        again = tune(
-            bench, lambda: launch(bench.kernel({16: 1.0, 32: 9.0, 64: 9.0}), x), cache=f"cache-{rank}"
-        )
-        again()
-        return (
-            context.timings,
-            statuses_of(step),
-            blocks_of(again),
-            statuses_of(again),
-        )
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == one == two
-    assert sorted(zero[0].values()) == [1.5, 3.0, 3.0]
-    assert zero[1:] == ({"add64": "tuned"}, {"add64": 32}, {"add64": "cached"})

@@ -228,6 +228,14 @@ def test_candidates_that_not_every_rank_has_are_banned():
     assert finish(made, {"a": 1.0, "c": 2.0}) == ["a", "c"]
 
 
+def test_contexts_are_of_their_own_rules():
+    announcement = Announcement(0, "matmul", "64", (("a", "A"), ("b", "B")), ("a", "b"))
+    first, second = (Context("x", announcement, rules(), 0) for _ in range(2))
+    first.start()
+    first.ban(0, 0, "no")
+    assert second.banned == {}
+
+
 def test_when_all_are_banned_the_error_names_kernel_key_and_every_reason():
     made = context(("a", "b"))
     with pytest.raises(NoValidConfig) as caught:

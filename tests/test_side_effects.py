@@ -1,22 +1,18 @@
-"""What runs leave behind: nothing is wiped, nothing is hidden, and what is preserved is put back."""
+"""What runs leave behind: nothing is wiped, hidden or kept alive, and what is preserved is put back."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kernels_for_tests import Bench, accumulate, launch, numbers
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
+from kernels_for_tests import Mine, accumulate, launch, numbers
 
 # ---- hooks of stock benchmarking
 
@@ -51,6 +47,69 @@ def test_hooks_given_to_triton_autotune_are_not_called(bench):
     )
     bench.tune(lambda: launch(kernel, numbers()))()
     assert called == []
+
+
+@pytest.mark.parametrize("n_repeat", [1, 3])
+def test_side_effects_happen_once_per_run_and_runs_are_counted(bench, n_repeat):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, accumulate)
+    total = torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, numbers(), total), n_repeat=n_repeat)
+    tuned()
+    assert tuned.report.runs == 2 * n_repeat + 1
+    assert torch.equal(total, numbers() * tuned.report.runs)
+
+
+# ---- memory
+
+
+def test_no_tensor_of_a_run_outlives_it(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[64] = lambda: torch.OutOfMemoryError("out of memory")
+    earlier: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def thunk():
+        alive.append(sum(tensor() is not None for tensor in earlier))
+        x = numbers()
+        y = launch(kernel, x)
+        earlier.extend((weakref.ref(x), weakref.ref(y)))
+        return y
+
+    gc.disable()  # a cycle would keep them as well
+    try:
+        result = bench.tune(thunk)()
+    finally:
+        gc.enable()
+    assert alive == [0] * len(alive)
+    assert len(alive) == 4
+    del result
+    assert not any(tensor() is not None for tensor in earlier)
+
+
+def test_no_argument_of_a_call_outlives_it(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda x: launch(kernel, x).sum())
+    x = numbers()
+    gone = weakref.ref(x)
+    tuned(x)
+    del x
+    assert gone() is None
+
+
+def test_the_arguments_of_a_call_that_raised_are_let_go(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk(x):
+        launch(kernel, x)
+        raise Mine
+
+    tuned = bench.tune(thunk)
+    x = numbers()
+    gone = weakref.ref(x)
+    with pytest.raises(Mine) as caught:
+        tuned(x)
+    del x, caught
+    assert gone() is None
 
 
 # ---- state that is put back between the runs of one call

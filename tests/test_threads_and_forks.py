@@ -22,11 +22,6 @@ STOCK_RUN = Autotuner.run
 LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
-
 def on_thread(function: Callable[[], Any]) -> Any:
     """Return what `function` returns on a thread of its own."""
     with ThreadPoolExecutor(1) as pool:

@@ -212,15 +212,16 @@ class AllGatherGemm(Operation):
         self._rows = rows
         epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
+        call = self._call_of(rows, choice, self._words.local, epoch, base)
         try:
             if self._lane is not None and self._lane_rows:
                 self._lane.note_eager_call()
             self._producer.start(rows, epoch, base, choice.pieces)
-            self._launch(weight, out, choice, self._call_of(rows, choice, self._words.local, epoch, base))
+            self._launch(weight, out, choice, call)
             self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            self._producer.finish_alone(self._calls)
+            self._producer.finish_alone(call)
             raise
 
     def _run_in_lane(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:

@@ -55,6 +55,9 @@ for nothing but closing. A side stream that goes on after all, in the middle of 
 to the end of a piece again: a program that has given up asks no more until its end, another may spend one
 more budget, at most once for each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the
 bases of the next 2**29 rows, so calls that are enqueued already wait no second time.
+
+**A call that fails on the host**, after its exchange was enqueued, sends the small kernel of `matmul` after
+it: that waits as the GEMM would have, and releases the side stream as the GEMM would have.
 """
 
 from __future__ import annotations
@@ -65,8 +68,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..signals import GIVEN_UP, as_epoch
+from ..signals import as_epoch
 from ..symm import SymmetricMemory, SymmetricTensor
+from .call import Call
+from .matmul import wait_for_all
 from .pieces import piece_ends
 from .words import ARRIVED, FETCHED, READY, ROWS
 
@@ -144,13 +149,11 @@ class ChunkProducer:
         """Order what the caller does next behind the exchange; on the CPU, raise what went wrong in it."""
         self._stream.join()
 
-    def finish_alone(self, epoch: int) -> None:
-        """Let the exchange run to its end though no kernel watches over it and peers may not be ready.
+    def finish_alone(self, call: Call) -> None:
+        """Let the exchange run to its end though no GEMM watches over it: a kernel waits as one would.
 
-        Those that are ready still get their signals, and need not lose their patience for them.
+        Peers get their signals, and need not lose their patience for a rank whose call has failed.
         """
-        rescue = self._memory.side_stream()
-        for peer in self._peers:
-            self._memory.write_signal(peer.ready, as_epoch(epoch + GIVEN_UP.value), rescue)
         with contextlib.suppress(Exception):  # this is the way out of an error that says more
+            wait_for_all(call)
             self.join()

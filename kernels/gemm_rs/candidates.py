@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..ag_gemm.candidates import prune
-from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, do_bench
+from ..configs import CPU_CANDIDATES, INTERPRETED, candidate
 
-__all__ = ["CANDIDATES", "GPU_CANDIDATES", "do_bench", "prune"]
+__all__ = ["CANDIDATES", "GPU_CANDIDATES", "prune"]
 
 # The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
 GPU_CANDIDATES = [

@@ -82,6 +82,7 @@ class GemmReduceScatter(Operation):
     order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a rank
     waits for a peer, roughly. Opening and closing are collective. On GPUs let no other kernel that waits for
     a peer, such as an asynchronous collective, run beside a call: it could hold an SM that the call needs.
+    Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """

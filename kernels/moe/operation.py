@@ -1,0 +1,247 @@
+"""What the operations over experts share: who passes how many tokens, the choices of all, what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from ..operation import Operation, PeerTimeout, begin_at_16_bytes
+from ..signals import Failure, read_failure
+from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
+from .announcer import Announcer
+from .candidates import HEIGHTS
+from .checks import MOST_ROWS, check_choices, check_tokens
+from .counts import TokenBoard
+from .plan import Plan
+from .routing import digest_of
+from .words import (
+    GIVEN_OTHERS,
+    MOST_CHOICES,
+    MOST_TOKENS,
+    NO_EXPERT,
+    NOT_TOLD,
+    OTHER_TOKENS,
+    OTHER_TOPK,
+    WORDS,
+)
+
+
+class ExpertOperation(Operation):
+    """An operation whose calls begin by telling all ranks which experts each token goes to.
+
+    A subclass says in which orders it wants its tiles: `_orders`, `_by_first`.
+    """
+
+    _orders: int
+    _by_first: bool
+
+    def __init__(
+        self,
+        tokens_per_rank: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        backend: str,
+        timeout_s: float,
+        max_topk: int,
+    ) -> None:
+        if not 1 <= tokens_per_rank <= MOST_TOKENS:
+            raise ValueError(f"tokens_per_rank={tokens_per_rank}; it must be 1 to {MOST_TOKENS}")
+        if not 1 <= max_topk <= MOST_CHOICES:
+            raise ValueError(f"max_topk={max_topk}; it must be 1 to {MOST_CHOICES}")
+        self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
+        self._group, self._timeout_s = group, timeout_s
+        self._told: tuple[int, ...] = ()  # of the last call
+        self._plans: dict[tuple[int, int], Plan] = {}
+        super().__init__(dtype, group, backend, timeout_s)
+
+    def _allocate(self) -> None:
+        most = self.world_size * self._capacity * self._max_topk
+        self._ids = self._memory.allocate((most,), torch.int64)
+        self._words = self._memory.allocate((WORDS, self.world_size), torch.int32)
+        self._stream = self._memory.side_stream()
+        self._host_memory: SymmetricMemory | None = None
+        self._board: TokenBoard | None = None
+        self._no_board = ""
+        if self.world_size > 1:
+            self._open_board()
+        self._announcer = Announcer(self._memory, self._stream, self._words, self._lists())
+
+    def _open_board(self) -> None:
+        try:  # it fails on all ranks or on none
+            self._host_memory = open_symmetric_memory(self._group, "shm", "cpu", timeout_s=self._timeout_s)
+            self._board = TokenBoard(self._host_memory, self._timeout_s)
+        except SymmetricMemoryError as error:
+            self._no_board = str(error)
+
+    def _lists(self) -> tuple[SymmetricTensor, ...]:
+        """Return what is told of each choice."""
+        return (self._ids,)
+
+    def _forget(self) -> None:
+        if self._host_memory is not None:
+            self._host_memory.abandon()
+        del self._ids, self._words, self._announcer, self._stream, self._board, self._host_memory
+        self._plans.clear()
+
+    # ---- one call
+
+    def _check_call(self, topk_ids: torch.Tensor, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Raise what can be told before peers hear of the call; return the tokens of all ranks if known."""
+        check_choices("topk_ids", topk_ids, self.device, integers=True)
+        own, topk = topk_ids.shape
+        if own > self._capacity:
+            raise ValueError(
+                f"{own} tokens; this operation takes up to tokens_per_rank={self._capacity} of each rank"
+            )
+        if not 1 <= topk <= self._max_topk:
+            raise ValueError(
+                f"topk_ids has {topk} choices a token; this operation takes 1 to max_topk={self._max_topk}"
+            )
+        if self.world_size * self._capacity * topk >= MOST_ROWS:
+            raise ValueError(
+                f"{self.world_size} x {self._capacity} tokens with topk={topk} are 2**29 rows or more"
+            )
+        self._check_device()
+        if tokens is not None:
+            return check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
+        if self.world_size == 1:
+            return (own,)
+        if self._is_capturing():
+            name = type(self).__name__
+            raise RuntimeError(f"a captured call of {name} needs tokens=, the number of tokens of each rank")
+        if self._board is None:
+            raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_board}")
+        return None
+
+    @contextlib.contextmanager
+    def _carrying_out(self) -> Iterator[None]:
+        """Remember why the operation is good for nothing any more if the block raises."""
+        self._calls += 1
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_capturing():  # of what is captured nothing has happened
+                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
+            elif isinstance(error, SymmetricMemoryError):
+                name = type(self).__name__
+                raise RuntimeError(f"{name} cannot be captured here: {error}") from error
+            raise
+        if self.device.type == "cpu":
+            self._check_usable()
+
+    def _tokens_of_all(self, own: int, known: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return the tokens of each rank; where they are not known this waits for the hosts of all peers."""
+        if known is None:
+            assert self._board is not None
+            known = self._board.ask(own)
+        self._told = known
+        return known
+
+    def _announce(self, topk_ids: torch.Tensor) -> None:
+        """Put the choices in their place and enqueue what tells the peers."""
+        tokens, topk = topk_ids.shape
+        begin = self.rank * self._capacity * topk
+        if tokens:
+            self._ids.local[begin : begin + tokens * topk].copy_(topk_ids.reshape(-1))
+        self._announcer.announce(tokens, topk, self._capacity * topk, digest_of(self._told))
+
+    def _sort(self, topk_ids: torch.Tensor, experts: int, first: int) -> Plan:
+        """Enqueue the sorting of the choices of all ranks, chunk `first` first; return where they will be."""
+        tokens, topk = topk_ids.shape
+        plan = self._plans.get((experts, topk))
+        if plan is None:
+            plan = self._plans[experts, topk] = Plan(
+                world_size=self.world_size,
+                experts=experts,
+                most=self.world_size * self._capacity * topk,
+                orders=self._orders,
+                heights=HEIGHTS,
+                by_first=self._by_first,
+                device=self.device,
+            )
+        plan.sort(
+            self._ids.local,
+            self._words.local,
+            self._errors,
+            pairs=sum(self._told) * topk,
+            topk=topk,
+            stride=self._capacity * topk,
+            tokens=tokens,
+            told=digest_of(self._told),
+            rank=self.rank,
+            first=first % self.world_size,
+            budget=self._budget,
+        )
+        return plan
+
+    def _grid(
+        self, choices: int, weight: torch.Tensor, interpreted_programs: int
+    ) -> Callable[[dict[str, Any]], tuple[int]]:
+        """Return the grid of a persistent kernel: no more programs than SMs, nor than there may be tiles.
+
+        There is one even without tiles: it waits for what the peers push in every call.
+        """
+        experts, columns, _ = weight.shape
+        programs = self._sms or interpreted_programs
+
+        def grid(meta: dict[str, Any]) -> tuple[int]:
+            blocks = min(choices, triton.cdiv(choices, meta["BLOCK_M"]) + experts + 1)
+            return (max(1, min(programs, blocks * triton.cdiv(columns, meta["BLOCK_N"]))),)
+
+        return grid
+
+    def _can_use_tma(self, weight: torch.Tensor) -> bool:
+        """Return whether TMA can load the weight as one matrix, expert below expert."""
+        experts, columns, _ = weight.shape
+        strides = (weight.stride(0), weight.stride(1))
+        dense = experts == 1 or strides[0] == columns * strides[1]
+        addressable = begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
+        return self._has_tma and dense and addressable
+
+    # ---- what went wrong
+
+    def _failure(self) -> Exception | None:
+        """Return the exception for what the kernels wrote to the error words."""
+        words = enumerate(self._error_words)
+        failures = {peer: found for peer, word in words if (found := read_failure(int(word)))}
+        if not failures:
+            return None
+        texts = [self._describe(peer, failure) for peer, failure in failures.items()]
+        text = "; ".join([*filter(None, texts), *self._wrong_tokens(failures)])
+        text = f"{type(self).__name__}, rank {self.rank}: {text}"
+        next_step = "Close it on all ranks and open another"
+        wrong = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
+        if any(failure.kind not in wrong for failure in failures.values()):
+            return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
+        return ValueError(f"{text}. {next_step}")
+
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == NOT_TOLD.value:
+            return f"rank {peer}, or one that it waits for, did not tell its choices in time"
+        if failure.kind == OTHER_TOPK.value:
+            return f"rank {peer} has {failure.seen} choices a token, not as many as this rank"
+        if failure.kind == NO_EXPERT.value:
+            return f"rank {peer} chose expert {failure.seen}, which weight does not have (-1 drops a choice)"
+        if failure.kind == GIVEN_OTHERS.value:
+            return f"rank {peer} was given other tokens= than the ranks have"
+        if failure.kind == OTHER_TOKENS.value:
+            return ""  # one text for all ranks
+        return self._describe_wait(peer, failure)
+
+    def _describe_wait(self, peer: int, failure: Failure) -> str:
+        raise NotImplementedError
+
+    def _wrong_tokens(self, failures: dict[int, Failure]) -> list[str]:
+        """Return the text for numbers of tokens that this rank was told wrongly, if it was."""
+        seen = {p: each.seen for p, each in failures.items() if each.kind == OTHER_TOKENS.value}
+        if not seen:
+            return []
+        wrong = [f"rank {p} has {count}" for p, count in seen.items() if self._told[p : p + 1] != (count,)]
+        if not wrong:  # it was an earlier call
+            wrong = [f"rank {p} had {count}" for p, count in seen.items()]
+        return [f"tokens={list(self._told)} here, but {', '.join(wrong)}"]

@@ -1,0 +1,125 @@
+"""The memory in which the choices of one call are sorted, and the two launches that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from ..configs import INTERPRETED
+from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices
+
+LOWEST = 2**LOWEST_HEIGHT_BITS.value  # rows of a block of the first table
+PROGRAMS = 1 if INTERPRETED else 64  # that count, and that place
+BLOCK = 256 if INTERPRETED else 1024
+WARPS = 8
+
+
+class Plan:
+    """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
+
+    What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`, one
+    word for each rank twice, which are 0 when a kernel starts. Made once for a number of experts and kept:
+    each call on the same stream uses it anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        experts: int,
+        most: int,
+        orders: int,
+        heights: int,
+        by_first: bool,
+        device: torch.device,
+    ) -> None:
+        self.experts = experts
+        self.capacity = most // LOWEST + experts + 1  # blocks of the lowest height
+        self._orders, self._heights, self._by_first = orders, heights, by_first
+        self._world_size = world_size
+        self._padded = triton.next_power_of_2(experts + 1)
+        counted = world_size * (experts + 1)
+        tables = orders * heights
+
+        def words(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        self._zeroed = words(counted + 1 + 2 * world_size)
+        self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
+        self._starts, self.offsets = words(counted), words(world_size + 1)
+        self._within, self.rows, self.sources = words(most), words(most), words(most)
+        self._groups = words(tables, 2, world_size * self._padded)
+        self.ends, self.tables = words(tables, world_size), words(tables, self.capacity, ENTRY.value)
+
+    def sort(
+        self,
+        ids: torch.Tensor,
+        words: torch.Tensor,
+        errors: torch.Tensor,
+        *,
+        pairs: int,
+        topk: int,
+        stride: int,
+        tokens: int,
+        told: int,
+        rank: int,
+        first: int,
+        budget: int,
+    ) -> None:
+        """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come."""
+        self._zeroed.zero_()
+        launch: Callable[..., Any] = count_choices[(PROGRAMS,)]
+        launch(
+            ids,
+            words,
+            errors,
+            self._counts,
+            self._starts,
+            self.offsets,
+            self._within,
+            pairs,
+            self.experts,
+            topk,
+            stride,
+            tokens,
+            told,
+            rank,
+            first,
+            budget,
+            WORLD=self._world_size,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+        launch = place_choices[(self._orders * self._heights + PROGRAMS,)]
+        launch(
+            ids,
+            self._counts,
+            self._starts,
+            self.offsets,
+            self._within,
+            self.rows,
+            self.sources,
+            self._groups,
+            self.ends,
+            self.tables,
+            self.experts,
+            stride,
+            first,
+            self.capacity,
+            ORDERS=self._orders,
+            HEIGHTS=self._heights,
+            BY_FIRST=self._by_first,
+            WORLD=self._world_size,
+            EXPERTS=self._padded,
+            SEARCH_BITS=search_bits(self._world_size, self._padded),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+def search_bits(world_size: int, padded_experts: int) -> int:
+    """Return how many halvings find one of the groups of a table."""
+    return (world_size * padded_experts - 1).bit_length()

@@ -1,0 +1,288 @@
+"""Sorting the choices of all tokens by expert, on the device, and tables of the tiles that follow from it.
+
+Choices are sorted by expert, then by the chunk (source rank) of their token, chunks in the order in which the
+operation visits them: its *stages*. So a block of rows of one expert needs few neighbouring stages. A choice
+of expert -1 is dropped: it is sorted behind all experts, as if it were of one more, and so is an invalid one,
+which is also recorded. The order of the choices of one expert and chunk is left to chance; no row of a
+product depends on its place in a tile.
+
+Two launches, without a host's look at anything:
+
+    count_choices   waits until the choices of all ranks are here; counts them by stage and expert. Its last
+                    program turns the counts into where each group starts
+    place_choices   puts each choice into its place; some of its programs write a table each
+
+A table lists, for blocks of 16, 32, ... rows, (expert, begin, end, stage): rows begin to end of the sorted
+choices, and their last stage, or, BY_FIRST, their first. One for each height, because the config of the
+kernel that reads it is not known here; and one for each order: 0, by that stage and then by expert, so
+that what is needed, or known, first comes first; 1, by expert, so that the rows of a weight are read in one
+go.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..signals import record_failure
+from .words import (
+    GIVEN,
+    GIVEN_OTHERS,
+    NO_EXPERT,
+    NOT_TOLD,
+    OTHER_TOKENS,
+    OTHER_TOPK,
+    TOLD,
+    TOPK_SPAN,
+    free_side_stream,
+    is_given_up,
+    wait_for_word,
+)
+
+DIGEST_FACTOR = tl.constexpr(65599)
+DIGEST_PRIME = tl.constexpr(2147483629)
+LOWEST_HEIGHT_BITS = tl.constexpr(4)  # of the first table: blocks of 16 rows
+ENTRY = tl.constexpr(4)  # words of a table's entry
+FAR = tl.constexpr(2**31 - 1)
+
+
+def digest_of(tokens: tuple[int, ...]) -> int:
+    """Return the number that ranks with other tokens have by accident only: what the device compares."""
+    digest = 0
+    for count in tokens:
+        digest = (digest * DIGEST_FACTOR.value + count) % DIGEST_PRIME.value
+    return digest
+
+
+@triton.jit(
+    do_not_specialize=["pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "budget"]
+)
+def count_choices(
+    ids_ptr,  # int64: the choices of rank p begin at p * stride
+    words_ptr,  # int32 [7, WORLD]
+    errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    counts_ptr,  # int32 [WORLD, experts + 1], zeros, and a ticket behind them: choices by stage and expert
+    starts_ptr,  # int32 [WORLD, experts + 1]: where they start when sorted
+    offsets_ptr,  # int32 [WORLD + 1]: choices of all ranks before p
+    within_ptr,  # int32 [pairs]: the place of each choice among those of its stage and expert
+    pairs,  # choices of all ranks, as the host was told
+    experts,
+    topk,
+    stride,
+    tokens,  # of this rank
+    told,  # digest of the tokens of all ranks, as the host was told
+    rank,
+    first,  # the chunk of stage 0
+    budget,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the choices of all ranks as they come in."""
+    program = tl.program_id(0)
+    groups = experts + 1
+    digest = tl.full((), 0, tl.int64)
+    offset = 0
+    odd = 0  # ranks whose number of tokens is not known
+    for peer in range(0, WORLD):
+        count = tokens
+        if peer != rank:
+            value = wait_for_word(TOLD, NOT_TOLD, peer, words_ptr, errors_ptr, budget, WORLD)
+            count = value // TOPK_SPAN
+            if is_given_up(value):
+                count = 0
+                odd += 1
+                if program == 0:
+                    free_side_stream(peer, words_ptr, WORLD)
+            elif value % TOPK_SPAN != topk:
+                record_failure(errors_ptr + peer, OTHER_TOPK, 0, value % TOPK_SPAN)
+                count = 0
+                odd += 1
+        digest = (digest * DIGEST_FACTOR + count) % DIGEST_PRIME
+        # Whatever the host was told, nothing is written beyond `pairs`.
+        number = min(count * topk, pairs - offset)
+        if program == 0:
+            tl.store(offsets_ptr + peer, offset)
+        stage = (peer - first + 2 * WORLD) % WORLD
+        for block in tl.range(program, tl.cdiv(number, BLOCK), tl.num_programs(0)):
+            local = block * BLOCK + tl.arange(0, BLOCK)
+            inside = local < number
+            ids = tl.load(ids_ptr + tl.cast(peer * stride, tl.int64) + local, mask=inside, other=-1)
+            invalid = (ids < -1) | (ids >= experts)
+            if tl.max(invalid.to(tl.int32), axis=0) > 0:
+                largest = tl.max(tl.where(invalid, ids, -FAR), axis=0)
+                record_failure(errors_ptr + peer, NO_EXPERT, 0, tl.maximum(tl.minimum(largest, FAR), -FAR))
+            group = stage * groups + tl.where(invalid | (ids < 0), experts, ids).to(tl.int32)
+            place = tl.atomic_add(counts_ptr + group, 1, mask=inside, sem="relaxed", scope="gpu")
+            tl.store(within_ptr + offset + local, place, mask=inside)
+        offset += number
+    if program == 0:
+        tl.store(offsets_ptr + WORLD, offset)
+        if odd == 0:
+            _compare_tokens(tokens, digest, told, rank, words_ptr, errors_ptr, WORLD)
+    tl.debug_barrier()  # one thread takes the ticket, for the counts of all
+    ticket = tl.atomic_add(counts_ptr + WORLD * groups, 1, sem="acq_rel", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        _start_groups(counts_ptr, starts_ptr, groups, WORLD, BLOCK)
+
+
+@triton.jit
+def _compare_tokens(tokens, digest, told, rank, words_ptr, errors_ptr, WORLD: tl.constexpr):
+    """Record how many tokens each rank has if the host was told otherwise, and which peer's host was.
+
+    Such a peer computes something else than we do, and we use it: it must not be the only one to know.
+    """
+    for peer in range(0, WORLD):
+        count = tokens
+        given = digest
+        if peer != rank:
+            count = tl.load(words_ptr + TOLD * WORLD + peer) // TOPK_SPAN
+            given = tl.load(words_ptr + GIVEN * WORLD + peer).to(tl.int64)
+        if digest != told:
+            record_failure(errors_ptr + peer, OTHER_TOKENS, 0, count)
+        elif digest != given:
+            record_failure(errors_ptr + peer, GIVEN_OTHERS, 0, 0)
+
+
+@triton.jit
+def _start_groups(counts_ptr, starts_ptr, groups, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Write where the choices of each expert, and of each stage within it, start."""
+    carry = 0
+    for begin in range(0, groups, BLOCK):
+        expert = begin + tl.arange(0, BLOCK)
+        inside = expert < groups
+        total = tl.zeros((BLOCK,), dtype=tl.int32)
+        for stage in range(0, WORLD):
+            total += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
+        start = carry + tl.cumsum(total, axis=0) - total
+        for stage in range(0, WORLD):
+            tl.store(starts_ptr + stage * groups + expert, start, mask=inside)
+            start += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
+        carry += tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["experts", "stride", "first", "capacity"])
+def place_choices(
+    ids_ptr,
+    counts_ptr,
+    starts_ptr,
+    offsets_ptr,
+    within_ptr,
+    rows_ptr,  # int32 [pairs]: the sorted choices, as numbers among those of all ranks
+    sources_ptr,  # int32 [pairs]: the same, as numbers in the layout of `ids_ptr`
+    groups_ptr,  # int32 [tables, 2, WORLD * EXPERTS]: scratch of the tables
+    ends_ptr,  # int32 [tables, WORLD]: blocks of each table up to a stage's end; in order 1: all of them
+    tables_ptr,  # int32 [tables, capacity, 4]
+    experts,
+    stride,
+    first,
+    capacity,
+    ORDERS: tl.constexpr,
+    HEIGHTS: tl.constexpr,
+    BY_FIRST: tl.constexpr,
+    WORLD: tl.constexpr,
+    EXPERTS: tl.constexpr,  # a power of two, more than `experts`
+    SEARCH_BITS: tl.constexpr,  # 2 to this power is at least WORLD * EXPERTS
+    BLOCK: tl.constexpr,
+):
+    """Sort the choices; the first ORDERS * HEIGHTS programs write the tables."""
+    program = tl.program_id(0)
+    tables = ORDERS * HEIGHTS
+    if program < tables:
+        _write_table(
+            counts_ptr,
+            starts_ptr,
+            groups_ptr + program * 2 * WORLD * EXPERTS,
+            ends_ptr + program * WORLD,
+            tables_ptr + program * capacity * ENTRY,
+            program // HEIGHTS,
+            program % HEIGHTS + LOWEST_HEIGHT_BITS,
+            experts + 1,
+            BY_FIRST,
+            WORLD,
+            EXPERTS,
+            SEARCH_BITS,
+            BLOCK,
+        )
+    else:
+        for peer in range(0, WORLD):
+            offset = tl.load(offsets_ptr + peer)
+            number = tl.load(offsets_ptr + peer + 1) - offset
+            stage = (peer - first + 2 * WORLD) % WORLD
+            for block in tl.range(program - tables, tl.cdiv(number, BLOCK), tl.num_programs(0) - tables):
+                local = block * BLOCK + tl.arange(0, BLOCK)
+                inside = local < number
+                ids = tl.load(ids_ptr + tl.cast(peer * stride, tl.int64) + local, mask=inside, other=-1)
+                dropped = (ids < 0) | (ids >= experts)
+                group = stage * (experts + 1) + tl.where(dropped, experts, ids).to(tl.int32)
+                start = tl.load(starts_ptr + group, mask=inside, other=0)
+                place = start + tl.load(within_ptr + offset + local, mask=inside, other=0)
+                tl.store(rows_ptr + place, offset + local, mask=inside)
+                tl.store(sources_ptr + place, peer * stride + local, mask=inside)
+
+
+@triton.jit
+def _write_table(
+    counts_ptr,
+    starts_ptr,
+    groups_ptr,
+    ends_ptr,
+    table_ptr,
+    order,
+    height_bits,
+    groups,
+    BY_FIRST: tl.constexpr,
+    WORLD: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SEARCH_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one table: count the blocks that belong to each stage and expert, then find each block's."""
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < groups
+    rows = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for stage in range(0, WORLD):
+        rows += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
+    height = 1 << height_bits
+    blocks = (rows + height - 1) >> height_bits  # of each expert
+    all_blocks = tl.sum(blocks, axis=0)
+    before_expert = tl.cumsum(blocks, axis=0) - blocks
+    seen = tl.zeros((EXPERTS,), dtype=tl.int32)  # rows of the expert in the stages so far
+    given = tl.zeros((EXPERTS,), dtype=tl.int32)  # blocks of the expert that belong to them
+    carry = 0
+    for stage in range(0, WORLD):
+        seen += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
+        if BY_FIRST:
+            through = (seen + height - 1) >> height_bits  # all that have a row of these stages
+        else:
+            through = tl.where(
+                seen == rows, blocks, seen >> height_bits
+            )  # all that have no row of later ones
+        new = through - given
+        upto = tl.where(order == 0, carry + tl.cumsum(new, axis=0), before_expert + through)
+        carry += tl.sum(new, axis=0)
+        group = tl.where(order == 0, stage * EXPERTS + expert, expert * WORLD + stage)
+        tl.store(groups_ptr + group, upto)
+        tl.store(groups_ptr + WORLD * EXPERTS + group, given - (upto - new))
+        tl.store(ends_ptr + stage, tl.where(order == 0, carry, all_blocks))
+        given = through
+    tl.debug_barrier()  # threads read what others have stored
+    for begin in range(0, all_blocks, BLOCK):
+        number = begin + tl.arange(0, BLOCK)
+        real = number < all_blocks
+        group = tl.zeros((BLOCK,), dtype=tl.int32)  # how many groups end at or before this block
+        for bit in tl.static_range(SEARCH_BITS):
+            probe = group + (1 << (SEARCH_BITS - 1 - bit)) - 1
+            upto = tl.load(groups_ptr + probe, mask=probe < WORLD * EXPERTS, other=FAR)
+            group += tl.where(upto <= number, 1 << (SEARCH_BITS - 1 - bit), 0)
+        chosen = tl.where(order == 0, group % EXPERTS, group // WORLD)
+        at_stage = tl.where(order == 0, group // EXPERTS, group % WORLD)
+        block = number + tl.load(groups_ptr + WORLD * EXPERTS + group, mask=real, other=0)
+        start = tl.load(starts_ptr + chosen, mask=real, other=0)
+        last = (WORLD - 1) * groups + chosen
+        end = tl.load(starts_ptr + last, mask=real, other=0) + tl.load(counts_ptr + last, mask=real, other=0)
+        row = start + (block << height_bits)
+        entry_ptr = table_ptr + number * ENTRY
+        tl.store(entry_ptr, chosen, mask=real)
+        tl.store(entry_ptr + 1, row, mask=real)
+        tl.store(entry_ptr + 2, tl.minimum(row + height, end), mask=real)
+        tl.store(entry_ptr + 3, at_stage, mask=real)

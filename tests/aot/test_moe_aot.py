@@ -1,0 +1,145 @@
+"""That the kernels over experts compile for every target, fit, and order signals as the proofs ask."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compiled import BLACKWELL, CDNA3, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
+
+from dist_autotune.kernels.ag_moe.candidates import GPU_CANDIDATES as GATHER_CANDIDATES
+from dist_autotune.kernels.ag_moe.kernel import all_gather_moe
+from dist_autotune.kernels.moe import candidates
+from dist_autotune.kernels.moe.plan import search_bits
+from dist_autotune.kernels.moe.routing import count_choices, place_choices
+from dist_autotune.kernels.moe_rs.candidates import GPU_CANDIDATES as SCATTER_CANDIDATES
+from dist_autotune.kernels.moe_rs.kernel import moe_reduce_scatter
+
+pytestmark = pytest.mark.aot
+
+PLAN = dict.fromkeys(("rows_ptr", "sources_ptr", "ends_ptr", "tables_ptr", "words_ptr"), "*i32")
+ANY_VALUE = ("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "budget")
+SIZES = ("N", "K", "stride_be", "stride_bn", "stride_cm")
+GATHER = {
+    **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
+    **PLAN,
+    "errors_ptr": "*i64",
+    **dict.fromkeys((*SIZES, *ANY_VALUE), "i32"),
+}
+SCATTER = {
+    **GATHER,
+    **dict.fromkeys(("products_ptr", "partial_ptr", "staged_ptr"), "*bf16"),
+    "weights_ptr": "*fp32",
+    **dict.fromkeys(("offsets_ptr", "counters_ptr"), "*i32"),
+    "stride_am": "i32",
+}
+del GATHER["tokens_per_rank"]
+# Bytes of a thread, and on CDNA3 scalar registers, which go to vector ones: the scatter's many loops.
+SPILLED = {
+    "gather": {HOPPER: 0, BLACKWELL: 0, CDNA3: 0},
+    "scatter": {HOPPER: 8, BLACKWELL: 16, CDNA3: 20},
+}
+TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
+KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, SCATTER)}
+CANDIDATES = {"gather": GATHER_CANDIDATES, "scatter": SCATTER_CANDIDATES}
+
+
+def compile_candidate(name, config, target, world=8):
+    kernel, types = KERNELS[name]
+    constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False}
+    if name == "gather":
+        constexprs["HEIGHTS"] = 4
+    return compile_for(
+        target,
+        kernel.fn,
+        types,
+        constexprs | config.kwargs,
+        any_value=tuple(each for each in ANY_VALUE if each in types),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_candidates_fit_the_device(name, target, monkeypatch):
+    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(torch.version, "hip", "6.4" if target is CDNA3 else None)
+    args = {"a_ptr": torch.empty(1, dtype=torch.bfloat16), "size_class": 16384, "N": 4096, "K": 4096}
+    usable = candidates.prune(CANDIDATES[name], args, WORLD=8, TMA_LEGAL=target is not CDNA3)
+    assert len(usable) >= 4
+    for config in usable[:: 2 if target is HOPPER else 4]:  # it costs seconds
+        used = resources(compile_candidate(name, config, target), target)
+        assert used["registers"] <= REGISTERS[target], config
+        assert used["spilled"] <= SPILLED[name][target], config
+        assert used["shared_bytes"] <= SHARED_BYTES[target], config
+
+
+EVENTS = {
+    "multiply": r"warp_group_dot |tt\.dot ",
+    "copy of A": r"async_copy_global_to_local",
+    "wait for peer": r"atomic_rmw add, acquire, sys",
+    "wait for tiles": r"atomic_rmw add, acquire, gpu",
+    "load": r"tt\.load .*tensor<.*(bf16|f32)",
+    "store": r"tt\.store .*tensor<",
+    "barrier": r"gpu\.barrier|ttg\.barrier",
+    "count tile": r"atomic_rmw add, release, gpu",
+    "count block": r"atomic_rmw add, acq_rel, gpu",
+    "signal": r"atomic_rmw exch, release, sys, .*%c1_i32",
+}
+
+
+def order_of(compiled):
+    """Return in program order what signals must be ordered against, and the signals; repetitions left out."""
+    lines = compiled.asm["ttgir"].splitlines()
+    found = [name for line in lines for name, pattern in EVENTS.items() if re.search(pattern, line)]
+    return [name for name, before in zip(found, ["", *found], strict=False) if name != before]
+
+
+@pytest.mark.parametrize("config", [GATHER_CANDIDATES[0], GATHER_CANDIDATES[11]], ids=["TMA", "pointers"])
+def test_rows_are_loaded_behind_the_wait_for_their_chunk(config):
+    order = order_of(compile_candidate("gather", config, HOPPER))
+    assert order == ["wait for peer", "copy of A", "multiply", "copy of A", "store", "wait for peer"]
+
+
+@pytest.mark.parametrize(
+    "config", [SCATTER_CANDIDATES[0], SCATTER_CANDIDATES[7]], ids=["halves", "whole tiles"]
+)
+def test_products_are_counted_behind_their_stores_and_combined_behind_the_counts(config):
+    order = order_of(compile_candidate("scatter", config, HOPPER))
+    assert order == [
+        *("barrier", "signal"),  # of chunks without tokens
+        *("copy of A", "multiply", "copy of A", "load", "store", "barrier", "count tile"),
+        *("wait for tiles", "wait for peer", "load", "store", "barrier", "count block", "barrier", "signal"),
+        "wait for peer",
+    ]
+
+
+def test_rows_of_a_are_copied_16_bytes_at_a_time_and_those_of_the_weight_by_tma():
+    ptx = compile_candidate("gather", GATHER_CANDIDATES[0], HOPPER).asm["ptx"]
+    assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, (0x\w+)", ptx)) == {"0x10"}
+    assert "cp.async.bulk.tensor.2d" in ptx
+    assert "wgmma.mma_async" in ptx
+    assert not re.search(r"atom\.global\.sys\.\S*add", ptx)  # a poll is a load
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_the_sorting_compiles_for_every_target(target):
+    common = dict.fromkeys(("counts_ptr", "starts_ptr", "offsets_ptr", "within_ptr"), "*i32")
+    numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "budget")
+    types = {"ids_ptr": "*i64", "words_ptr": "*i32", "errors_ptr": "*i64", **common}
+    types |= dict.fromkeys(numbers, "i32")
+    counting = compile_for(
+        target, count_choices, types, {"WORLD": 8, "BLOCK": 1024}, any_value=numbers, num_warps=8
+    )
+    assert resources(counting, target)["spilled"] == 0
+    for experts, by_first in ((64, False), (512, True)):
+        names = ("rows_ptr", "sources_ptr", "groups_ptr", "ends_ptr", "tables_ptr")
+        types = {"ids_ptr": "*i64", **common, **dict.fromkeys(names, "*i32")}
+        numbers = ("experts", "stride", "first", "capacity")
+        types |= dict.fromkeys(numbers, "i32")
+        constexprs = {"ORDERS": 2 - by_first, "HEIGHTS": 4, "BY_FIRST": by_first, "WORLD": 8, "BLOCK": 1024}
+        constexprs |= {"EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
+        placing = compile_for(target, place_choices, types, constexprs, any_value=numbers, num_warps=8)
+        assert resources(placing, target)["spilled"] <= 8  # bytes; it runs once in a call

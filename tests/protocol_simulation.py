@@ -1,0 +1,129 @@
+"""All ranks of a session in one object, without a kernel or a process: what they tell makes the next plan."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from dist_autotune.flows import STRATEGIES, exhaustive
+from dist_autotune.payload import Announcement, Part, Payload, femtoseconds, merge
+from dist_autotune.protocol import Tuning
+from dist_autotune.search import BY_LAUNCH, Rules
+
+Ms = Mapping[str, float] | Callable[[str, int], float]
+
+
+def rules(**options: Any) -> Rules:
+    chosen = {"search": "exhaustive", "n_warmup": 0, "n_repeat": 1, "rank_reduce": "max", **options}
+    return Rules(**{"strategy": STRATEGIES.get(chosen["search"], exhaustive), **chosen})
+
+
+class Simulation:
+    """All ranks at once: each launches what is planned and tells its own statistic.
+
+    `contexts` are the candidates of each, in the order of first launch; `ms` maps candidates to a time,
+    for all ranks or by rank. The whole run takes the sum of its launches, and `run_ms(plan)` more.
+    """
+
+    def __init__(
+        self,
+        contexts: Mapping[str, Sequence[str]],
+        ms: Ms,
+        *,
+        ranks: int = 1,
+        choices: Collection[str] = (),
+        run_ms: Callable[[dict[str, str]], float] = lambda plan: 0.0,
+        launches: Callable[[int, int, str], bool] = lambda run, rank, name: True,
+        bans: Callable[[int, int, str], dict[str, str]] = lambda run, rank, name: {},
+        second: float = 0.0,
+        **options: Any,
+    ) -> None:
+        self.contexts = contexts
+        self.ms = ms
+        self.ranks = ranks
+        self.choices = choices
+        self.run_ms = run_ms
+        self.launches = launches
+        self.bans = bans
+        self.second = second  # what each run takes of the budget
+        self.tuning = Tuning(rules(**options))
+        self.plans: list[dict[str, str]] = []  # of each run: context -> candidate launched
+        self._announced: set[tuple[int, str]] = set()
+        self._samples: dict[Any, list[float]] = {}
+        self._began = 0
+
+    def session(self, runs_at_most: int = 500) -> list[dict[str, str]]:
+        """Run until the session is over; return the plans of its runs."""
+        self.tuning.open()
+        self._began = len(self.plans)
+        while not self.tuning.done:
+            self.run()
+            assert len(self.plans) - self._began < runs_at_most, "the session does not end"
+        return self.plans[self._began :]
+
+    def run(self) -> None:
+        run = len(self.plans) - self._began
+        judged = self.tuning.judged_run
+        payloads = [self._payload(run, rank, judged) for rank in range(self.ranks)]
+        self.plans.append(self._planned(run))
+        merged = functools.reduce(merge, (payload.encode() for payload in payloads))
+        self.tuning.step(Payload.decode(merged))
+
+    def winners(self) -> dict[str, str]:
+        return {name: c.digests[c.incumbent] for name, c in self.tuning.contexts.items()}
+
+    def statuses(self) -> dict[str, str]:
+        return {name: context.status for name, context in self.tuning.contexts.items()}
+
+    def _planned(self, run: int) -> dict[str, str]:
+        return {
+            name: self._candidate(name)
+            for name in self.contexts
+            if any(self.launches(run, rank, name) for rank in range(self.ranks))
+        }
+
+    def _candidate(self, name: str) -> str:
+        context = self.tuning.contexts.get(name)
+        return self.contexts[name][0] if context is None else context.digests[context.planned]
+
+    def _payload(self, run: int, rank: int, judged: tuple[str, str] | None) -> Payload:
+        names = [name for name in self.contexts if self.launches(run, rank, name)]
+        plan = {name: self._candidate(name) for name in names}
+        took = sum(self._ms(c, rank) for name, c in plan.items() if name not in self.choices)
+        whole = Part()
+        if judged is not None:
+            whole = self._timed("|".join(judged), took + self.run_ms(plan), ("run", rank, judged))
+        parts = {name: self._part(run, rank, name, plan[name]) for name in names}
+        elapsed_s = self.second * (run + 1)
+        return Payload("run", rank, parts=parts, run=whole, elapsed_s=elapsed_s)
+
+    def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
+        announcement = None
+        if (rank, name) not in self._announced:
+            self._announced.add((rank, name))
+            order = tuple((c, c) for c in self.contexts[name])
+            announcement = Announcement(
+                rank, name, "k", order, tuple(sorted(self.contexts[name])), is_choice=name in self.choices
+            )
+        context = self.tuning.contexts.get(name)
+        part = Part(ran=candidate)
+        on_trial = context is None or (context.judge == BY_LAUNCH and context.trial is not None)
+        if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
+            part = self._timed(candidate, self._ms(candidate, rank), (name, rank, candidate))
+        bans = {c: (rank, reason) for c, reason in self.bans(run, rank, name).items()}
+        return Part(**{**vars(part), "bans": bans, "announcement": announcement})
+
+    def _timed(self, ran: str, ms: float, where: Any) -> Part:
+        samples = self._samples.setdefault(where, [])
+        samples.append(ms)
+        so_far = statistics.median(samples)
+        return Part(ran=ran, worst_ms=so_far, best_ms=so_far, total_fs=femtoseconds(so_far), measured=1)
+
+    def _ms(self, candidate: str, rank: int) -> float:
+        return self.ms(candidate, rank) if callable(self.ms) else self.ms[candidate]
+
+
+def columns(plans: Sequence[Mapping[str, str]], name: str) -> list[str | None]:
+    return [plan.get(name) for plan in plans]

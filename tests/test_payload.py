@@ -1,0 +1,129 @@
+"""What ranks tell each other, and how it merges: in any order, in any tree, as large as that of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_autotune.errors import RankMismatch
+from dist_autotune.payload import Announcement, Part, Payload, check_facts, femtoseconds, merge
+
+digests = st.sampled_from(["a", "b", "c"])
+times = st.floats(0, 1e6)
+
+
+@st.composite
+def announcements(draw: Any, rank: int) -> Announcement:
+    order = tuple((name, f"BLOCK={name}") for name in draw(st.permutations(["a", "b", "c"])))
+    claim = draw(st.none() | st.tuples(st.just(rank), digests, st.none() | times))
+    shared = tuple(sorted(draw(st.sets(digests, min_size=1))))
+    return Announcement(rank, "matmul", "64", order, shared, claim=claim)
+
+
+@st.composite
+def parts(draw: Any, rank: int) -> Part:
+    bans = dict.fromkeys(draw(st.sets(digests)), (rank, f"reason {rank}"))
+    announcement = draw(st.none() | announcements(rank))
+    fields: dict[str, Any] = {"ran": draw(st.none() | digests), "bans": bans, "announcement": announcement}
+    kind = draw(st.sampled_from(["timed", "untimed", "pending"]))
+    if kind == "timed":
+        ms = draw(times)
+        return Part(worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), measured=1, **fields)
+    return Part(unmeasured=int(kind == "untimed"), pending=int(kind == "pending"), **fields)
+
+
+@st.composite
+def payloads(draw: Any, rank: int) -> Payload:
+    return Payload(
+        draw(st.sampled_from(["run", "run", "run", "vote"])),
+        rank,
+        facts={"version": {draw(st.sampled_from(["1", "2"])): rank}},
+        offers={name: (rank, name, draw(times)) for name in draw(st.sets(digests))},
+        parts={name: draw(parts(rank)) for name in draw(st.sets(st.sampled_from(["x", "y"])))},
+        run=draw(parts(rank)),
+        elapsed_s=draw(times),
+        wants_session=draw(st.booleans()),
+    )
+
+
+def all_ranks(n: int) -> st.SearchStrategy[tuple[Payload, ...]]:
+    return st.tuples(*(payloads(rank) for rank in range(n)))
+
+
+@given(all_ranks(3))
+def test_merging_is_associative(three):
+    first, second, third = three
+    assert first.merged(second).merged(third) == first.merged(second.merged(third))
+
+
+@given(all_ranks(2))
+def test_merging_is_commutative(two):
+    first, second = two
+    assert first.merged(second) == second.merged(first)
+
+
+@given(all_ranks(4))
+def test_any_tree_of_encoded_payloads_gives_the_same_bytes(four):
+    a, b, c, d = (payload.encode() for payload in four)
+    trees = [
+        merge(merge(merge(a, b), c), d),
+        merge(merge(d, b), merge(c, a)),
+        merge(c, merge(d, merge(a, b))),
+    ]
+    assert len(set(trees)) == 1
+
+
+@given(payloads(0))
+def test_a_payload_survives_its_journey(payload):
+    assert Payload.decode(payload.encode()) == payload
+
+
+@pytest.mark.parametrize("ms", [math.inf, -math.inf, 1e-300, 0.1 + 0.2])
+def test_times_arrive_exactly(ms):
+    part = Part(ran="a", worst_ms=ms, measured=1)
+    assert Payload.decode(Payload("run", parts={"x": part}).encode()).parts["x"].worst_ms == ms
+
+
+def test_a_payload_grows_with_contexts_not_with_ranks():
+    def merged_bytes(ranks: int, contexts: int) -> int:
+        part = {f"context-{i}": Part(ran="digest", worst_ms=0.123, measured=1) for i in range(contexts)}
+        return len(functools.reduce(merge, (Payload("run", r, parts=part).encode() for r in range(ranks))))
+
+    assert merged_bytes(256, 4) < 1.2 * merged_bytes(2, 4)
+    assert merged_bytes(2, 8) > 1.5 * merged_bytes(2, 4)
+
+
+@pytest.mark.parametrize("other", [(4, "a", None), (4, "b", 1.0), (5, "a", 1.0)], ids=str)
+def test_of_two_claims_the_same_one_counts_in_any_order(other):
+    # Rank 4 remembers its result and knows no time of it; rank 5 has it, with its time, from rank 4's disk.
+    one, two = (Announcement(rank, "m", "k", (("a", "A"),), ("a",)) for rank in (4, 5))
+    one, two = dataclasses.replace(one, claim=(4, "a", 2.5)), dataclasses.replace(two, claim=other)
+    assert one.merged(two) == two.merged(one)
+    assert one.merged(two).claim == (4, "a", 2.5)
+
+
+def test_the_lowest_rank_gives_order_and_reasons():
+    one = Announcement(0, "matmul", "64", (("a", "A"), ("b", "B")), ("a", "b"))
+    other = Announcement(3, "matmul", "64", (("b", "B"), ("c", "C")), ("b", "c"))
+    merged = other.merged(one)
+    assert (merged.order, merged.shared, merged.rank) == (one.order, ("b",), 0)
+    banned = Part(bans={"a": (3, "later")}).merged(Part(bans={"a": (1, "first")}))
+    assert banned.bans == {"a": (1, "first")}
+
+
+def test_facts_that_differ_are_named_with_the_ranks_that_say_so():
+    one = Payload("open", 0, {"the version of Triton": {"3.6.0": 0}})
+    other = Payload("open", 5, {"the version of Triton": {"3.9.0": 5}})
+    with pytest.raises(RankMismatch, match=r"the version of Triton: rank 0: 3\.6\.0; rank 5: 3\.9\.0"):
+        check_facts(one.merged(other), "open")
+
+
+def test_ranks_at_different_exchanges_are_a_mismatch():
+    with pytest.raises(RankMismatch, match="different points"):
+        check_facts(Payload("open", 0).merged(Payload("run", 1)), "run")

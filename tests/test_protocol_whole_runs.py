@@ -1,0 +1,117 @@
+"""Choices and objective='thunk' in what ranks say: judged by the run, then against the default plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_autotune.duel import DUEL_RUNS
+from protocol_simulation import Simulation, columns
+
+
+def test_choices_are_tuned_after_the_kernels_by_the_time_of_the_run():
+    simulation = Simulation(
+        {"split": ["1", "2"], "a": ["a0", "a1"]},
+        {"a0": 2.0, "a1": 1.0},
+        choices={"split"},
+        run_ms=lambda plan: {"1": 5.0, "2": 3.0}[plan["split"]],
+    )
+    plans = simulation.session()
+    assert columns(plans, "a") == ["a0", "a1", "a1", "a1", "a1"]
+    assert columns(plans, "split") == ["1", "1", "1", "2", "2"]
+    assert simulation.winners() == {"split": "2", "a": "a1"}
+
+
+def test_objective_thunk_takes_contexts_in_turn_from_their_kernel_time_winners():
+    simulation = Simulation(
+        {"a": ["a0", "a1"], "b": ["b0", "b1"]},
+        {"a0": 2.0, "a1": 1.0, "b0": 1.0, "b1": 2.0},
+        run_ms=lambda plan: 10.0 if plan["a"] == "a1" else 0.0,  # alone a1 is fast, with b it is not
+        objective="thunk",
+    )
+    plans = simulation.session()
+    assert [(plan["a"], plan["b"]) for plan in plans[:6]] == [
+        ("a0", "b0"),
+        ("a1", "b1"),  # both by kernel time: a1 and b0 win
+        ("a0", "b0"),
+        ("a1", "b0"),  # a by run time
+        ("a0", "b0"),
+        ("a0", "b1"),  # b by run time, with a's new winner
+    ]
+    assert simulation.winners() == {"a": "a0", "b": "b0"}
+
+
+def test_objective_thunk_ends_with_an_alternating_comparison_with_the_default_plan():
+    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, objective="thunk")
+    plans = columns(simulation.session(), "a")
+    assert len(plans) == 2 + 2 + DUEL_RUNS + 1
+    assert plans[4:-1] == ["a1", "a0"] * (DUEL_RUNS // 2)
+    assert plans[-1] == "a1"
+    assert simulation.statuses() == {"a": "tuned"}
+
+
+def test_the_default_plan_is_kept_and_said_so_when_the_tuned_one_is_not_faster():
+    def run_ms(plan: dict[str, str]) -> float:  # the gain is gone by the time of the final comparison
+        return 5.0 if plan["a"] == "a1" and len(simulation.plans) > 4 else 0.0
+
+    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, run_ms=run_ms, objective="thunk")
+    plans = columns(simulation.session(), "a")
+    assert plans[-1] == "a0"
+    assert simulation.winners() == {"a": "a0"}
+    assert "the default plan is kept" in simulation.tuning.remark
+
+
+def test_a_default_that_was_banned_on_the_way_is_no_plan_to_compare_with():
+    simulation = Simulation(
+        {"a": ["a0", "a1", "a2"]},
+        {"a0": 3.0, "a1": 2.0, "a2": 1.0},
+        bans=lambda run, rank, name: {"a0": "no smem"} if run == 1 else {},
+        objective="thunk",
+    )
+    plans = columns(simulation.session(), "a")
+    assert len(plans) < DUEL_RUNS
+    assert simulation.winners() == {"a": "a2"}
+
+
+@pytest.mark.parametrize("at_run", range(6, 16))
+def test_a_default_that_is_banned_during_the_comparison_is_not_taken_up_again(at_run):
+    simulation = Simulation(
+        {"a": ["a0", "a1", "a2"]},
+        {"a0": 3.0, "a1": 2.0, "a2": 1.0},
+        run_ms=lambda plan: 9.0 if plan["a"] == "a2" and len(simulation.plans) > 6 else 0.0,
+        bans=lambda run, rank, name: {"a0": "no smem"} if run == at_run else {},
+        objective="thunk",
+    )
+    simulation.session()
+    assert simulation.tuning.contexts["a"].winner == 2
+    assert simulation.winners() == {"a": "a2"}
+
+
+def test_there_is_no_comparison_when_the_tuned_plan_is_the_default_plan():
+    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 1.0, "a1": 2.0}, objective="thunk")
+    assert columns(simulation.session(), "a") == ["a0", "a1", "a0", "a1", "a0"]
+
+
+def test_objective_thunk_is_judged_by_the_slowest_rank():
+    simulation = Simulation(
+        {"a": ["a0", "a1"]},
+        lambda candidate, rank: {"a0": (3.0, 3.0), "a1": (1.0, 4.0)}[candidate][rank],
+        ranks=2,
+        objective="thunk",
+        rank_reduce="max",
+    )
+    simulation.session()
+    assert simulation.winners() == {"a": "a0"}
+
+
+@pytest.mark.parametrize("max_runs", range(1, 25))
+def test_max_runs_holds_for_run_times_and_the_final_comparison(max_runs):
+    simulation = Simulation(
+        {"a": ["a0", "a1"], "s": ["x", "y"]},
+        {"a0": 2.0, "a1": 1.0},
+        choices={"s"},
+        objective="thunk",
+        max_runs=max_runs,
+    )
+    plans = simulation.session()
+    assert len(plans) <= max_runs
+    assert plans[-1] == simulation.winners()

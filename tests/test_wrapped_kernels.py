@@ -1,0 +1,101 @@
+"""What stands around an autotuned kernel: heuristics, subclasses, hooks and grids that launch others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from kernels_for_tests import Bench, Probe, add, double, launch, numbers, only, out_of_resources
+
+
+def with_heuristics(bench: Bench, *, below: bool) -> Any:
+    heuristics = triton.heuristics({"EVEN": lambda args: args["n"] % args.get("BLOCK", 1) == 0})
+
+    class WithEven(Probe):
+        def run(self, *args, EVEN, **kwargs):
+            assert EVEN is True
+            return super().run(*args, **kwargs)
+
+    probe = WithEven(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
+    autotune = triton.autotune([triton.Config({"BLOCK": b}) for b in (16, 32)], ["n"])
+    return autotune(heuristics(probe)) if below else heuristics(autotune(probe))
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["below autotune", "above autotune"])
+def test_heuristics_may_stand_below_or_above(bench, below):
+    kernel = with_heuristics(bench, below=below)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 32, 32]
+    assert only(tuned.report).kernel == "add"
+
+
+class Counting(Autotuner):
+    """As some libraries do: works around the launch, then asks which config it was."""
+
+    seen: list[int]
+
+    def run(self, *args, **kwargs):
+        result = super().run(*args, **kwargs)
+        self.seen.append(self.best_config.kwargs["BLOCK"])
+        return result
+
+
+def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
+    probe = Probe(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
+    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
+    kernel.seen = []
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    assert kernel.seen == bench.blocks() == [16, 32, 32, 32]
+
+
+@pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])
+def test_a_config_that_failed_or_was_only_tried_is_never_kept_for_a_subclass(bench, tmp_cache, max_runs):
+    probe = Probe(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
+    probe.failures[64] = out_of_resources
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32, 64)]
+    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
+    kernel.seen = []
+    bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs)()
+    assert kernel.seen == bench.blocks()
+    kept = [json.loads(path.read_text())["config"] for path in tmp_cache.glob("*.json")]
+    assert [text.split(",")[0] for text in kept] == (["BLOCK: 32"] if max_runs is None else [])
+
+
+def test_a_grid_function_may_launch_another_autotuned_kernel(bench):
+    inner = bench.kernel({16: 1.0, 32: 3.0}, double)
+    outer = bench.kernel({16: 30.0, 32: 10.0})
+    doubled = []
+
+    def thunk():
+        y = torch.full((64,), -1.0)
+
+        def grid(meta):
+            doubled.append(launch(inner, numbers()))
+            return (triton.cdiv(64, meta["BLOCK"]),)
+
+        outer[grid](numbers(), y, 64)
+        return y
+
+    tuned = bench.tune(thunk)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert all(torch.equal(y, numbers() * 2) for y in doubled)
+    assert bench.blocks("add") == [16, 32, 32]
+    assert bench.blocks("double") == [16, 32, 16]
+
+
+def test_a_pre_hook_may_launch_another_autotuned_kernel(bench):
+    inner = bench.kernel({16: 1.0, 32: 3.0}, double)
+    hooks = {block: lambda args: launch(inner, numbers()) for block in (16, 32)}
+    outer = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks=hooks)
+    assert torch.equal(bench.tune(lambda: launch(outer, numbers()))(), numbers() + 1)
+    assert bench.blocks("add") == [16, 32, 32]
+    assert bench.blocks("double") == [16, 32, 16]
