@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ag_gemm_runs import device, message_of
 from dist_autotune.kernels.operation import Operation
+from operation_runs import device, message_of
 
 HALF = torch.float16
 

@@ -23,24 +23,11 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 import pytest
 
-from ag_gemm_runs import (
-    GPU_BACKENDS,
-    INTERPRETER,
-    TWO,
-    begin,
-    call_and_compare,
-    delay_copies,
-    device,
-    error_ratio,
-    gathered_by_torch,
-    poison,
-    run_cases,
-    tensors,
-    values,
-)
+from ag_gemm_runs import begin, call_and_compare, error_ratio, gathered_by_torch, poison, tensors
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES, CPU_CANDIDATES, prune
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from operation_runs import GPU_BACKENDS, INTERPRETER, TWO, delay_copies, device, run_cases, values
 
 pytestmark = INTERPRETER
 

@@ -9,22 +9,15 @@ import pytest
 import torch
 
 from ag_gemm_runs import (
-    GPU_BACKENDS,
-    INTERPRETER,
     begin,
     call_and_compare,
     call_in_lane,
     choose_at_random,
-    delay_copies,
-    device,
     error_ratio,
     force,
     gathered_by_torch,
-    message_of,
     poison,
-    run_cases,
     tensors,
-    values,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, choices
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
@@ -32,6 +25,7 @@ from dist_autotune.kernels.ag_gemm.choices import options_for
 from dist_autotune.kernels.ag_gemm.matmul import runs_of
 from dist_autotune.kernels.ag_gemm.pieces import BLOCK_ROWS, piece_counts, piece_ends
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from operation_runs import GPU_BACKENDS, INTERPRETER, delay_copies, device, message_of, run_cases, values
 from rank_programs import wait_for
 
 pytestmark = INTERPRETER

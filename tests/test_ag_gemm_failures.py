@@ -8,24 +8,12 @@ import signal
 import pytest
 import torch
 
-from ag_gemm_runs import (
-    INTERPRETER,
-    TWO,
-    call_and_compare,
-    call_in_lane,
-    delay_copies,
-    error_ratio,
-    force,
-    hold_launch,
-    message_of,
-    results,
-    tensors,
-    values,
-)
+from ag_gemm_runs import call_and_compare, call_in_lane, error_ratio, force, tensors
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.ag_gemm.words import READY
 from dist_autotune.kernels.signals import polls
+from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
 from rank_programs import wait_for
 from ranks import assert_all_ok, assert_killed, meet
 

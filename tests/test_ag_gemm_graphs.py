@@ -18,28 +18,30 @@ import pytest
 import torch
 
 from ag_gemm_runs import (
-    GPU_BACKENDS,
-    INTERPRETER,
     begin,
     call_and_compare,
     call_in_lane,
-    delay_copies,
-    device,
     error_ratio,
     gathered_by_torch,
-    hold_launch,
-    message_of,
     poison,
-    results,
-    run_cases,
     tensors,
-    values,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.ag_gemm.words import ARRIVED
 from dist_autotune.kernels.signals import polls
+from operation_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    delay_copies,
+    device,
+    hold_launch,
+    message_of,
+    results,
+    run_cases,
+    values,
+)
 from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER

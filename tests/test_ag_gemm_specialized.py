@@ -8,20 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ag_gemm_runs import (
-    GPU_BACKENDS,
-    call_and_compare,
-    call_in_lane,
-    force,
-    gathered_by_torch,
-    poison,
-    run_cases,
-    tensors,
-    values,
-)
+from ag_gemm_runs import call_and_compare, call_in_lane, force, gathered_by_torch, poison, tensors
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.specialized_candidates import CANDIDATES, fewest_rows, prune
+from operation_runs import GPU_BACKENDS, run_cases, values
 
 pytestmark = pytest.mark.gpu(devices=2)
 

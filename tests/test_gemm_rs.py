@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ag_gemm_runs import GPU_BACKENDS, INTERPRETER, TWO, device, message_of, results, run_cases, values
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.candidates import CANDIDATES
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from dist_autotune.kernels.signals import polls
+from operation_runs import GPU_BACKENDS, INTERPRETER, TWO, device, message_of, results, run_cases, values
 from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER

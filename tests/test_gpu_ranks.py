@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
-from ag_gemm_runs import GPU_BACKENDS, call_and_compare, results, tensors, values
+from ag_gemm_runs import call_and_compare, tensors
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from operation_runs import GPU_BACKENDS, results, values
 from ranks import assert_killed, describe, meet
 
 pytestmark = pytest.mark.gpu(devices=2)

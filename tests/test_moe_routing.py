@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag_gemm_runs import INTERPRETER, message_of, values
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.moe.candidates import HEIGHTS, LOWEST_HEIGHT
 from dist_autotune.kernels.moe.counts import TokenBoard
@@ -21,6 +20,7 @@ from dist_autotune.kernels.moe_rs.kernel import first_item
 from dist_autotune.kernels.signals import Failure, read_failure
 from dist_autotune.kernels.symm import open_symmetric_memory
 from dist_autotune.kernels.tiles import on_host
+from operation_runs import INTERPRETER, message_of, values
 from rank_programs import wait_for
 
 pytestmark = INTERPRETER

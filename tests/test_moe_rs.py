@@ -15,17 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ag_gemm_runs import (
-    GPU_BACKENDS,
-    INTERPRETER,
-    TWO,
-    delay_copies,
-    device,
-    message_of,
-    results,
-    run_cases,
-    values,
-)
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.moe_rs.candidates import CANDIDATES
@@ -46,6 +35,17 @@ from moe_runs import (
     relative_error,
     synchronize,
     tokens_of_call,
+)
+from operation_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    TWO,
+    delay_copies,
+    device,
+    message_of,
+    results,
+    run_cases,
+    values,
 )
 from ranks import assert_all_ok, assert_killed, meet
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ag_gemm_runs import error_ratio, force, message_of
+from ag_gemm_runs import error_ratio, force
 from dist_autotune.kernels import operation
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized, words
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
@@ -29,6 +29,7 @@ from dist_autotune.kernels.signals import polls
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
 from dist_autotune.kernels.symm.ranks import RankGroup
+from operation_runs import message_of
 from rank_programs import wait_for
 from ranks import assert_all_ok, run_ranks
 
