@@ -8,7 +8,8 @@ enqueued behind it. Peers may meanwhile do as they like: the exchange is the sam
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,21 +44,26 @@ def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
     return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
 
 
+# The compiled kernel with its grid, by all that is compiled in: ranks, device, alignment (integers are 32 bits
+# wide). It is launched without asking the compiler again.
+_LOADED: dict[tuple[int, torch.device, bool, bool], Callable[..., Any]] = {}
+
+
 def wait_for_all(call: Call) -> None:
     """Enqueue the wait for all peers; kernels behind it, those that load by TMA too, see their chunks."""
-    if call.world_size > 1:
-        await_chunks[(call.world_size - 1,)](
-            call.words,
-            call.errors,
-            call.rank,
-            call.rows,
-            call.epoch,
-            call.base,
-            call.pushed,
-            call.budget,
-            WORLD=call.world_size,
-            num_warps=1,
-        )
+    if call.world_size == 1:
+        return
+    words, errors = call.words, call.errors
+    scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.budget)
+    key = (call.world_size, words.device, words.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
+    loaded = _LOADED.get(key)
+    if loaded is not None:
+        loaded(words, errors, *scalars, call.world_size)
+        return
+    grid = (call.world_size - 1, 1, 1)
+    compiled = await_chunks[grid](words, errors, *scalars, WORLD=call.world_size, num_warps=1)
+    if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+        _LOADED[key] = compiled[grid]
 
 
 def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:

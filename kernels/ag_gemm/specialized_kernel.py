@@ -69,6 +69,19 @@ class Chunks:
         return slot * self.capacity + row, chunk * self.m + row, col, 0
 
     @gluon.jit
+    def blocks_of(self, number):
+        """Every tile has as many k blocks."""
+        return self.k_blocks
+
+    @gluon.jit
+    def first_blocks(self):
+        return self.k_blocks
+
+    @gluon.jit
+    def blocks_behind(self, number):
+        return self.k_blocks
+
+    @gluon.jit
     def await_rows(self, number, known):
         """Return once the tile's rows are here, or their peer has been given up: then it loads garbage."""
         if self.STAMPS:
@@ -114,6 +127,11 @@ class Chunks:
                     self.budget,
                     self.WORLD,
                 )
+
+    @gluon.jit
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+        """The accumulator is the tile."""
+        epilogue.store(accumulator, row, col, step, STORER)
 
     @gluon.jit
     def stored(self, number):
