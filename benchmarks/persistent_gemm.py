@@ -7,7 +7,7 @@
     ours                  variant="auto", tuned first, by one session of contextual_autotune for each shape
     pipelined, ...        one variant, tuned among its own candidates
     ..., graph            the same as a CUDA graph of one call
-    --parts               schedulers, stealing and not, cooperative and ping-pong as arms of their own
+    --parts               schedulers, stealing and not, cooperative, ping-pong, stream-K as arms of their own
 
 a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
 --b-rows. Inputs are random normal and new in every round. Protocol and traps: `common.py`. What a shape is

@@ -13,6 +13,7 @@ from triton.runtime.driver import driver
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 232448
+HOPPER_MULTIPROCESSORS = 132
 
 
 class PretendedDevice(DriverBase):
@@ -22,7 +23,10 @@ class PretendedDevice(DriverBase):
         self.target = target
         self.launched: list[dict[str, Any]] = []  # the constants of each launch
         self.utils = types.SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": shared_bytes},
+            get_device_properties=lambda device: {
+                "max_shared_mem": shared_bytes,
+                "multiprocessor_count": HOPPER_MULTIPROCESSORS,
+            },
             load_binary=lambda name, *args: ("module", name, 32, 0, 1024),
             unload_module=lambda *args: None,
         )

@@ -4,6 +4,7 @@
     aggregate                a class of tensors and constants, from its annotations. 3.6 has only the private
                              decorator, which wants an `__init__`; and annotations that are no strings
     reinterpret              of shared memory; the method lost its underscore
+    partition_barrier        of all warps of a partition, for their writes to global memory as well; renamed
     load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
     GluonASTSource           public since 3.9; what ahead-of-time compilation starts from
 
@@ -25,6 +26,7 @@ __all__ = [
     "GluonASTSource",
     "aggregate",
     "load_accumulator",
+    "partition_barrier",
     "reinterpret",
     "tma_load",
     "tma_store",
@@ -61,6 +63,8 @@ def aggregate(cls: type[Aggregate]) -> type[Aggregate]:
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret: Any = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
+
+partition_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 
 if hasattr(blackwell, "get_tmem_reg_layout"):  # until 3.7
     _register_layout: Any = blackwell.get_tmem_reg_layout

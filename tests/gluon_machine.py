@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
+
 
 class Deadlock(AssertionError):
     """Nobody can go on."""
@@ -30,6 +32,9 @@ class Task:
         self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
         self.acquired: dict[int, int] = {}  # what it has read with acquire semantics, by the word's address
         self.visible: dict[int, int] = {}  # and of that, what precedes its last proxy fence of global memory
+        self.written: list[tuple[np.ndarray, np.ndarray]] = []  # the clocks of what it writes
+        self.gathered: list[tuple[np.ndarray, np.ndarray]] = []  # and behind a barrier
+        self.acquired_at = -1  # the turn of its last acquire
         self.thread = threading.Thread(target=self._run, args=(body,), daemon=True)
 
     def _run(self, body: Callable[[], None]) -> None:
@@ -55,6 +60,19 @@ class Task:
         if self.machine.failure:
             raise Aborted
 
+    def barrier(self) -> None:
+        """All warps of the task have come."""
+        self.gathered, self.written = self.gathered + self.written, []
+
+    def order(self, semantics: str) -> None:
+        """Publish what has been gathered, take note of what others have published, or both."""
+        if "acq" in semantics:
+            self.acquired_at = self.machine.turns
+        if "rel" in semantics.replace("relaxed", ""):
+            for clocks, offsets in self.gathered:
+                clocks[offsets] = self.machine.turns
+            self.gathered = []
+
     def can_run(self) -> bool:
         return not self.done and (self.waits_for is None or self.waits_for())
 
@@ -74,6 +92,7 @@ class Machine:
         self.now: Task | None = None
         self.programs = 1
         self.turns = 0  # the clock
+        self.published: dict[int, np.ndarray] = {}  # of shared arrays, when each element was
 
     def start(self, name: str, program: int, warps: int, body: Callable[[], None]) -> Task:
         task = Task(self, name, program, warps, body)

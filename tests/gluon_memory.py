@@ -1,4 +1,9 @@
-"""Registers, shared and global memory, and mbarriers, for `gluon_model`."""
+"""Registers, shared and global memory, and mbarriers, for `gluon_model`.
+
+What a task writes to global memory through tensors of pointers (`Pointers`) others may read once it has been
+published: behind a barrier of the writer's warps, by an atomic operation with release semantics, which the
+reader has followed by one with acquire semantics.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import types
 
 import numpy as np
 
-from gluon_machine import now
+from gluon_machine import machine, now
 
 
 class Barrier:
@@ -92,6 +97,10 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    @property
+    def type(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(layout=None)
+
     def must_be_complete(self) -> None:
         assert self.in_flight == 0, "an accumulator is read while products are in flight"
 
@@ -109,8 +118,14 @@ class Tensor:
     def split(self) -> tuple[Tensor, Tensor]:
         return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
 
-    def __add__(self, other: Tensor) -> Tensor:
-        return Tensor(self.array + other.array)
+    def __getitem__(self, index: tuple[slice | None, ...]) -> Tensor:
+        return Tensor(self.array[index])
+
+    def __add__(self, other: Tensor | int) -> Tensor:
+        return Tensor(self.array + (other.array if isinstance(other, Tensor) else other))
+
+    def __mul__(self, factor: int) -> Tensor:
+        return Tensor(self.array * factor)
 
 
 class Descriptor:
@@ -152,7 +167,9 @@ class Pointer:
     def __init__(self, array: np.ndarray, offset: int = 0) -> None:
         self.array, self.offset = array, offset
 
-    def __add__(self, step: int) -> Pointer:
+    def __add__(self, step: int | Tensor) -> Pointer | Pointers:
+        if isinstance(step, Tensor):
+            return Pointers(self.array, self.offset + step.array)
         return Pointer(self.array, self.offset + step)
 
     @property
@@ -164,6 +181,27 @@ class Pointer:
 
     def set(self, value: int) -> None:
         self.array[self.offset] = value
+
+
+class Pointers:
+    """A tensor of them, to what several tasks share."""
+
+    def __init__(self, array: np.ndarray, offsets: np.ndarray) -> None:
+        self.array, self.offsets = array, offsets
+        clocks = machine().published
+        self.published = clocks.setdefault(id(array), np.full(array.shape, -1.0))
+
+    def get(self) -> Tensor:
+        known = self.published[self.offsets] <= now().acquired_at
+        assert known.all(), "what others have written is read before it is known to be there"
+        return Tensor(self.array[self.offsets])
+
+    def set(self, value: Tensor) -> None:
+        value.must_be_complete()
+        self.array[self.offsets] = value.array
+        self.published[self.offsets] = np.inf
+        now().written.append((self.published, self.offsets))
+        now().pause()
 
 
 class Scalar(int):

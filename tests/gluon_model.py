@@ -13,10 +13,11 @@ early or as much out of turn as it may be:
 
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
-read that it overwrites without one, is an error of its own. Words in global memory are read and written at
-once; what a task has acquired and fenced is known, so a test can say what it may load (`may_load`), and can
-let others change memory beside the launch. Not modelled: warps inside a partition, which the compiler's own
-barriers gather, layouts, and integers that wrap around.
+read that it overwrites without one, is an error of its own, and so is a read of what another program has
+written and not published. Words in global memory are read and written at once; what a task has acquired and
+fenced is known, so a test can say what it may load (`may_load`), and can let others change memory beside the
+launch. Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts, and
+integers that wrap around.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -
 def _atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar:
     before = pointer.get()
     pointer.set(before + value)
+    now().order(sem)
     if "acq" in sem:
         now().acquired[pointer.address] = before
     now().pause()
@@ -219,12 +221,14 @@ def _fakes() -> dict[str, types.ModuleType]:
         allocate_shared_memory=_allocate,
         warp_specialize=_specialize,
         BlockedLayout=nothing,
+        SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
         NVMMADistributedLayout=nothing,
         atomic_add=_atomic_add,
         atomic_xchg=_atomic_xchg,
-        load=Pointer.get,
-        store=Pointer.set,
+        load=lambda pointer: pointer.get(),
+        store=lambda pointer, value: pointer.set(value),
+        arange=lambda start, end, layout: Tensor(np.arange(start, end)),
         where=lambda condition, a, b: a if condition else b,
         cast=lambda value, dtype: value,
         inline_asm_elementwise=_assembly,
@@ -286,6 +290,7 @@ def load_kernel_module(name: str) -> Any:
         aggregate=_aggregate,
         tma_load=_tma_load,
         tma_store=_tma_store,
+        partition_barrier=lambda: now().barrier(),
         reinterpret=Buffer.reinterpret,
         load_accumulator=Buffer.load,
     )

@@ -32,6 +32,7 @@ def multiply(
     transposed: tuple[bool, bool] = (False, False),
     tensor_memory: bool = False,
     splits: int = 1,
+    stream_k: int = 0,
     seed: int = 0,
 ) -> None:
     """Check one launch: that it ends, writes a @ b and nothing twice, and puts the counter back."""
@@ -40,7 +41,8 @@ def multiply(
     a = numbers.integers(-3, 4, (m, k)).astype(float)
     b = numbers.integers(-3, 4, (k, n)).astype(float)
     split_rows = -(-m // block_m) * block_m if splits > 1 else m
-    c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2, dtype=int)
+    c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
+    parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     a_desc = (
         Descriptor(a.T.copy(), [block_k, block_m]) if transposed[0] else Descriptor(a, [block_m, block_k])
     )
@@ -65,6 +67,7 @@ def multiply(
         splits,
         split_rows,
         0,
+        Pointer(parts),
         seed=seed,
         TRANS_A=transposed[0],
         TRANS_B=transposed[1],
@@ -81,10 +84,11 @@ def multiply(
         STORE_N=store_n,
         STORE_BUFFERS=store_buffers,
         GROUP_M=2,
+        STREAM_K=stream_k,
     )
-    parts = c.reshape(splits, split_rows, n)
-    np.testing.assert_array_equal(parts[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
-    np.testing.assert_array_equal(np.nan_to_num(parts[:, m:]), 0)
+    products = c.reshape(splits, split_rows, n)
+    np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
+    np.testing.assert_array_equal(np.nan_to_num(products[:, m:]), 0)
     assert (c_desc.writes == (1 if k else 0)).all()
     assert not counter.any()
 
@@ -182,6 +186,66 @@ def test_parts_of_k_add_up_and_keep_to_their_rows(
     )
 
 
+CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
+STREAM_K = {
+    "ragged everywhere": {"m": 11, "n": 30, "k": 9, "programs": 5},
+    "one tile in the last wave": {"m": 20, "n": 8, "k": 16, "programs": 4},
+    "one tile for all": {"m": 3, "n": 5, "k": 23, "programs": 6},
+    "more programs than k blocks": {"m": 4, "n": 8, "k": 6, "programs": 7},
+    "a tile more than half of the programs": {"m": 12, "n": 8, "k": 20, "programs": 5},
+    "no last wave": {"m": 16, "n": 16, "k": 9, "programs": 4},
+    "one program": {"m": 9, "n": 17, "k": 7, "programs": 1},
+    "one k block": {"m": 12, "n": 8, "k": 2, "programs": 4},
+    "no k block": {"m": 12, "n": 8, "k": 0, "programs": 4},
+}
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), CUT_KINDS)
+@pytest.mark.parametrize("stream_k", [1, 3])
+@pytest.mark.parametrize("case", STREAM_K)
+def test_a_last_wave_in_parts_adds_up(case, stream_k, variant, tensor_memory):
+    for seed in range(3):
+        multiply(variant, **STREAM_K[case], stream_k=stream_k, tensor_memory=tensor_memory, seed=seed)
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), CUT_KINDS)
+@settings(max_examples=50)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 33)),
+    programs=st.integers(1, 7),
+    stream_k=st.integers(1, 5),
+    buffers=st.integers(2, 4),
+    store=st.sampled_from([(4, 1), (4, 2), (8, 1)]),
+    schedule=st.sampled_from(["grouped", "strided"]),
+    splits=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_any_last_wave_in_parts_adds_up(
+    variant, tensor_memory, sizes, programs, stream_k, buffers, store, schedule, splits, seed
+):
+    multiply(
+        variant,
+        *sizes,
+        programs=programs,
+        buffers=buffers,
+        store=store,
+        schedule=schedule,
+        splits=splits,
+        tensor_memory=tensor_memory,
+        stream_k=stream_k,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 23)), seed=st.integers(0, 10**6)
+)
+def test_a_tile_of_two_widths_is_cut_as_one(variant, sizes, seed):
+    multiply(variant, *sizes, programs=5, extra_n=4, stream_k=2, seed=seed)
+
+
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
 @pytest.mark.parametrize("schedule", ["grouped", "dynamic"])
 def test_no_k_block_at_all_means_no_tile(variant, tensor_memory, schedule):
@@ -217,6 +281,78 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
         monkeypatch.setattr(getattr(found, target) if target else found, attribute, value)
 
     return change
+
+
+CUT = {"programs": 5, "stream_k": 1}  # two tiles of 12 are left for five programs
+CUT_VARIANTS = pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+
+
+@CUT_VARIANTS
+def test_parts_that_share_a_slot_are_found(part, variant):
+    part("stream_k", "part_slot", lambda program, tile, k_blocks, share, programs: program)
+    assert "not equal" in fails(variant=variant, **CUT).lower()
+
+
+@CUT_VARIANTS
+def test_a_segment_that_is_off_by_one_is_found(part, variant):
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    segment_of = module.tail_segment
+
+    def late(program, segment, tail, k_blocks, share):
+        tile, first, blocks = segment_of(program, segment, tail, k_blocks, share)
+        return tile, first + (segment == 1), blocks
+
+    part("stream_k", "tail_segment", late)
+    assert "not equal" in fails(variant=variant, **CUT).lower()
+
+
+@CUT_VARIANTS
+def test_a_part_too_few_in_the_sum_is_found(part, variant):
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    parts_of = module.tail_parts
+
+    def fewer(tile, k_blocks, share):
+        first, count = parts_of(tile, k_blocks, share)
+        return first, count - 1
+
+    part("stream_k", "tail_parts", fewer)
+    assert fails(variant=variant, **CUT)
+
+
+@CUT_VARIANTS
+def test_parts_that_are_counted_before_all_warps_have_written_them_are_found(part, variant):
+    part("stream_k", "partition_barrier", lambda: None)
+    assert "before it is known to be there" in fails(variant=variant, **CUT)
+
+
+@CUT_VARIANTS
+@pytest.mark.parametrize("order", ["relaxed", "acquire", "release"])
+def test_a_count_that_orders_nothing_is_found(part, order, variant):
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    names = {name: getattr(module.gl, name) for name in dir(module.gl)}
+    count = module.gl.atomic_add
+    names["atomic_add"] = lambda pointer, value, *, sem, scope: count(pointer, value, sem=order, scope=scope)
+    part("stream_k", "gl", type("gl", (), {name: staticmethod(value) for name, value in names.items()}))
+    assert "before it is known to be there" in fails(variant=variant, **CUT)
+
+
+@CUT_VARIANTS
+def test_a_count_that_is_not_put_back_is_found(part, variant):
+    part("stream_k", "StreamK.was_last", lambda self, tile: count_only(self, tile))
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+
+    def count_only(self, tile):
+        _first, count = module.tail_parts(tile, self.k_blocks, self.share)
+        module.partition_barrier()
+        arrivals = self.arrivals_ptr + tile
+        return module.gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == count - 1
+
+    assert fails(variant=variant, **CUT)
+
+
+def test_a_consumer_that_miscounts_the_steps_of_the_other_is_found(part):
+    part("stream_k", "StreamK.blocks_behind", lambda self, number: self.k_blocks)
+    assert fails(variant="pingpong", **CUT)
 
 
 VARIANTS = pytest.mark.parametrize("variant", ["persistent_pipelined", "cooperative", "pingpong"])

@@ -17,6 +17,7 @@ from dist_autotune.kernels.persistent_gemm import (
     PARTS,
     SCHEDULERS,
     VARIANTS,
+    candidates,
     launch,
     operation,
     persistent_matmul,
@@ -25,6 +26,7 @@ from dist_autotune.kernels.persistent_gemm.candidates import (
     GLUON_CANDIDATES,
     PLAIN_CANDIDATES,
     PLAIN_GPU_CANDIDATES,
+    cuts_the_last_wave,
     fits,
     is_wanted,
 )
@@ -219,6 +221,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "no scheduler 'random'",
     ),
+    "stream-K's own order": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), variant="stream_k", scheduler="dynamic"),
+        ValueError,
+        "scheduler is 'dynamic', not one of",
+    ),
     "splits": (lambda: persistent_matmul(half(2, 3), half(3, 5), splits=0), ValueError, "splits is 0"),
     "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
     "devices": (
@@ -272,19 +279,20 @@ def test_there_are_candidates_of_every_variant_for_every_output():
         assert ("pingpong" in variants) is not tensor_memory
 
 
-def test_parts_are_halves_of_their_variants():
+def test_parts_of_a_variant_are_all_of_it():
     def of(wanted):
         return [str(config) for config in GLUON_CANDIDATES if is_wanted(config.kwargs, wanted)]
 
     assert sorted(of("own_buffers") + of("stealing")) == sorted(of("persistent_pipelined"))
-    assert sorted(of("cooperative") + of("pingpong")) == sorted(of("warp_specialized"))
+    assert sorted(of("cooperative") + of("pingpong") + of("stream_k")) == sorted(of("warp_specialized"))
+    assert len(set(of("stream_k"))) == len(of("stream_k")) > 0
     assert all(of(name) for name in (*VARIANTS, *PARTS))
     assert sorted(itertools.chain(*map(of, KINDS))) == sorted(of("auto"))
 
 
 def test_no_two_candidates_are_the_same():
-    for candidates in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
-        assert len({str(config) for config in candidates}) == len(candidates)
+    for configs in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
+        assert len({str(config) for config in configs}) == len(configs)
 
 
 @pytest.mark.parametrize("out_dtype", OUTS, ids=str)
@@ -306,6 +314,43 @@ def test_k_is_cut_only_where_tiles_are_few_and_k_is_long():
     assert split_options(128, 4096, 14336, 132) == [1, 2, 4, 8]
     assert split_options(64, 64, 1024, 132) == [1, 2]
     assert split_options(64, 64, 512, 132) == [1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "programs", "wanted"),
+    [
+        pytest.param({"M": 8192, "N": 8192, "K": 4096}, 132, True, id="half a wave, long K"),
+        pytest.param({"M": 8192, "N": 8192, "K": 2048}, 132, False, id="half a wave, too many parts"),
+        pytest.param({"M": 1024, "N": 4352, "K": 2048}, 132, True, id="a wave and four tiles"),
+        pytest.param({"M": 1024, "N": 4352, "K": 512}, 132, False, id="short K"),
+        pytest.param({"M": 8192, "N": 8192, "K": 4096}, 128, False, id="no last wave"),
+        pytest.param({"M": 1280, "N": 3328, "K": 4096}, 132, False, id="a last wave that is all but full"),
+        pytest.param({"M": 128, "N": 256, "K": 4096}, 132, True, id="one tile"),
+        pytest.param({"M": 8192, "N": 8192, "K": 4096, "splits": 2}, 132, False, id="K in parts already"),
+        pytest.param({"M": 8192, "N": 8192, "K": 4096, "SCHEDULE": "dynamic"}, 132, False, id="dynamic"),
+    ],
+)
+def test_the_last_wave_is_cut_where_that_makes_it_much_shorter(sizes, programs, wanted):
+    config = next(config for config in GLUON_CANDIDATES if config.kwargs["STREAM_K"])
+    kwargs = config.kwargs
+    assert (kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], kwargs["STREAM_K"]) == (128, 256, 64, 8)
+    args = {"splits": 1, "SCHEDULE": "grouped", **sizes}
+    assert cuts_the_last_wave(kwargs, args, programs) is wanted
+
+
+@pytest.mark.parametrize("wanted", ["auto", "stream_k"])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
+def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
+    wanted, out, tensor_memory, monkeypatch
+):
+    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
+    monkeypatch.setattr(candidates, "multiprocessors", lambda: 128)
+    args = {"M": 8192, "N": 8192, "K": 4096, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
+    args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory}
+    cut = [config.kwargs["STREAM_K"] > 0 for config in candidates.prune(GLUON_CANDIDATES, args)]
+    assert cut
+    assert set(cut) == {wanted == "stream_k"}
 
 
 # ---- on a GPU
@@ -377,6 +422,37 @@ def test_k_in_parts_on_a_gpu(variant, splits, only):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1280, 1280, 4096), (8192, 8192, 1024), (136, 264, 8192), (64, 64, 520)])
+@pytest.mark.parametrize("programs", [None, 7])
+def test_a_last_wave_in_parts_is_right_and_the_same_each_time_on_a_gpu(shape, programs, only):
+    m, n, k = shape
+    for out_dtype in (torch.bfloat16, torch.float32):
+        for config in each_candidate("stream_k", out_dtype):
+            only(config)
+            check(*shape, torch.bfloat16, out_dtype=out_dtype, variant="stream_k", programs=programs)
+            a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
+            outs = [poisoned(m, n, out_dtype) for _ in range(20)]
+            for out in outs:  # back to back: each launch finds the counts that the one before has left
+                persistent_matmul(a, b, out, variant="stream_k", programs=programs)
+            assert error_ratio(outs[0], a, b) < 1
+            assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
+def test_last_waves_of_two_streams_do_not_share_their_counts(only):
+    only(each_candidate("stream_k", torch.float16)[0])
+    a, b = matrix(1280, 2048, torch.float16), matrix(2048, 1280, torch.float16)
+    outs = [poisoned(1280, 1280, torch.float16) for _ in range(20)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number, out in enumerate(outs):
+        with torch.cuda.stream(streams[number % 2]):
+            persistent_matmul(a, b, out, variant="stream_k", programs=60)  # both fit the GPU at once
+    torch.cuda.synchronize()
+    assert max(error_ratio(out, a, b) for out in outs) < 1
+
+
+@pytest.mark.gpu
 def test_strides_that_tma_cannot_take_on_a_gpu():
     check(33, 45, 29)
     a, b = matrix(70, 66, torch.float16)[::2, ::3], matrix(44, 90, torch.float16)[::2, 1::2]
@@ -384,9 +460,12 @@ def test_strides_that_tma_cannot_take_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheduler", ["grouped", "dynamic"])
+@pytest.mark.parametrize("scheduler", ["grouped", "dynamic", "stream-K"])
 def test_a_captured_call_follows_its_inputs(scheduler, only):
     only(GLUON_CANDIDATES[0])
+    if scheduler == "stream-K":
+        scheduler = "auto"
+        only(each_candidate("stream_k", torch.bfloat16)[0])
     a, b = matrix(1024, 512, torch.bfloat16), matrix(512, 768, torch.bfloat16)
     out = poisoned(1024, 768, torch.bfloat16)
     persistent_matmul(a, b, out, scheduler=scheduler)

@@ -6,53 +6,9 @@ No `from __future__ import annotations`: Triton 3.6 compares the fields of an ag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..compat import aggregate
-from ..tiles import scheduled_tile
+from .problem import Problem
 from .roles import run
-
-
-@aggregate
-class Problem:
-    """The tiles of A @ B; or of the products of each of several parts of K, one below the other in C."""
-
-    tiles_m: gl.tensor
-    tiles_n: gl.tensor
-    tiles: gl.tensor  # of all splits
-    k_blocks: gl.tensor  # of a split
-    split_rows: gl.tensor  # from one split's rows of C to the next one's
-    SCHEDULE: gl.constexpr
-    GROUP_M: gl.constexpr
-    BLOCK_M: gl.constexpr
-    WIDTH: gl.constexpr
-    NUM_BUFFERS: gl.constexpr
-
-    @gluon.jit
-    def place(self, number):
-        """Return the tile's first row of A and of C, column and k block; without such a tile, the last one's.
-
-        Behind the last group the arithmetic would divide by a group of no rows.
-        """
-        number = min(number, self.tiles - 1)
-        each = self.tiles_m * self.tiles_n
-        split = number // each
-        pid_m, pid_n = scheduled_tile(
-            number - split * each, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M
-        )
-        row = pid_m * self.BLOCK_M
-        return row, row + split * self.split_rows, pid_n * self.WIDTH, split * self.k_blocks
-
-    @gluon.jit
-    def await_rows(self, number, known):
-        """All of A is there."""
-        return known
-
-    @gluon.jit
-    def loaded(self):
-        """Nobody waits for that."""
-
-    @gluon.jit
-    def stored(self, number):
-        """Nobody waits for that."""
+from .stream_k import StreamK
 
 
 # Sizes only count tiles: one binary serves all shapes.
@@ -62,13 +18,14 @@ def gemm(
     b_desc,
     extra_desc,
     c_desc,
-    counter_ptr,  # int32 [2], zeros: for the dynamic schedule
+    counter_ptr,  # int32 [2], zeros: for the dynamic schedule; with STREAM_K, one more for each program
     M,
     N,
     K,
     splits,  # into how many parts K is cut: C then holds as many partial products, one below the other
     split_rows,
     wanted,  # which configs the tuner may try; no constexpr, as the code is the same
+    parts_ptr,  # float32 [2 * programs, BLOCK_M, WIDTH] with STREAM_K
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
@@ -84,6 +41,7 @@ def gemm(
     STORE_N: gl.constexpr,
     STORE_BUFFERS: gl.constexpr,  # 0: the epilogue steals operand buffers
     GROUP_M: gl.constexpr,
+    STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
@@ -95,6 +53,10 @@ def gemm(
     problem = Problem(
         tiles_m, tiles_n, tiles, k_blocks, split_rows, SCHEDULE, GROUP_M, BLOCK_M, WIDTH, NUM_BUFFERS
     )
+    if STREAM_K > 0:
+        gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
+        gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
+        problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
     run(
         problem,
         a_desc,

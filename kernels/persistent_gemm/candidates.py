@@ -6,15 +6,21 @@ from typing import Any
 
 import triton
 
-from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
+from ..configs import INTERPRETED, multiprocessors, not_too_large, pipeline_bytes, shared_memory_bytes
+from ..tails import tail_share
+from ..tiles import on_host
 from .blocks import set_blocks
 
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
-# Halves of the last two, for whoever wants to know what each is worth.
-PARTS = ("own_buffers", "stealing", "cooperative", "pingpong")
+# Of the last two, for whoever wants to know what each is worth.
+PARTS = ("own_buffers", "stealing", "cooperative", "pingpong", "stream_k")
 NAMES = (*VARIANTS, *PARTS)  # the kernel's argument `wanted` is an index
+CUT_SCHEDULES = ("grouped", "strided")  # under which stream-K knows a program's numbers
 
 MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and the epilogue need the rest
+# By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
+LEAST_SAVED_K = 512
+SAVED_K_FOR_A_PART = 8
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
 
 
@@ -43,42 +49,53 @@ def gluon_candidate(
     return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
 
 
+def _candidate(variant: str, *args: Any, stream_k: int = 0, **options: Any) -> triton.Config:
+    """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
+    config = gluon_candidate(variant, *args, **options)
+    config.kwargs["STREAM_K"] = stream_k
+    return config
+
+
 STOLEN = (128, 0)
 
 GLUON_CANDIDATES = [
     # The first is what a tuner's first run takes.
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    gluon_candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
-    gluon_candidate("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
-    gluon_candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
-    gluon_candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
-    gluon_candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
-    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
-    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
-    gluon_candidate("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
-    gluon_candidate("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
-    gluon_candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
-    gluon_candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
-    gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
-    gluon_candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    gluon_candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    gluon_candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
-    gluon_candidate("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
-    gluon_candidate("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
-    gluon_candidate("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
-    gluon_candidate("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    gluon_candidate("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    gluon_candidate("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
-    gluon_candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
-    gluon_candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    gluon_candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
-    gluon_candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
-    gluon_candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
+    _candidate("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
+    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), stream_k=8),
+    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stream_k=8),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2), stream_k=16),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16, stream_k=16),
+    _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
+    _candidate("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
+    _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+    _candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
+    _candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
+    _candidate("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
+    _candidate("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    _candidate("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    _candidate("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
+    _candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
+    _candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
 ]
 
 
@@ -156,19 +173,40 @@ def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
     variant, steals = kwargs["VARIANT"], kwargs["STORE_BUFFERS"] == 0
     if wanted == "warp_specialized":
         return variant in ("cooperative", "pingpong")
+    if wanted == "stream_k" or kwargs["STREAM_K"] > 0:  # neither cooperative nor ping-pong as PARTS
+        return kwargs["STREAM_K"] > 0 and wanted in ("auto", "stream_k")
     if wanted in ("own_buffers", "stealing"):
         return variant == "persistent_pipelined" and steals == (wanted == "stealing")
     return wanted in ("auto", variant)
+
+
+def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: int) -> bool:
+    """Return whether a config with STREAM_K makes the last wave enough shorter to be worth a trial."""
+    if args["SCHEDULE"] not in CUT_SCHEDULES or args["splits"] > 1:
+        return False
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    tail = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * triton.cdiv(args["N"], width) % programs
+    k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
+    share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+    parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
+    saved_k = (k_blocks - share) * kwargs["BLOCK_K"]
+    return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Return the candidates of the Gluon body that this call can use."""
     args = {**named_args, **kwargs}
     out_bytes, limit = (4 if args["OUT"] == "fp32" else 2), shared_memory_bytes()
+    wanted = NAMES[args["wanted"]]
     usable = [
         config
         for config in configs
-        if is_wanted(config.kwargs, NAMES[args["wanted"]])
+        if is_wanted(config.kwargs, wanted)
+        and (
+            config.kwargs["STREAM_K"] == 0
+            or wanted == "stream_k"
+            or cuts_the_last_wave(config.kwargs, args, multiprocessors())
+        )
         and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
     ]
     return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])

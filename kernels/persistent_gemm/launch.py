@@ -1,10 +1,11 @@
 """Launches of the Gluon body: tuned at first, then straight from what the tuning left (`settled_launch`).
 
-Descriptors come from their cache then. Nothing here keeps a caller's tensor.
+Descriptors come from their cache then. Nothing here keeps a caller's tensor, nor the parts of stream-K.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ..matrices import Matrix, describe, described
 from ..settled_launch import SettledLaunches
 from .blocks import blocks_of
 from .body import gemm
-from .candidates import GLUON_CANDIDATES, NAMES, prune
+from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES, prune
 
 COUNTERS_KEPT = 64
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -71,44 +72,68 @@ class Shape:
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run under a config."""
+        if meta["STREAM_K"]:
+            return self.programs, 1, 1
         width = meta["BLOCK_N"] + meta["EXTRA_N"]
         tiles = triton.cdiv(self.m, meta["BLOCK_M"]) * triton.cdiv(self.n, width) * self.splits
         return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1
 
 
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
-_COUNTERS: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+_COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
 
 
 def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     """Write C = A @ B on the current stream of the shape's device, which is the current device."""
-    counter = counter_of(shape.device, dynamic=shape.schedule == "dynamic")
     settled = _SETTLED.find(shape)
     if settled is not None:
+        counter, parts = scratch_of(shape, part_elements(settled.config))
         kept = map(described, (a, b, b, c), settled.blocks)
-        settled.run(*kept, counter, *shape.sizes().values(), *settled.constants)
+        settled.run(*kept, counter, *shape.sizes().values(), parts, *settled.constants)
         return
+    largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
+    counter, parts = scratch_of(shape, largest)  # for any config
     any_block = (8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes(), shape.constants()
-    compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), **constants)
-    _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, (str(counter.dtype),))
+    compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), parts, **constants)
+    dtypes = (str(counter.dtype), str(parts.dtype))
+    _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
 
 
-def counter_of(device: torch.device, *, dynamic: bool) -> torch.Tensor:
-    """Return the two words of the dynamic schedule, zeros again at the end of every launch.
+def part_elements(config: triton.Config) -> int:
+    """Return how many elements a part of a tile has; 0 where tiles are not cut."""
+    kwargs = config.kwargs
+    return int(kwargs["BLOCK_M"] * (kwargs["BLOCK_N"] + kwargs["EXTRA_N"]) if kwargs["STREAM_K"] else 0)
 
-    One pair for each stream, as two launches at once must not share tiles. A captured launch has its own: its
+
+def scratch_of(shape: Shape, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the words in which programs count, and room for their parts of tiles of so many elements."""
+    if elements == 0:
+        return counter_of(shape.device, counts=shape.schedule == "dynamic"), _no_parts(shape.device)
+    counter = counter_of(shape.device, counts=True, words=2 + shape.programs)
+    return counter, torch.empty(2 * shape.programs * elements, dtype=torch.float32, device=shape.device)
+
+
+@functools.lru_cache
+def _no_parts(device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.Tensor:
+    """Return words for kernels that count, as the dynamic schedule does: zeros, as every launch leaves them.
+
+    Each stream has its own, as two launches at once must not share tiles. A captured launch has its own: its
     replays may run beside launches on any stream. What is zeroed in the capture is zeroed in each replay.
     """
     on_gpu = device.type == "cuda"
-    if dynamic and on_gpu and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if dynamic and on_gpu else -1
-    place = (str(device), stream)
+    if counts and on_gpu and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if counts and on_gpu else -1
+    place = (str(device), stream, words)
     counter = _COUNTERS.get(place)
     if counter is None:
-        counter = _COUNTERS[place] = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = _COUNTERS[place] = torch.zeros(words, dtype=torch.int32, device=device)
         if len(_COUNTERS) > COUNTERS_KEPT:
             _COUNTERS.popitem(last=False)  # its memory goes back to its stream, behind its last launch
     return counter

@@ -12,7 +12,7 @@ from dist_autotune import tunable
 
 from ..configs import INTERPRETED
 from ..matrices import Matrix, as_matrix
-from .candidates import NAMES
+from .candidates import CUT_SCHEDULES, NAMES
 from .checks import check_name, check_operands, check_out, check_out_dtype
 from .launch import Shape, counter_of, launch
 from .plain import plain_gemm
@@ -40,10 +40,10 @@ def persistent_matmul(
     The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. `scheduler` is the order
-    of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet". `programs` is how many
-    programs stay: by default one on each SM; fewer leave SMs to what runs beside. `splits` is into how many
-    parts K is cut (on Hopper and Blackwell): by default one, and with `auto`, where tiles are few, what a
-    session of `contextual_autotune` finds best.
+    of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
+    `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
+    `splits` is into how many parts K is cut (on Hopper and Blackwell): by default one, and with `auto`, where
+    tiles are few, what a session of `contextual_autotune` finds best.
 
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
     of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
@@ -52,6 +52,10 @@ def persistent_matmul(
     """
     check_name("variant", variant, NAMES)
     check_name("scheduler", scheduler, SCHEDULERS)
+    if variant == "stream_k" and scheduler not in ("auto", *CUT_SCHEDULES):
+        raise ValueError(
+            f"stream_k shares out tiles itself; scheduler is {scheduler!r}, not one of {CUT_SCHEDULES}"
+        )
     check_operands(a, b)
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; at least one program must do the work")
@@ -166,7 +170,7 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
         a,
         b,
         out,
-        counter_of(a.device, dynamic=scheduler == "dynamic"),
+        counter_of(a.device, counts=scheduler == "dynamic"),
         rows,
         columns,
         a.shape[1],

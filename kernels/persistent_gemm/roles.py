@@ -10,17 +10,20 @@
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
 
-Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, `k_blocks` of each tile,
-NUM_BUFFERS, and
+Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
+    blocks_of(number)             how many k blocks it has: one or more
+    first_blocks()                how many this program's first tile has
+    blocks_behind(number)         how many its tile after this one has; any number if there is none
     await_rows(number, known)     return once those rows of A may be read. Only `_load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
     loaded()                      `_load` has started its last load
-    stored(number)                the tile's stores have been started
+    store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
+    stored(number)                it has
 
-**It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: visit
-v has steps v * k_blocks to (v + 1) * k_blocks - 1. Every wait is for an arrival that needs no waiter's help:
+**It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
+steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
 
     full[s]         TMA, of a load that was started: `_load` starts each step of each visit once
     empty[s]        the reader of step s - NUM_BUFFERS, which needs steps up to that one only. `_work` that
@@ -85,7 +88,7 @@ class Cursor:
             operands.load(step, row, col, first_k + k)
             step += 1
             k += 1
-            if k == problem.k_blocks:
+            if k == problem.blocks_of(number):
                 k = k * 0
                 visit += 1
                 number = schedule.publish(visit)
@@ -103,7 +106,7 @@ def _load(problem, schedule, operands, TAKERS: gl.constexpr):
     while number < problem.tiles:
         row, _row_of_c, col, first_k = problem.place(number)
         known = problem.await_rows(number, known)
-        for k in range(problem.k_blocks):
+        for k in range(problem.blocks_of(number)):
             operands.load(step, row, col, first_k + k)
             step += 1
         visit += 1
@@ -140,7 +143,7 @@ def _work(
     """
     NUM_BUFFERS: gl.constexpr = problem.NUM_BUFFERS
     AHEAD: gl.constexpr = NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
-    step = FIRST * problem.k_blocks
+    step = FIRST * problem.first_blocks()
     visit = gl.to_tensor(FIRST)
     if LOADS:
         cursor = Cursor.create(problem, schedule)
@@ -157,7 +160,7 @@ def _work(
             accumulator = mma.begin(visit)
             if EVERY == 2:
                 mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
-            for k in range(problem.k_blocks):
+            for k in range(problem.blocks_of(number)):
                 operands.wait_full(step)
                 accumulator = accumulator.multiply(operands, step, k)
                 if LOADS:
@@ -173,10 +176,10 @@ def _work(
             accumulator = mma.accumulator(visit)
         if STORES:
             mma.await_result(visit)
-            epilogue.store(accumulator, row, col, step, FIRST)
+            problem.store(number, epilogue, accumulator, row, col, step, FIRST)
             mma.drained(visit)
             problem.stored(number)
-        step += (EVERY - 1) * problem.k_blocks
+        step += (EVERY - 1) * problem.blocks_behind(number)
         visit += EVERY
         number = schedule.take(visit)
     if STORES:

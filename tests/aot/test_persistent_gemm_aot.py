@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),
     "stealing": (candidate("persistent_pipelined", STORE_BUFFERS=0), {"schedule": "contiguous"}),
     "cooperative": (candidate("cooperative"), {}),
+    "stream-K": (candidate("cooperative", STREAM_K=8), {}),
+    "stream-K, strided, fp32 out": (
+        candidate("cooperative", STREAM_K=8, BLOCK_N=128),
+        {"schedule": "strided", "out": "fp32", "trans_b": False},
+    ),
+    "stream-K, pingpong": (candidate("pingpong", STREAM_K=16, STORE_N=64), {}),
     "cooperative, B by rows": (
         candidate("cooperative", STORE_N=64),
         {"trans_b": False, "schedule": "chiplet"},
@@ -56,6 +63,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
     "cooperative, dynamic": (candidate("cooperative", warps=4), {"schedule": "dynamic"}),
+    "stream-K": (candidate("cooperative", STREAM_K=8), {}),
 }
 
 
@@ -116,7 +124,8 @@ def test_on_blackwell_it_fits_and_accumulates_in_tensor_memory(kernels, kind):
     ptx = compiled.asm["ptx"]
     pieces = config.kwargs["BLOCK_N"] // config.kwargs["STORE_N"]
     assert "tcgen05.mma" in ptx
-    assert len(re.findall(r"tcgen05\.ld\.", ptx)) == pieces
+    once_more = 2 if config.kwargs["STREAM_K"] else 1  # a tile is stored, or written as a part
+    assert len(re.findall(r"tcgen05\.ld\.", ptx)) == once_more * pieces
     assert compiled.metadata.tmem_size == 2 * config.kwargs["BLOCK_N"]  # two accumulators
 
 
@@ -133,6 +142,9 @@ STEPS = {
     "all warps": r"bar\.sync|bar\.warp\.sync",
     "arrive": r"mbarrier\.arrive\.shared",
     "write": r"stmatrix|st\.shared\.(v\d|b16)",
+    "part written": r"st\.global\.",
+    "count": r"atom\.global\.gpu\.acq_rel",
+    "part read": r"ld\.global\.",
     "proxy fence": r"fence\.proxy\.async\.shared::cta",
     "store": r"cp\.async\.bulk\.tensor\.\dd\.global\.shared",
     "stores read": r"cp\.async\.bulk\.wait_group\.read",
@@ -152,6 +164,32 @@ def test_a_slot_is_given_back_when_all_warps_have_read_it(kernels, kind):
     after_products = [order[i + 1 : i + 3] for i, step in enumerate(order) if step == "products done"]
     assert len(after_products) >= 2  # in the K loop and behind it
     assert all(following == ["all warps", "arrive"] for following in after_products)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counting"),
+    [
+        ("Hopper: stream-K", 1),
+        ("Hopper: stream-K, strided, fp32 out", 1),
+        ("Hopper: stream-K, pingpong", 2),
+        ("Blackwell: stream-K", 1),
+    ],
+)
+def test_a_part_is_written_by_all_warps_before_it_is_counted_and_read_by_all_behind_that(
+    kernels, kind, counting
+):
+    ptx = kernels[kind].asm["ptx"]
+    order = steps(ptx)
+    counts = [i for i, step in enumerate(order) if step == "count"]
+    assert len(counts) == counting
+    for at in counts:
+        last_write = max(i for i in range(at) if order[i] == "part written")
+        first_read = order.index("part read", at)
+        assert "all warps" in order[last_write:at]
+        assert "all warps" in order[at:first_read]
+        assert "part written" not in order[at:first_read]
+    assert "part read" not in order[: counts[0]]
+    assert "ld.global.nc" not in ptx  # a cache that no acquire empties
 
 
 @pytest.mark.parametrize("kind", HOPPER_KERNELS)
@@ -341,6 +379,28 @@ def test_parts_of_k_go_to_a_workspace_and_their_sum_to_the_result(device, monkey
     descriptor, sizes = arguments(launched)[3], arguments(launched)[5:11]
     assert descriptor[:5] == (workspace.data_ptr(), 3 * 512, 192, 192, 1)
     assert sizes[:5] == [300, 192, 640, 3, 512]
+
+
+def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its_own(device, monkeypatch):
+    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("cooperative", STREAM_K=8)])
+    monkeypatch.setattr(launching, "_COUNTERS", OrderedDict())
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **options: made.append(empty(*args, **options)) or made[-1]
+    )
+    a, b, out = operands(300, 520, 4096)
+    for _ in range(2):  # asked of the tuner, then the short way
+        assert operation._run_gluon(a, b, out, "stream_k", "auto", 132, tensor_memory=False)
+    first, second = device.launched
+    assert first[0] == second[0] == 132  # for 9 tiles of 128 x 256
+    parts = [tensor for tensor in made if tensor.dtype is torch.float32]
+    assert [tensor.numel() for tensor in parts] == [2 * 132 * 128 * 256] * 2
+    (counter,) = launching._COUNTERS.values()
+    assert counter.numel() == 2 + 132
+    for launched, room in zip((first, second), parts, strict=True):
+        assert arguments(launched)[4] == counter.data_ptr()
+        assert arguments(launched)[11] == room.data_ptr()
 
 
 def test_a_product_with_few_tiles_asks_the_tuner_for_its_parts(device, monkeypatch):

@@ -1,0 +1,72 @@
+"""The tiles of a plain product, for the roles of `roles`.
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..compat import aggregate
+from ..tiles import scheduled_tile
+
+
+@aggregate
+class Problem:
+    """The tiles of A @ B; or of the products of each of several parts of K, one below the other in C."""
+
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    tiles: gl.tensor  # of all splits
+    k_blocks: gl.tensor  # of a split
+    split_rows: gl.tensor  # from one split's rows of C to the next one's
+    SCHEDULE: gl.constexpr
+    GROUP_M: gl.constexpr
+    BLOCK_M: gl.constexpr
+    WIDTH: gl.constexpr
+    NUM_BUFFERS: gl.constexpr
+
+    @gluon.jit
+    def place(self, number):
+        """Return the tile's first row of A and of C, column and k block; without such a tile, the last one's.
+
+        Behind the last group the arithmetic would divide by a group of no rows.
+        """
+        number = min(number, self.tiles - 1)
+        each = self.tiles_m * self.tiles_n
+        split = number // each
+        pid_m, pid_n = scheduled_tile(
+            number - split * each, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M
+        )
+        row = pid_m * self.BLOCK_M
+        return row, row + split * self.split_rows, pid_n * self.WIDTH, split * self.k_blocks
+
+    @gluon.jit
+    def blocks_of(self, number):
+        """Every tile has as many k blocks."""
+        return self.k_blocks
+
+    @gluon.jit
+    def first_blocks(self):
+        return self.k_blocks
+
+    @gluon.jit
+    def blocks_behind(self, number):
+        return self.k_blocks
+
+    @gluon.jit
+    def await_rows(self, number, known):
+        """All of A is there."""
+        return known
+
+    @gluon.jit
+    def loaded(self):
+        """Nobody waits for that."""
+
+    @gluon.jit
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+        """The accumulator is the tile."""
+        epilogue.store(accumulator, row, col, step, STORER)
+
+    @gluon.jit
+    def stored(self, number):
+        """Nobody waits for that."""
