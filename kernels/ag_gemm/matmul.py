@@ -44,7 +44,7 @@ def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
     return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
 
 
-# The compiled kernel with its grid, by all that is compiled in: ranks, device, alignment. (Integers are 32 bits
+# The compiled kernel with its grid, by what is compiled in: ranks, device, alignment. (Integers are 32 bits
 # wide.) It is launched without asking the compiler again.
 _LOADED: dict[tuple[int, torch.device, bool, bool], Callable[..., Any]] = {}
 
