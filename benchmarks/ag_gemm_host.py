@@ -150,7 +150,7 @@ def rows_of(consumer: str, ranks: Ranks) -> list[tuple[str, str, float]]:
         op.shard.normal_()
         out = torch.empty(op.world_size * ROWS, COLUMNS, **options)
         if consumer == "nothing":
-            op._consumers = dict.fromkeys(op._consumers, lambda *args: None)
+            op._consumers = dict.fromkeys(op._consumers, lambda *args, **kwargs: None)
         ways = {
             "in place, out given": lambda: op(op.shard, weight, out),
             "in place": lambda: op(op.shard, weight),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import contextvars
 from collections.abc import Callable
 from types import TracebackType
@@ -156,6 +157,20 @@ def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = contextvars.copy_context()
     context.run(triton.set_allocator, _allocate_scratch)
     return context.run(kernel, *args, **kwargs)
+
+
+def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+    """Compile and load what a launch with these arguments would run, and run nothing.
+
+    To be called before a side stream is given waits for peers: a driver that loads a kernel may first wait
+    for all that is enqueued, and what would end those waits in time is the very kernel that is to be loaded.
+    What fails here fails at the launch again, where it is told.
+    """
+    if INTERPRETED:
+        return
+    with contextlib.suppress(Exception):
+        compiled = launch(kernel.run, *args, grid=grid, warmup=True, **kwargs)
+        compiled._init_handles()
 
 
 def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -10,13 +10,12 @@ from ..configs import (
     CPU_CANDIDATES,
     INTERPRETED,
     candidate,
-    do_bench,
     not_too_large,
     pipeline_bytes,
     shared_memory_bytes,
 )
 
-__all__ = ["CANDIDATES", "CPU_CANDIDATES", "GPU_CANDIDATES", "do_bench", "prune"]
+__all__ = ["CANDIDATES", "CPU_CANDIDATES", "GPU_CANDIDATES", "prune"]
 
 GPU_CANDIDATES = [
     # The first is what a tuner's first run takes: on Hopper, good for large shapes.

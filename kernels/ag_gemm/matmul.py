@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..operation import load
 from .call import Call
 from .chunks import part_from
 
@@ -44,31 +45,43 @@ def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
     return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
 
 
-# The compiled kernel with its grid, by what is compiled in: ranks, device, alignment. (Integers are 32 bits
+# The compiled kernel and its grid, by what is compiled in: ranks, device, alignment. (Integers are 32 bits
 # wide.) It is launched without asking the compiler again.
 _LOADED: dict[tuple[int, torch.device, bool, bool], Callable[..., Any]] = {}
 
 
-def wait_for_all(call: Call) -> None:
-    """Enqueue the wait for all peers; kernels behind it, those that load by TMA too, see their chunks."""
+def wait_for_all(call: Call, *, only_load: bool = False) -> None:
+    """Enqueue the wait for all peers; kernels behind it, those that load by TMA too, see their chunks.
+
+    only_load: enqueue nothing, but load the kernel that waits.
+    """
     if call.world_size == 1:
         return
     words, errors = call.words, call.errors
     scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.budget)
     key = (call.world_size, words.device, words.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
     loaded = _LOADED.get(key)
+    if loaded is not None and only_load:
+        return
     if loaded is not None:
         loaded(words, errors, *scalars, call.world_size)
         return
     grid = (call.world_size - 1, 1, 1)
+    if only_load:
+        load(await_chunks, grid, words, errors, *scalars, WORLD=call.world_size, num_warps=1)
+        return
     compiled = await_chunks[grid](words, errors, *scalars, WORLD=call.world_size, num_warps=1)
     if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
         _LOADED[key] = compiled[grid]
 
 
-def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-    """Enqueue the product of one call."""
-    wait_for_all(call)
+def launch(
+    gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call, *, only_load: bool = False
+) -> None:
+    """Enqueue the product of one call; `only_load`: nothing, but load the kernel that waits."""
+    wait_for_all(call, only_load=only_load)
+    if only_load:
+        return
     rows, right = call.rows, weight.detach().T
     for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
         left = gather[slot : slot + count, :rows]

@@ -13,6 +13,7 @@ operations on two streams at once could fill the chip with kernels that wait for
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,12 +98,13 @@ class AllGatherGemm(Operation):
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
         plain = PlainConsumer(has_tma=self._has_tma, needs_fence=self._needs_fence, upcasts=self._upcasts)
-        self._consumers: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], None]] = {
+        self._consumers: dict[str, Callable[..., None]] = {
             "specialized": specialized.launch,
             "plain": plain.launch,
             "matmul": matmul.launch,
         }
         self._options: dict[tuple[int, ...], Options] = {}  # by shape
+        self._loaded: set[tuple[Any, ...]] = set()
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._gathered, self._words
@@ -138,6 +140,7 @@ class AllGatherGemm(Operation):
             self._shard[:rows].copy_(a_shard.detach())
         self._gathered = None
         choice = self._choose(weight, out, rows)
+        self._load(weight, out, rows, choice)
         (self._run_in_lane if in_lane else self._run)(weight, out, rows, choice)
         if self.device.type == "cpu":
             self._check_usable()
@@ -145,6 +148,16 @@ class AllGatherGemm(Operation):
 
     def _choose(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Choice:
         return self._options_of(weight, out, rows).choose()
+
+    def _load(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:
+        """Load the kernels of a call before any stream waits for a peer, see `operation.load`."""
+        key = (rows, weight.shape[0], weight.stride(0), out.stride(0), choice.consumer)
+        if key in self._loaded or self._is_capturing():
+            return
+        call = self._call_of(rows, choice, self._words.local, epoch=1, base=0)
+        self._consumers[choice.consumer](self._gather.local, weight, out, call, only_load=True)
+        matmul.wait_for_all(call, only_load=True)  # for a call that fails on the host
+        self._loaded.add(key)
 
     def _options_of(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Options:
         columns, address = weight.shape[0], (weight.data_ptr() | out.data_ptr()) % 16

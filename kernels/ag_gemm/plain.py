@@ -8,12 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..operation import launch
+from ..configs import take_first
+from ..operation import launch, load
 from ..products import multiply, multiply_tma
 from ..settled_launch import SettledLaunches
 from ..tiles import grouped_tile, rotated_chunk
 from .call import Call
-from .candidates import CANDIDATES, do_bench, prune
+from .candidates import CANDIDATES, prune
 from .chunks import part_from, slot_of, wait_for_rows
 
 
@@ -21,7 +22,7 @@ from .chunks import part_from, slot_of, wait_for_rows
     configs=CANDIDATES,
     key=["M", "N", "K", "TMA_LEGAL"],
     prune_configs_by={"early_config_prune": prune},
-    do_bench=do_bench,
+    do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
 @triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "budget"])
 def all_gather_gemm(
@@ -167,8 +168,16 @@ class PlainConsumer:
     def __init__(self, *, has_tma: bool, needs_fence: bool, upcasts: bool) -> None:
         self._has_tma, self._needs_fence, self._upcasts = has_tma, needs_fence, upcasts
 
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-        """Enqueue the product of one call."""
+    def launch(
+        self,
+        gather: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        call: Call,
+        *,
+        only_load: bool = False,
+    ) -> None:
+        """Enqueue the product of one call; `only_load`: nothing, but load what would compute it."""
         k, stride_bn, stride_cm = gather.shape[2], weight.stride(0), out.stride(0)
         itemsize, aligned = weight.element_size(), (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
         addressable = (k | stride_bn | stride_cm) * itemsize % 16 == 0
@@ -192,6 +201,10 @@ class PlainConsumer:
         tensors = (gather, weight, out, call.words, call.errors)
         scalars = (*shape[:7], call.rank, call.epoch, call.base, call.pushed, call.budget)
         settled = _SETTLED.find(shape)
+        if only_load:
+            if settled is None:
+                load(all_gather_gemm, shape.grid, *tensors, *scalars, **shape.constants())
+            return
         if settled is not None:
             launch(settled.run, *tensors, *scalars, *settled.constants)
             return
