@@ -78,10 +78,15 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
 def launch(
     gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call, *, only_load: bool = False
 ) -> None:
-    """Enqueue the product of one call; `only_load`: nothing, but load the kernel that waits."""
+    """Enqueue the product of one call; `only_load`: one that is thrown away, and load the kernel that waits.
+
+    cuBLAS loads what it chooses for a shape when it is first asked for it.
+    """
     wait_for_all(call, only_load=only_load)
     if only_load:
-        return
+        if gather.device.type == "cpu":
+            return  # there is nothing to load
+        out = torch.empty_like(out)
     rows, right = call.rows, weight.detach().T
     for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
         left = gather[slot : slot + count, :rows]

@@ -140,7 +140,7 @@ class AllGatherGemm(Operation):
             self._shard[:rows].copy_(a_shard.detach())
         self._gathered = None
         choice = self._choose(weight, out, rows)
-        self._load(weight, out, rows, choice)
+        self._load(weight, out, rows, choice, in_lane=in_lane)
         (self._run_in_lane if in_lane else self._run)(weight, out, rows, choice)
         if self.device.type == "cpu":
             self._check_usable()
@@ -149,12 +149,14 @@ class AllGatherGemm(Operation):
     def _choose(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Choice:
         return self._options_of(weight, out, rows).choose()
 
-    def _load(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:
+    def _load(
+        self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice, *, in_lane: bool
+    ) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `operation.load`."""
-        key = (rows, weight.shape[0], weight.stride(0), out.stride(0), choice.consumer)
+        key = (rows, weight.shape[0], weight.stride(0), out.stride(0), choice.consumer, in_lane)
         if key in self._loaded or self._is_capturing():
             return
-        call = self._call_of(rows, choice, self._words.local, epoch=1, base=0)
+        call = self._call_of(rows, choice, self._words.local, epoch=1, base=0, pushed=int(in_lane))
         self._consumers[choice.consumer](self._gather.local, weight, out, call, only_load=True)
         matmul.wait_for_all(call, only_load=True)  # for a call that fails on the host
         self._loaded.add(key)
