@@ -88,9 +88,10 @@ def launch_persistent_gemm(device: str) -> Arguments:
     ]
     descriptors = [describe(as_matrix(tensor), (8, 64)) for tensor in tensors]
     counter = torch.zeros(2, dtype=torch.int32, device=device)
+    parts = torch.empty(8, dtype=torch.float32, device=device)
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16"}
-    return (*descriptors, counter, ROWS, COLUMNS, INNER, 1, 0, 0), {"grid": (1,), **constants, **names}
+    return (*descriptors, counter, ROWS, COLUMNS, INNER, 1, 0, 0, parts), {"grid": (1,), **constants, **names}
 
 
 KERNELS = {
