@@ -171,6 +171,25 @@ def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
     with contextlib.suppress(Exception):
         compiled = launch(kernel.run, *args, grid=grid, warmup=True, **kwargs)
         compiled._init_handles()
+        if compiled.n_spills and not torch.version.hip:
+            _make_room_for_locals(4 * compiled.n_spills)
+
+
+def _make_room_for_locals(bytes_of_thread: int) -> None:
+    """Have the driver do now what it would do at the first launch, waiting for all streams: grow local memory.
+
+    Seen on an H200 (driver 580): the first launch of a kernel that spills 1488 bytes, while a stream waits,
+    does not return before that stream goes on. With the limit raised and acted upon before, it does.
+    """
+    from cuda.bindings import driver
+
+    needed = bytes_of_thread + 512
+    stack = driver.CUlimit.CU_LIMIT_STACK_SIZE
+    status, limit = driver.cuCtxGetLimit(stack)
+    if int(status) == 0 and limit < needed:
+        driver.cuCtxSetLimit(stack, needed)
+        torch.cuda._sleep(1)  # the limit is acted upon at the next launch, of whatever kernel
+        torch.cuda.current_stream().synchronize()
 
 
 def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
