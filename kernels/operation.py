@@ -176,7 +176,7 @@ def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _make_room_for_locals(bytes_of_thread: int) -> None:
-    """Have the driver do now what it would do at the first launch, waiting for all streams: grow local memory.
+    """Have the driver grow local memory now, which at the first launch it would do waiting for all streams.
 
     Seen on an H200 (driver 580): the first launch of a kernel that spills 1488 bytes, while a stream waits,
     does not return before that stream goes on. With the limit raised and acted upon before, it does.
