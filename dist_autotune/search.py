@@ -241,6 +241,8 @@ class Context:
             self._resume(self.times.ms.get(index, math.nan))
         else:
             ms = self.times.take_warmup(index, judged)
+            if self.is_choice:  # its first run may compile and load whatever the option launches
+                ms = None
             self._resume(self.times.ms.get(index, math.nan if ms is None else ms))
         return outcome
 

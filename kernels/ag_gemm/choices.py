@@ -26,6 +26,9 @@ from .pieces import piece_counts
 
 INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
 SPARED_SMS = (0, 4, 16)
+# Of all ranks: above it hiding the gather pays, and the time of a whole run, in which the host's part differs
+# between consumers, is no good judge of it.
+MOST_ROWS_UNOVERLAPPED = 2048
 CONSUMERS = ("specialized", "plain", "matmul")
 
 T = TypeVar("T", int, str)
@@ -68,7 +71,7 @@ class Options:
 
     def narrowed(self, fixed: Fixed) -> Options:
         """Return these options without what is fixed. Raises ValueError where it is impossible."""
-        if fixed.consumer is not None and fixed.consumer not in self.consumers:
+        if fixed.consumer is not None and fixed.consumer not in ("matmul", *self.consumers):
             needs = "a Hopper or Blackwell GPU, rows of weight and out that begin at multiples of 16 bytes"
             raise ValueError(
                 f"consumer={fixed.consumer!r} cannot take this call, {' and '.join(self.consumers)} can: it "
@@ -98,8 +101,11 @@ def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, key:
     programs = INTERPRETED_PROGRAMS
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
+    consumers = CONSUMERS if specialized else CONSUMERS[1:]
+    if world_size * rows > MOST_ROWS_UNOVERLAPPED:
+        consumers = consumers[:-1]
     return Options(
-        consumers=CONSUMERS if specialized else CONSUMERS[1:],
+        consumers=consumers,
         pieces=piece_counts(rows) if world_size > 1 else (1,),
         programs=programs,
         key=key,
