@@ -101,7 +101,7 @@ def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, key:
     programs = INTERPRETED_PROGRAMS
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
-    consumers = CONSUMERS if specialized else CONSUMERS[1:]
+    consumers: tuple[str, ...] = CONSUMERS if specialized else CONSUMERS[1:]
     if world_size * rows > MOST_ROWS_UNOVERLAPPED:
         consumers = consumers[:-1]
     return Options(
