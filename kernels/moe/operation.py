@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -233,8 +234,9 @@ class ExpertOperation(Operation):
             return ""  # one text for all ranks
         return self._describe_wait(peer, failure)
 
+    @abc.abstractmethod
     def _describe_wait(self, peer: int, failure: Failure) -> str:
-        raise NotImplementedError
+        """Return what a kernel of the subclass waited for in vain."""
 
     def _wrong_tokens(self, failures: dict[int, Failure]) -> list[str]:
         """Return the text for numbers of tokens that this rank was told wrongly, if it was."""
