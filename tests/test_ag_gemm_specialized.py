@@ -123,7 +123,8 @@ def stamped(rank: int) -> bool:
     assert (after < stored).all()
     waited_ms = float((after - before).max()) / 1e6
     half = len(tiles) // 2
-    return max(errors) < 1 and (rank == 1 or (waited_ms > 1 and stored[:half].max() < after[half:].min()))
+    own_first = bool(stored[:half].max() < after[half:].min())
+    return max(errors) < 1 and (rank == 1 or (waited_ms > 1 and own_first))
 
 
 def cases(rank: int) -> list[str]:
