@@ -9,11 +9,11 @@ function runs under torch.profiler, which has the kernel's duration from CUPTI.
 
     clock     the time the tuner reports for its winner: events, median of the samples
     GPU       CUPTI's duration of that winner in the same function, median
-    error     of the clock against the GPU; what two events cost themselves is in it
+    error     of the clock against the GPU
     verdict   of kernels of at least 10 us: `ok` within 3 %, `flagged` as launch-bound, else `MISSED`
 
 Traps: profiling slows launches down, so it comes after all of the tuner's own samples; two events with
-nothing between them read more than 0, which the table's note tells.
+nothing between them read more than 0, which the table's note tells and the clock takes off.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Two events around a launch time the kernel alone only if the launch is queued be
 the first of them. Where the stream has run dry, the device passes the first event at once and waits for
 the host: the interval then holds up to the whole host time between the marks. `EventClock` tells the two
 cases apart after the launch, by whether the first event has passed (`gap_ms`), and keeps the stream busy
-beforehand (`feeding`). What is left is the events' own cost, a constant that every candidate carries alike.
+beforehand (`feeding`). What is left is the events' own cost, which is measured once and taken off
+(`event_cost`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 
 from .device_errors import told_as_ours
 from .errors import LaunchTimeout
-from .feeding import Feeder, load_filler
+from .event_cost import EMPTY_KERNEL_MS, EventCost
+from .feeding import Feeder, RunFeeder, load_filler
 
 POLL_INTERVAL_S = 50e-6
 
@@ -66,9 +68,10 @@ class EventMark:
 class EventClock:
     """CUDA events recorded on the current stream of the current device, as Triton launches there.
 
-    A time read is the kernel's own and that of two events, provided that the launch was fed; `gap_ms` says
-    so of each mark. Waiting is polling, so that Ctrl-C works and a stuck kernel becomes a `LaunchTimeout`
-    after `timeout_s` seconds instead of a hang. An error that the device reports is a `LaunchFailed`.
+    A time read is the kernel's own, provided that the launch was fed; `gap_ms` says so of each mark. What two
+    events cost is taken off once `prepare` has run, down to the time of an empty kernel. Waiting is polling,
+    so that Ctrl-C works and a stuck kernel becomes a `LaunchTimeout` after `timeout_s` seconds instead of a
+    hang. An error that the device reports is a `LaunchFailed`.
     Events are reused.
 
     feeds: keep an idle stream busy before a trial launch while the host prepares it; see `feeding`.
@@ -79,6 +82,7 @@ class EventClock:
         self.feeds = feeds
         self._free: dict[int, list[torch.cuda.Event]] = {}
         self._fillable: set[int] = set()  # devices on which `feed` loads nothing any more
+        self._costs: dict[int, EventCost] = {}  # by device
 
     def start(self) -> EventMark:
         with told_as_ours():
@@ -109,8 +113,10 @@ class EventClock:
             time.sleep(POLL_INTERVAL_S)
         with told_as_ours(mark.device):
             ms = float(mark.begin.elapsed_time(mark.end))
+            cost = self._costs.get(mark.device)
+            own_ms = ms if cost is None else max(ms - cost.ms(), min(ms, EMPTY_KERNEL_MS))
         self._free[mark.device] += [mark.begin, mark.end]
-        return ms
+        return own_ms
 
     def gap_ms(self, mark: EventMark) -> float:
         """Return how much of a time read may be the host's; the kernel took all of the rest, or more."""
@@ -121,17 +127,25 @@ class EventClock:
         return bool(mark.begin.query()) and not mark.end.query()
 
     def prepare(self) -> None:
-        """Load what `feed` enqueues, on the devices in use: before a run, when no kernel waits for a peer."""
-        if not self.feeds or not torch.cuda.is_available():
+        """Load what fillers need and measure the events' cost, on the devices in use.
+
+        To be called before a run, when no kernel waits for a peer.
+        """
+        if not torch.cuda.is_available():
             return
         with told_as_ours():
             for device in {torch.cuda.current_device(), *self._free} - self._fillable:
                 load_filler(device)
+                self._costs[device] = EventCost(device)
                 self._fillable.add(device)
 
     def feeder(self) -> Feeder | None:
         """Return what keeps the stream busy before the launches of one context; None: nothing does."""
         return Feeder(self._fillable) if self.feeds else None
+
+    def run_feeder(self) -> RunFeeder | None:
+        """Return what keeps the stream busy before runs that are timed as a whole; None: nothing does."""
+        return RunFeeder(self._fillable) if self.feeds else None
 
     @staticmethod
     def _is_done(mark: EventMark) -> bool:

@@ -9,13 +9,17 @@ holds every SM) would keep the kernel from starting too, so it adds no way to de
 whatever the host does next. A gate that the host opens (cuStreamWaitValue32) would be exact, but a launch
 that blocks before the gate is open, on a full queue or in loading a module, would hang for ever. A memset
 or copy of some size takes memory bandwidth from what runs beside it, for a time that depends on that.
-The one thread takes one of the device's thousands of warp slots, for at most `LONGEST_MS`.
+The one thread takes one of the device's thousands of warp slots, for at most `LONGEST_MS`, or `RUN_MS`.
 
 Its module is loaded beforehand (`load_filler`): lazy loading may wait for the whole device, and so for a
 kernel that waits for a peer. A device on which it is not loaded yet is not fed.
 
 The lengths are few and fixed, so that ranks whose hosts are about equally fast delay a launch equally: a
 kernel that waits for its peers is charged with how much later they come.
+
+A whole run that is timed (`RunFeeder`) is fed likewise, if the host enqueues it in a millisecond: while
+configs are tried the host does more in a run than in a settled call, and that must not decide between them.
+Work on another stream that does not wait for the one that is fed begins under the filler, in every run alike.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ LENGTHS_MS = (0.05, 0.1, 0.2)
 LONGEST_MS = LENGTHS_MS[-1]
 MARGIN = 1.5  # of the host's usual time for the launch
 FIRST_MS = 0.1  # before that time is known
+RUN_MS = 1.0  # the filler of a whole run, and the longest time of the host for a run that is fed
 CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz; at lower clocks a filler lasts longer
 _REMEMBERED = 9  # launches
 
@@ -59,7 +64,7 @@ class Feeder:
                 return
             self._passed = not self._always and not torch.cuda.current_stream().query()
             if not self._passed:
-                torch.cuda._sleep(int(self.length_ms * CYCLES_PER_MS))
+                _spin(self.length_ms)
 
     def learn(self, mark: Any) -> None:
         """Take in how the launch went: `mark.host_ms` and `mark.was_fed`, as `EventClock` leaves them."""
@@ -68,3 +73,30 @@ class Feeder:
         self.length_ms = next((length for length in LENGTHS_MS if length >= wanted_ms), LONGEST_MS)
         if self._passed and not mark.was_fed:
             self._always = True
+
+
+class RunFeeder:
+    """Feeds whole runs: `feed` before a run, `learn` after it."""
+
+    def __init__(self, fillable: set[int]) -> None:
+        self._fillable = fillable
+        self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def feed(self) -> None:
+        """Keep the current stream busy if it is idle and the host is usually done with a run in time.
+
+        A host that takes longer hides nothing behind a filler: its run is timed as it comes.
+        """
+        if self._host_ms and statistics.median(self._host_ms) > RUN_MS:
+            return
+        with told_as_ours():
+            if torch.cuda.current_device() in self._fillable and torch.cuda.current_stream().query():
+                _spin(RUN_MS)
+
+    def learn(self, mark: Any) -> None:
+        """Take in how long the host took for the run: `mark.host_ms`."""
+        self._host_ms.append(mark.host_ms)
+
+
+def _spin(length_ms: float) -> None:
+    torch.cuda._sleep(int(length_ms * CYCLES_PER_MS))

@@ -43,7 +43,7 @@ class Session:
         self.wants_another = False
         self.has_failed = False
         self._log_dir = log_dir
-        self._run_watch = Stopwatch(domain.clock, domain.options.statistic)
+        self._run_watch = Stopwatch(domain.clock, domain.options.statistic, feeds="runs")
         self._chronicle = Chronicle(domain, log, self._run_watch)
         self._failures = Failures(domain, self._chronicle, log_dir)
         self._judged: tuple[str, str] | None = None

@@ -18,6 +18,7 @@ STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "mean": statistics.fmean,
     "min": min,
 }
+FEEDERS = {"launches": "feeder", "runs": "run_feeder"}  # methods of a clock that has them
 
 
 class Stopwatch:
@@ -27,11 +28,12 @@ class Stopwatch:
     when the ranks have agreed what the run was. While some rank's sample is not read yet (online), the
     same report is told again at every exchange.
 
-    feeds: where the clock can, keep the stream busy before each launch, so that the host's part is not timed.
-    A whole run is timed without: there the host's part belongs to it.
+    feeds: where the clock can, keep the stream busy before each launch ("launches"), so that the host's part
+    is not timed, and tell how much of it is in a sample all the same; or before a short whole run ("runs"),
+    whose samples are never said to be the host's: a long run may keep the device waiting whenever it runs.
     """
 
-    def __init__(self, clock: Clock, statistic: str, *, feeds: bool = False) -> None:
+    def __init__(self, clock: Clock, statistic: str, *, feeds: str = "") -> None:
         self.samples: dict[str, list[float]] = {}  # candidate -> ms of each run
         self.sample_ms: float | None = None  # of the run being told
         self.sample_gap_ms = 0.0  # how much of that may be the host's
@@ -42,8 +44,10 @@ class Stopwatch:
         self._gaps_ms: dict[str, list[float]] = {}  # candidate -> the host's part, at most, of each run
         self._is_launching = False
         # What only some clocks have; see `EventClock`.
-        self._feeder = clock.feeder() if feeds and hasattr(clock, "feeder") else None
-        self._gap_ms: Callable[[Any], float] | None = getattr(clock, "gap_ms", None) if feeds else None
+        make_feeder = getattr(clock, FEEDERS.get(feeds, ""), None)
+        self._feeder = make_feeder() if make_feeder is not None else None
+        by_launch = feeds == "launches"
+        self._gap_ms: Callable[[Any], float] | None = getattr(clock, "gap_ms", None) if by_launch else None
         self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
 
     def start(self) -> Any:

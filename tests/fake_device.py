@@ -36,6 +36,7 @@ class FakeDevice:
     capturing: bool = False
     synchronized: int = 0
     events: int = 0  # recorded
+    event_cost_ms: float = 0.0  # what two events read beyond what is between them
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         cuda = torch.cuda
@@ -43,6 +44,8 @@ class FakeDevice:
         monkeypatch.setattr(cuda, "current_device", lambda: 0)
         monkeypatch.setattr(cuda, "device", lambda index: contextlib.nullcontext())
         monkeypatch.setattr(cuda, "current_stream", lambda: FakeStream(self))
+        monkeypatch.setattr(cuda, "Stream", lambda: FakeStream(self))
+        monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(cuda, "Event", lambda enable_timing: FakeEvent(self))
         monkeypatch.setattr(cuda, "_sleep", self._sleep)
         monkeypatch.setattr(cuda, "synchronize", self._synchronize)
@@ -97,7 +100,7 @@ class FakeEvent:
 
     def elapsed_time(self, end: Any) -> float:
         assert self.at_ms is not None
-        return float(end.at_ms - self.at_ms)
+        return float(end.at_ms - self.at_ms) + self.device.event_cost_ms
 
 
 class FakeStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from dist_autotune import Clock, EventClock, TuningError, WallClock
 from dist_autotune.clock import EventMark
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.feeding import LENGTHS_MS, LONGEST_MS
+from dist_autotune.event_cost import EMPTY_KERNEL_MS, EventCost
+from dist_autotune.feeding import LENGTHS_MS, LONGEST_MS, RUN_MS
 from dist_autotune.stopwatch import Stopwatch
 from fake_device import CALL_MS, FakeDevice
 
@@ -34,8 +36,16 @@ def finish(device: FakeDevice) -> None:
 
 
 def stopwatch_of(clock: EventClock) -> Stopwatch:
+    prepare(clock)
+    return Stopwatch(clock, "median", feeds="launches")
+
+
+def prepare(clock: EventClock) -> None:
+    """Prepare the clock and forget what it launched for that."""
     clock.prepare()
-    return Stopwatch(clock, "median", feeds=True)
+    device = torch.cuda.current_stream().device
+    finish(device)
+    device.fillers_ms.clear()
 
 
 def sample(device: FakeDevice, stopwatch: Stopwatch, **launch: float) -> tuple[float, float]:
@@ -132,28 +142,106 @@ def test_hosts_that_are_about_equally_fast_delay_a_launch_equally(device):
 
 def test_what_is_fed_is_loaded_before_the_run_and_elsewhere_nothing_is_fed(device):
     clock = EventClock()
-    stopwatch = Stopwatch(clock, "median", feeds=True)
+    stopwatch = Stopwatch(clock, "median", feeds="launches")
     timed(device, stopwatch)
     assert device.fillers_ms == []  # its module is not loaded: loading might wait for a kernel that waits
     clock.prepare()
-    assert device.fillers_ms == [0.0]
+    assert device.fillers_ms[0] == 0.0
     finish(device)
     timed(device, stopwatch)
-    assert device.fillers_ms[1:]
+    launched = len(device.fillers_ms)
+    assert device.fillers_ms[-1] > 0
     clock.prepare()
-    assert device.fillers_ms.count(0.0) == 1
+    assert len(device.fillers_ms) == launched
 
 
-def test_a_whole_run_is_neither_fed_nor_flagged_its_host_time_is_part_of_it(device):
-    clock = EventClock()
-    clock.prepare()
-    device.fillers_ms.clear()
-    watch = Stopwatch(clock, "median")
-    timed(device, watch, host_ms=0.5)
+# ---- whole runs
+
+
+def run_sample(device: FakeDevice, watch: Stopwatch, host_ms: float, ms: float = KERNEL_MS) -> float:
+    watch.begin_run()
+    finish(device)
+    timed(device, watch, ms, host_ms)
     finish(device)
     assert watch.tell("a", waits=True).gap_ms == 0.0
+    watch.take(waiting=False, counts=True)
+    return watch.samples["a"][-1]
+
+
+@pytest.mark.parametrize("host_ms", [0.05, 0.4, 0.9])
+def test_a_whole_run_that_the_host_is_soon_done_with_reads_the_devices_time(device, host_ms):
+    clock = EventClock()
+    prepare(clock)
+    watch = Stopwatch(clock, "median", feeds="runs")
+    assert [run_sample(device, watch, host_ms) for _ in range(3)] == [pytest.approx(KERNEL_MS, abs=EXACT)] * 3
+    assert device.fillers_ms == [RUN_MS] * 3
+
+
+def test_a_whole_run_that_keeps_the_host_busy_longer_is_timed_as_it_comes_and_never_flagged(device):
+    clock = EventClock()
+    prepare(clock)
+    watch = Stopwatch(clock, "median", feeds="runs")
+    for _ in range(3):
+        assert run_sample(device, watch, host_ms=3.0) >= 3.0 - RUN_MS
+    assert device.fillers_ms == [RUN_MS]  # the first, when that was not known
+
+
+def test_a_whole_run_behind_other_work_gets_no_filler(device):
+    clock = EventClock()
+    prepare(clock)
+    watch = Stopwatch(clock, "median", feeds="runs")
+    device.queue(5.0)
+    timed(device, watch)
     assert device.fillers_ms == []
-    assert watch.sample_ms >= 0.5
+
+
+def test_without_feeding_the_hosts_time_is_part_of_a_whole_run(device):
+    clock = EventClock(feeds=False)
+    prepare(clock)
+    assert run_sample(device, Stopwatch(clock, "median", feeds="runs"), host_ms=0.5) >= 0.5
+    assert device.fillers_ms == []
+
+
+# ---- what the events cost
+
+
+@pytest.mark.parametrize("kernel_ms", [0.001, 0.01, 5.0])
+@pytest.mark.parametrize("feeds", [True, False])
+def test_what_two_events_cost_is_taken_off(device, kernel_ms, feeds):
+    device.event_cost_ms = 0.0028
+    clock = EventClock(feeds=feeds)
+    clock.prepare()
+    device.queue(1.0)  # so that nothing waits for the host
+    mark = clock.start()
+    device.queue(kernel_ms)
+    clock.stop(mark)
+    finish(device)
+    # An empty kernel's own time is in what was measured between two events.
+    assert clock.read_ms(mark) == pytest.approx(kernel_ms + EMPTY_KERNEL_MS, abs=EXACT)
+
+
+def test_no_reading_falls_below_an_empty_kernel(device):
+    device.event_cost_ms = 0.0028
+    clock = EventClock()
+    clock.prepare()
+    device.event_cost_ms = 0.001
+    device.queue(1.0)
+    mark = clock.start()
+    clock.stop(mark)
+    finish(device)
+    assert clock.read_ms(mark) == EMPTY_KERNEL_MS
+
+
+def test_a_device_that_does_not_come_to_the_measurement_costs_a_second_once(device, monkeypatch):
+    device.event_cost_ms = 0.0028
+    device.queue(10_000.0)
+    cost = EventCost(0)
+    now = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    assert cost.ms() == 0.0
+    asked = next(now)
+    assert cost.ms() == 0.0
+    assert next(now) == asked + 1  # not asked again
 
 
 def test_nothing_waits_for_the_device_before_the_run_ends(device):
@@ -165,7 +253,7 @@ def test_nothing_waits_for_the_device_before_the_run_ends(device):
 
 
 def test_the_wall_clock_is_never_flagged():
-    stopwatch = Stopwatch(WallClock(), "median", feeds=True)
+    stopwatch = Stopwatch(WallClock(), "median", feeds="launches")
     stopwatch.stop(stopwatch.start())
     assert stopwatch.tell("a", waits=True).gap_ms == 0.0
 
@@ -181,7 +269,7 @@ def test_what_is_told_of_the_host_is_the_median_of_the_runs_and_no_more_than_the
         def gap_ms(self, mark):
             return gaps.pop(0)
 
-    stopwatch = Stopwatch(Gapped(), "median", feeds=True)
+    stopwatch = Stopwatch(Gapped(), "median", feeds="launches")
     for _ in range(3):
         stopwatch.begin_run()
         stopwatch.stop(stopwatch.start())
