@@ -3,7 +3,7 @@
     consumer     who multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or "matmul",
                  which waits first and leaves the product to cuBLAS
     pieces       in how many pieces this rank copies a chunk
-    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside
+    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside. "matmul" has none
 
 Ranks tell each other of rows of chunks, never of tiles, pieces or programs, so none of these needs agreement,
 and each is a `tunable`: tuned by the time of the whole run inside `contextual_autotune`, outside the settled
@@ -26,9 +26,6 @@ from .pieces import piece_counts
 
 INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
 SPARED_SMS = (0, 4, 16)
-# Of all ranks: above it hiding the gather pays, and the time of a whole run, in which the host's part differs
-# between consumers, is no good judge of it.
-MOST_ROWS_UNOVERLAPPED = 2048
 CONSUMERS = ("specialized", "plain", "matmul")
 
 T = TypeVar("T", int, str)
@@ -85,12 +82,12 @@ class Options:
         )
 
     def choose(self) -> Choice:
-        """Return what this call takes."""
-        return Choice(
-            self._tuned("ag_gemm consumer", self.consumers),
-            self._tuned("ag_gemm pieces", self.pieces),
-            self._tuned("ag_gemm programs", self.programs),
-        )
+        """Return what this call takes; what makes no difference to its consumer is not asked for."""
+        consumer = self._tuned("ag_gemm consumer", self.consumers)
+        pieces = self._tuned("ag_gemm pieces", self.pieces)
+        is_persistent = consumer != "matmul"
+        programs = self._tuned("ag_gemm programs", self.programs) if is_persistent else self.programs[0]
+        return Choice(consumer, pieces, programs)
 
     def _tuned(self, name: str, options: tuple[T, ...]) -> T:
         return tunable(name, options, key=self.key) if len(options) > 1 else options[0]
@@ -102,8 +99,6 @@ def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, key:
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
     consumers: tuple[str, ...] = CONSUMERS if specialized else CONSUMERS[1:]
-    if world_size * rows > MOST_ROWS_UNOVERLAPPED:
-        consumers = consumers[:-1]
     return Options(
         consumers=consumers,
         pieces=piece_counts(rows) if world_size > 1 else (1,),
