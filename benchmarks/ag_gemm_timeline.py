@@ -3,12 +3,13 @@
     ./launch.sh benchmarks/ag_gemm_timeline.py [--m M] [--n N] [--k K] [--pieces P] [--json FILE]
 
 M is the number of rows of all ranks together, N that of columns on each rank. The warp-specialised consumer
-is tuned, called until the clocks have settled, and then called once more with stamps, under the profiler,
-which knows the copies. `timeline.py` makes a picture of the record.
+is tuned, called until the clocks have settled, and then called once more, with stamps in the kernel and
+events around the copies. `timeline.py` makes a picture of the record.
 
-Traps: the stamps are stores beside the kernel's own, so the traced call is a little slower than the others,
-whose median is printed too; the profiler delays the host, so all ranks' devices sleep before the call, as in
-`common.py`. Needs as many Hopper or Blackwell GPUs as ranks: there is nothing to see in the interpreter.
+Traps: stamps are stores beside the kernel's own, and events cost the copies a little, so the traced call is
+slower than the others, whose median is printed too. Under the profiler it would take twice as long: CUPTI
+delays copies (seen on two H200). All ranks' devices sleep before the call, as in `common.py`, so that no host
+is late. Needs as many Hopper or Blackwell GPUs as ranks: there is nothing to see in the interpreter.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ from common import (
     time_limit,
     write_json,
 )
-from dist_autotune import contextual_autotune
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from render import summary
 from timeline import read, table
 
+import triton  # isort: skip  after common, which chooses the interpreter where there is no GPU
+import triton.language as tl  # isort: skip
+
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.stamps import nanoseconds
+
 PATIENCE_S, LIMIT_S = 60.0, 480.0
-KERNEL = "specialized_all_gather_gemm"
-LEAD_MS = 5.0  # of the device's sleep before the traced call: the profiler's work comes on top of ours
+LEAD_MS = 5.0  # of the device's sleep before the traced call
 
 
 def parse() -> argparse.Namespace:
@@ -60,33 +65,67 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def spans(events: list[Any]) -> tuple[list[int], list[tuple[str, int, int]]]:
-    """Return (begin, end) of the kernel and (name, begin, end) of the copies in a profile, in ns."""
-    found = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
-    kernels = [[begin, end] for name, begin, end in found if name.startswith(KERNEL)]
-    if len(kernels) != 1:
-        names = sorted({name for name, _, _ in found})
-        raise RuntimeError(
-            f"{len(kernels)} launches of {KERNEL} in the profile, not 1; it holds {names[:20]}"
-        )
-    return kernels[0], [span for span in found if span[0].startswith("Memcpy")]
+@triton.jit
+def read_clock(to_ptr):
+    tl.store(to_ptr, nanoseconds())
+
+
+class CopyEvents:
+    """While it is entered, puts events around the copies of an operation's side stream."""
+
+    def __init__(self, op: AllGatherGemm) -> None:
+        self._memory = op._memory
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> CopyEvents:
+        copy = self._memory.copy
+
+        def marked(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+            queue = torch.cuda.ExternalStream(stream.handle)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(queue)
+            copy(dst, src, stream)
+            end.record(queue)
+            self._marks.append((f"{dst.numel() * dst.element_size()} bytes", begin, end))
+
+        self._memory.copy = marked  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._memory.copy
+
+    def spans_us(self, origin: torch.cuda.Event) -> list[tuple[str, float, float]]:
+        """Return (size, begin, end) of each copy, in us from `origin`; all of them must be over."""
+        return [
+            (name, origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3)
+            for name, begin, end in self._marks
+        ]
 
 
 def trace(op: AllGatherGemm, weight: torch.Tensor, rows: int, ranks: Ranks) -> dict[str, Any]:
     """Return what one call leaves on this rank."""
-    from torch.profiler import ProfilerActivity, profile
-
     token = torch.zeros(1, device=ranks.device)
+    clock = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+    read_clock[(1,)](clock)
     op.trace(op.shard[:rows], weight)  # the kernel with stamps is another binary: compile and load it first
     ranks.synchronize()
     ranks.gather(None)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    origin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with CopyEvents(op) as copies:
         torch.cuda._sleep(int(LEAD_MS * 2_000_000))
         dist.all_reduce(token)
+        read_clock[(1,)](clock)
+        origin.record()
         _, stamps = op.trace(op.shard[:rows], weight)
+        end.record()
         ranks.synchronize()
-    kernel, copies = spans(profiler.profiler.kineto_results.events())
-    return {"rank": ranks.rank, "stamps": stamps.tolist(), "kernel": kernel, "copies": copies}
+    return {
+        "rank": ranks.rank,
+        "origin_ns": int(clock),
+        "stamps": stamps.tolist(),
+        "copies_us": copies.spans_us(origin),
+        "call_us": origin.elapsed_time(end) * 1e3,
+    }
 
 
 def run(options: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> None:

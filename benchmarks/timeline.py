@@ -1,10 +1,11 @@
-"""What ran beside what in one call: copies, tiles and waits, from the stamps of a kernel and the profiler.
+"""What ran beside what in one call: copies, tiles and waits, from the stamps of a kernel and from events.
 
     python benchmarks/timeline.py RECORD.json PICTURE.svg    # draws what `ag_gemm_timeline.py --json` wrote
 
-Time is in microseconds from the beginning of the kernel. The stamps are of the GPU's own clock
-(%globaltimer), which moves in steps of 32 ns or more; copies and the kernel as a whole are what CUPTI says.
-The two clocks are laid over each other where the kernel begins: the first tile's first stamp.
+Time is in microseconds from the first stamp of the kernel. The stamps are of the GPU's own clock
+(%globaltimer), which moves in steps of 32 ns or more; copies and the call as a whole are timed by events. The
+two clocks are laid over each other just before the call, where a small kernel reads the one and the event
+behind it is the origin of the other: to about 2 us.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Timeline:
     rank: int
     tiles: tuple[Tile, ...]
     copies: tuple[Span, ...]
-    kernel_us: float
+    call_us: float
 
 
 def read(of_rank: dict[str, Any], world_size: int) -> Timeline:
@@ -67,12 +68,9 @@ def read(of_rank: dict[str, Any], world_size: int) -> Timeline:
         Tile(number // per_chunk, *((ns - start_ns) / 1e3 for ns in row[:3]), sm=row[3])
         for number, row in enumerate(stamps)
     )
-    kernel_ns = of_rank["kernel"]
-    copies = tuple(
-        Span(name, (begin - kernel_ns[0]) / 1e3, (end - kernel_ns[0]) / 1e3)
-        for name, begin, end in of_rank["copies"]
-    )
-    return Timeline(of_rank["rank"], tiles, copies, (kernel_ns[1] - kernel_ns[0]) / 1e3)
+    start_us = (start_ns - of_rank["origin_ns"]) / 1e3
+    copies = tuple(Span(name, begin - start_us, end - start_us) for name, begin, end in of_rank["copies_us"])
+    return Timeline(of_rank["rank"], tiles, copies, of_rank["call_us"])
 
 
 def table(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -88,19 +86,19 @@ def table(timelines: Sequence[Timeline]) -> dict[str, Any]:
         rows.append(
             (
                 str(timeline.rank),
-                f"{timeline.kernel_us:.1f}",
+                f"{timeline.call_us:.1f}",
                 f"{begin_us:.1f}",
                 f"{end_us:.1f}",
                 str(len(timeline.tiles)),
                 str(len(waits)),
                 f"{max(waits, default=0.0):.1f}",
                 f"{statistics.mean(lost_us.values()):.1f}",
-                f"{100 * statistics.mean(lost_us.values()) / timeline.kernel_us:.1f}",
+                f"{100 * statistics.mean(lost_us.values()) / timeline.call_us:.1f}",
             )
         )
     columns = (
-        *("rank", "kernel us", "copies from", "to us", "tiles", "waited", "longest us"),
-        *("mean of an SM us", "% of the kernel"),
+        *("rank", "call us", "copies from", "to us", "tiles", "waited", "longest us"),
+        *("mean of an SM us", "% of the call"),
     )
     return {
         "columns": columns,
@@ -130,7 +128,7 @@ def draw(title: str, timelines: Sequence[Timeline], path: Path) -> None:
             _draw_copies(above, timeline)
             _draw_tiles(below, timeline)
             above.set_title(f"rank {timeline.rank}", loc="left", fontsize="small")
-        panels[-1][0].set_xlabel("us from the beginning of the kernel")
+        panels[-1][0].set_xlabel("us from the first stamp of the kernel")
         figure.suptitle(title)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 

@@ -7,31 +7,31 @@ from typing import Any
 
 import pytest
 
-from ag_gemm_timeline import spans
 from timeline import draw, read, table
 
-KERNEL_BEGAN_NS, CLOCK_BEGAN_NS = 5_000_000, 900_000  # the profiler's clock and that of the stamps
+KERNEL_BEGAN_NS = 900_000  # by the clock of the stamps, 4 us after the origin of the events
 
 
 def of_rank(rank: int = 0) -> dict[str, Any]:
     """Return what a rank records whose two SMs have two tiles each; the peer's chunk is here at 30 us."""
     stamps_us = [(0.0, 0.1, 20.0, 7), (0.0, 0.1, 21.0, 3), (12.0, 30.0, 50.0, 7), (13.0, 13.2, 44.0, 3)]
-    stamps = [[CLOCK_BEGAN_NS + round(us * 1e3) for us in row[:3]] + [row[3]] for row in stamps_us]
+    stamps = [[KERNEL_BEGAN_NS + round(us * 1e3) for us in row[:3]] + [row[3]] for row in stamps_us]
     return {
         "rank": rank,
         "stamps": [*stamps, [-1, -1, -1, -1]],
-        "kernel": [KERNEL_BEGAN_NS, KERNEL_BEGAN_NS + 60_000],
-        "copies": [["Memcpy PtoP", KERNEL_BEGAN_NS - 2_000, KERNEL_BEGAN_NS + 29_000]],
+        "origin_ns": KERNEL_BEGAN_NS - 4_000,
+        "copies_us": [["4096 bytes", 2.0, 33.0]],
+        "call_us": 60.0,
     }
 
 
-def test_tiles_and_copies_are_told_from_the_beginning_of_the_kernel() -> None:
+def test_tiles_and_copies_are_told_from_the_first_stamp() -> None:
     timeline = read(of_rank(), world_size=2)
     assert [tile.chunk for tile in timeline.tiles] == [0, 0, 1, 1]
     assert [tile.waited_us for tile in timeline.tiles] == pytest.approx([0.1, 0.1, 18.0, 0.2])
     assert [tile.sm for tile in timeline.tiles] == [7, 3, 7, 3]
     (copy,) = timeline.copies
-    assert (copy.begin_us, copy.end_us, timeline.kernel_us) == pytest.approx((-2.0, 29.0, 60.0))
+    assert (copy.begin_us, copy.end_us, timeline.call_us) == pytest.approx((-2.0, 29.0, 60.0))
 
 
 def test_the_table_counts_the_tiles_that_waited_and_what_an_sm_lost() -> None:
@@ -39,14 +39,14 @@ def test_the_table_counts_the_tiles_that_waited_and_what_an_sm_lost() -> None:
     (row,) = found["rows"]
     assert dict(zip(found["columns"], row, strict=True)) == {
         "rank": "0",
-        "kernel us": "60.0",
+        "call us": "60.0",
         "copies from": "-2.0",
         "to us": "29.0",
         "tiles": "4",
         "waited": "1",
         "longest us": "18.0",
         "mean of an SM us": "9.2",
-        "% of the kernel": "15.3",
+        "% of the call": "15.3",
     }
 
 
@@ -65,18 +65,3 @@ def test_a_picture_shows_every_rank_and_is_the_same_each_time(tmp_path: Path) ->
     assert text == again
     for drawn in ("rank 0", "rank 1", "copies", "own chunk", "chunk of rank + 1", "waiting"):
         assert drawn in text
-
-
-class Event:
-    """One event of the profiler."""
-
-    def __init__(self, name: str, begin_ns: int, ns: int) -> None:
-        self.name, self.start_ns, self.duration_ns = (lambda: name), (lambda: begin_ns), (lambda: ns)
-
-
-def test_the_kernel_and_the_copies_are_found_in_a_profile() -> None:
-    copy = Event("Memcpy PtoP (Device -> Device)", 90, 50)
-    events = [Event("ncclDevKernel_AllReduce", 1, 5), copy, Event("specialized_all_gather_gemm", 100, 70)]
-    assert spans(events) == ([100, 170], [("Memcpy PtoP (Device -> Device)", 90, 140)])
-    with pytest.raises(RuntimeError, match=r"0 launches of specialized_all_gather_gemm .* \['Memcpy PtoP"):
-        spans([copy])
