@@ -1,8 +1,8 @@
 """What two CUDA events around a launch read beyond the kernel's own duration: measured once on a device.
 
 Events around an empty kernel, less what an empty kernel takes by itself. On an H200 (driver 580) that is
-2.2 us, the same for kernels of 2 us and of 1 ms (docs/benchmarks/clock_error_with_events_1xH200_2026-11-20.md),
-so the clock can take it off every reading.
+2.2 us, the same for kernels of 2 us and of 1 ms, so the clock can take it off every reading
+(docs/benchmarks/clock_error_with_events_1xH200_2026-11-20.md).
 
 The launches go onto a stream of their own and nobody waits for them there: a stream of the caller's may be
 behind a kernel that waits for a peer.
