@@ -91,7 +91,11 @@ def launch_persistent_gemm(device: str) -> Arguments:
     parts = torch.empty(8, dtype=torch.float32, device=device)
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16"}
-    return (*descriptors, counter, ROWS, COLUMNS, INNER, 1, 0, 0, parts), {"grid": (1,), **constants, **names}
+    return (*descriptors, counter, ROWS, COLUMNS, INNER, 1, 0, 0, 132, parts), {
+        "grid": (1,),
+        **constants,
+        **names,
+    }
 
 
 KERNELS = {

@@ -5,9 +5,10 @@ A domain outlives its sessions: a later one takes up what an earlier one left un
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,7 @@ from .identity import digest
 from .journal import Journal
 from .kernel_names import KernelNames
 from .launches import Launches
+from .ledger import Ledger
 from .local import Claim, Local
 from .local_contexts import LocalContexts
 from .options import Options
@@ -62,6 +64,7 @@ class Domain:
         self._results = Results(
             self.disk, agreement, self.device, self.scope, options.agree, options.objective
         )
+        self.ledger = Ledger()  # of the session under way
         self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
@@ -109,12 +112,18 @@ class Domain:
             self.local_contexts,
             admission,
             self.clock,
-            busy=self.agreement.busy,
+            busy=self.compiling,
             trying=self.recovery.trying,
             loading=self.recovery.loading,
             passes_single=isinstance(self.agreement, Alone),
             is_frozen=not tunes,
         )
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile or load in the block: the peers wait on, and the time is accounted for."""
+        with self.agreement.busy(), self.ledger.compiling():
+            yield
 
     @property
     def point(self) -> dict[str, str]:

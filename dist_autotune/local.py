@@ -146,7 +146,7 @@ class Local:
     def _is_usable(self, candidate: str) -> bool:
         return candidate not in self.bans and candidate in self.bindings[0].configs
 
-    def announcement(self, kernel_id: str, siblings: int) -> Announcement:
+    def announcement(self, kernel_id: str, siblings: int, place: int) -> Announcement:
         claim = self.claim
         return Announcement(
             rank=self.rank,
@@ -158,6 +158,7 @@ class Local:
             kernel_id=kernel_id,
             family=self.family,
             siblings=siblings,
+            place=place,
             slot=self.slot,
             claim=None if claim is None else (claim.rank, claim.candidate, claim.ms),
         )

@@ -141,6 +141,9 @@ class LocalContexts:
         untold = {c: (self._rank, reason) for c, reason in local.bans.items() if c not in local.told_bans}
         kernel_id = self._names.alias(local.kernel) if local.family else ""
         siblings = self._names.siblings(local.kernel)
-        announcement = None if local.announced else local.announcement(kernel_id, siblings)
+        announcement = None
+        if not local.announced:
+            place = list(self.by_name).index(local.name)
+            announcement = local.announcement(kernel_id, siblings, place)
         local.told = replace(report, bans=untold, announcement=announcement)
         return local.told

@@ -38,6 +38,7 @@ class Announcement:
     kernel_id: str = ""  # tells Autotuners of one function apart by the configs they were given
     family: str = ""  # the same for all of them
     siblings: int = 1  # how many of the family a rank has launched, at most
+    place: int = 0  # in the order in which `rank` has met its contexts
     slot: str = ""  # what makes the context's name of `kernel_id`
     claim: tuple[int, str, float | None] | None = None  # (rank, digest, ms) of a result it already has
 
@@ -109,6 +110,7 @@ class Payload:
     parts: dict[str, Part] = field(default_factory=dict)
     run: Part = field(default_factory=Part)  # time of the whole run
     elapsed_s: float = 0.0
+    compiling_s: float = 0.0  # of this run; told where trials have a share of the time
     wants_session: bool = False
     past: Past | None = None  # of a session that some rank's process did not live to end
     crashes: dict[str, Crash] = field(default_factory=dict)  # by session
@@ -132,6 +134,7 @@ class Payload:
             offers=offers,
             parts=parts,
             elapsed_s=max(self.elapsed_s, other.elapsed_s),
+            compiling_s=max(self.compiling_s, other.compiling_s),
             run=self.run.merged(other.run),
             wants_session=self.wants_session or other.wants_session,
             past=self.past.merged(other.past) if self.past and other.past else self.past or other.past,

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 
 from .duel import DUEL_RUNS, Duel, contested
 from .kernel_families import KernelFamilies
+from .outlook import Outlook, RunsSpent
 from .pace import Pace
 from .payload import Announcement, Part, Payload
+from .purpose import Purpose
 from .search import BY_LAUNCH, BY_RUN, Context, Outcome, Rules
+from .turns import Turns
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
@@ -45,7 +48,8 @@ class Tuning:
         self._told: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._idle_runs = 0
         self._pace = Pace(rules.online_share)
-        self._turn: str | None = None  # the context that is judged by the whole run now
+        self._turns = Turns()  # of what is judged by the whole run
+        self._spent = RunsSpent()
         self._defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
         self._left: Duel | None = None  # the comparison that a session without runs or time left to the next
         self._admitted: dict[str, int] = {}  # searches of this session and the run they began in, from 0
@@ -66,7 +70,7 @@ class Tuning:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
         if self.duel is not None:
             return None if self.on_hold else ("", self.duel.side)
-        context = self.contexts.get(self._turn or "")
+        context = self._on_turn
         if context is None or context.trial is None or not context.is_on_trial:
             return None
         return context.name, context.digests[context.trial]
@@ -84,6 +88,21 @@ class Tuning:
             together = max(together, run + runs if BY_LAUNCH in judges else run + 1)
             in_turn += runs if BY_RUN in judges else 0
         return together + in_turn + (DUEL_RUNS if self.rules.objective == "thunk" else 0) + 1
+
+    @property
+    def outlook(self) -> Outlook:
+        """Return how far the session has come."""
+        contexts = [context for name in self._admitted if (context := self.contexts.get(name)) is not None]
+        return Outlook(
+            timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in contexts),
+            candidates=sum(len(context.digests) for context in contexts),
+            planned_trials=self.planned_runs - 1,
+            spent=self._spent,
+        )
+
+    @property
+    def _on_turn(self) -> Context | None:
+        return self.contexts.get(self._turns.name or "")
 
     def is_final(self, context: Context) -> bool:
         """Return whether the context's result stands: the comparison with the default plan is over."""
@@ -116,7 +135,7 @@ class Tuning:
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
-        self.duel, self._turn, self.remark = None, None, ""
+        self.duel, self._turns, self.remark, self._spent = None, Turns(), "", RunsSpent()
         self._admitted = {}
         self.elapsed_before_s, self._resumed_at = 0.0, 0
         self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
@@ -134,16 +153,28 @@ class Tuning:
     def step(self, merged: Payload) -> dict[str, Outcome]:
         """Take in one run of all ranks; return what it was for each context."""
         self._drop_unconfirmed(merged)
-        had_trial, was_closing, was_detour = self.has_trial, self.closing, self._is_detour()
+        had_trial, was_closing = self.has_trial, self.closing
+        purpose = Purpose.of(self.unsettled, self.duel, on_hold=self.on_hold)
+        turn = self._on_turn
+        self._turns.ran(merged, None if turn is None or turn.waiting else turn)
         self.runs += 1
-        outcomes = {name: self._take(name, merged) for name in sorted(merged.parts)}
+        is_new = any(part.announcement for part in merged.parts.values())
+        self._spent = self._spent.after(trial=purpose.tries or is_new, wait=purpose.waits, hold=purpose.holds)
+        outcomes = {name: self._take(name, merged) for name in self._in_order(merged)}
         had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
         if self.duel is not None:
             self._advance_duel(merged)
         self._starve()
         self._close_if_spent(merged.elapsed_s)
         self._take_turns()
-        self._hold(self._pace.take(merged.elapsed_s, was_trial=was_detour))
+        self._hold(
+            self._pace.take(
+                merged.elapsed_s,
+                was_trial=purpose.tries_rival,
+                waited=purpose.awaits_rival,
+                compiling_s=merged.compiling_s,
+            )
+        )
         if had_trial or self.has_trial or any(self.unsettled):
             self._idle_runs = 0
             return outcomes
@@ -162,7 +193,7 @@ class Tuning:
         for name in dropped:
             del self.contexts[name]
             self._defaults.pop(name, None)
-        self.duel, self._left, self._turn = None, None, None
+        self.duel, self._left, self._turns = None, None, Turns()
         return dropped
 
     def rule_out(self, bans: dict[str, dict[str, tuple[int, str]]]) -> None:
@@ -195,11 +226,16 @@ class Tuning:
             self._defaults.pop(name, None)
         self._unconfirmed = set()
 
-    def _is_detour(self) -> bool:
-        """Return whether the run under way launches something else than the plan so far."""
-        if self.duel is not None:
-            return self.duel.side == "default" and (self.duel.waiting or not self.on_hold)
-        return any(context.is_detour for context in self.unsettled)
+    def _in_order(self, merged: Payload) -> list[str]:
+        """Return the contexts of a run; the new ones last, in the order of the lowest rank that has them."""
+
+        def place(name: str) -> tuple[int, int, str]:
+            announced = merged.parts[name].announcement
+            if announced is None or name in self.contexts:
+                return -1, 0, name
+            return announced.rank, announced.place, name
+
+        return sorted(merged.parts, key=place)
 
     def _hold(self, on_hold: bool) -> None:
         self.on_hold = on_hold
@@ -254,17 +290,10 @@ class Tuning:
 
     def _take_turns(self) -> None:
         """Let the next context be judged by the whole run, when all kernels are done; last comes the duel."""
-        turn = self.contexts.get(self._turn or "")
-        if turn is not None and not turn.settled:
+        self._turns.pass_on(self.contexts)
+        if any(self.unsettled):
             return
-        self._turn = None
-        if any(context.judge == BY_LAUNCH for context in self.unsettled):
-            return
-        following = next(self.unsettled, None)
-        if following is not None:
-            self._turn = following.name
-            following.start()
-        elif self.rules.objective == "thunk" and self.duel is None and self._defaults and not self.closing:
+        if self.rules.objective == "thunk" and self.duel is None and self._defaults and not self.closing:
             self.duel = Duel(self._undecided(), self._defaults)
             if self._left is not None:
                 self.duel.takes_up(self._left)

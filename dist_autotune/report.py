@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .ledger import Spent
+from .outlook import Outlook
 from .text import (
     LAUNCH_BOUND_NOTE,
     WALL_CLOCK,
@@ -71,6 +73,8 @@ class TuningReport:
     clock: str = ""  # class name
     log_dir: str | None = None
     warning: str = ""
+    spent: Spent = field(default_factory=Spent)
+    outlook: Outlook | None = None  # what is still to be tried; None: the session is over
 
     def __str__(self) -> str:
         work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
@@ -83,6 +87,8 @@ class TuningReport:
             lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
         if any(context.launch_bound for context in self.contexts):
             lines.append(LAUNCH_BOUND_NOTE.capitalize())
+        if self.outlook is not None:
+            lines.append(f"Under way: {self.outlook}")
         if self.warning:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:

@@ -72,6 +72,7 @@ class Context:
         self.banned: dict[int, tuple[int, str]] = {}  # index -> (rank, reason)
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
+        self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
@@ -139,9 +140,9 @@ class Context:
         return self.trial is not None and not self.waiting and not self.on_hold
 
     @property
-    def is_detour(self) -> bool:
-        """Return whether the run under way, or one whose sample is still to come, tries a rival."""
-        return (self.is_on_trial or self.waiting) and self.trial != self.incumbent
+    def tries_rival(self) -> bool:
+        """Return whether what is on trial, now or since its sample is awaited, is not the incumbent."""
+        return self.trial is not None and self.trial != self.incumbent
 
     @property
     def count(self) -> int:
@@ -202,7 +203,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, rules = "", False, self._rules
+        self.status, self.waiting, self.is_unasked, rules = "", False, False, self._rules
         if self._flow is not None:
             if not self._ask(self._asked):  # banned since then
                 self._resume(math.inf)

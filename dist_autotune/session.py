@@ -7,6 +7,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from . import decisions
@@ -29,6 +30,8 @@ from .results import tuned_contexts
 from .search import BY_LAUNCH, Outcome
 from .stopwatch import Stopwatch
 
+FIRST_OUTLOOK = 50  # runs of an online session after which its log says what is left; then at twice as many
+
 T = TypeVar("T")
 
 
@@ -49,6 +52,7 @@ class Session:
         self._judged: tuple[str, str] | None = None
         self._is_stepping = False  # the state is between two runs
         self._launched: set[str] = set()
+        self._tells_outlook_at = FIRST_OUTLOOK
         options = domain.options
         self._progress = Progress(domain.name, shown=is_shown(options.progress, domain.agreement.rank))
 
@@ -87,6 +91,7 @@ class Session:
         if self._chronicle.session:
             return
         domain = self.domain
+        domain.ledger.clear()
         domain.on_ban = self._chronicle.ban
         with self._telling_failures():
             payload = domain.opening()
@@ -124,6 +129,7 @@ class Session:
                 self._failures.whereabouts,
             ),
             INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
+            domain.ledger.running(),
         ):
             result = self._timed(thunk)
         with told_as_ours(if_reported=True):
@@ -157,11 +163,9 @@ class Session:
         self._progress.close()
         known = tuning.contexts
         contexts = [known[name] for name in sorted(self._launched & known.keys())]
-        starved = [context.title for context in contexts if context.status == "starved"]
-        if error is not None:
-            outcome = type(error).__name__
-        else:
-            outcome = "partial" if any(c.status in ("partial", "starved") for c in contexts) else "settled"
+        left = [context for context in contexts if context.provisional and not context.is_unasked]
+        starved = [context.title for context in left if context.status == "starved"]
+        outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
         if not self._launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
@@ -183,6 +187,8 @@ class Session:
             clock=type(self.domain.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
+            spent=self.domain.ledger.spent,
+            outlook=None if self.is_over else self.domain.tuning.outlook,
         )
 
     # -- steps of a run ------------------------------------------------------------------------------------
@@ -208,7 +214,7 @@ class Session:
         launches = self.domain.launches
         agreement = self.domain.agreement
         if launches.has_new:
-            with agreement.busy(), self.domain.recovery.paused():
+            with self.domain.compiling(), self.domain.recovery.paused():
                 for local, tally in launches.preflight_new(self._terms()):
                     self._chronicle.preflighted(local, tally)
         waits = self.domain.options.mode == "replay"
@@ -223,7 +229,10 @@ class Session:
         }
         facts = {name: {text: agreement.rank} for name, text in {**self.domain.point, **sources}.items()}
         elapsed_s = self.domain.tuning.elapsed_before_s + self._chronicle.elapsed_s
-        return Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+        payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+        if self.domain.tuning.rules.online_share == 1.0:
+            return payload
+        return replace(payload, compiling_s=self.domain.ledger.new_compiling_s())
 
     def _terms(self) -> Terms:
         """Return on what terms this rank compiles candidates, here and now."""
@@ -270,8 +279,20 @@ class Session:
         for context in domain.publish(self._chronicle.elapsed_s):
             self._chronicle.write(decisions.settled(run, context))
         detail = ", ".join(context.title for context in tuning.unsettled) or domain.name
-        self._progress.update(tuning.runs, tuning.planned_runs, detail[:60])
+        self._progress.update(tuning.runs, self._runs_expected(), detail[:60])
         self._is_stepping = False
+
+    def _runs_expected(self) -> int:
+        """Return how many runs the session may have; online, tell the log now and then what is left."""
+        tuning = self.domain.tuning
+        if tuning.rules.mode == "replay":
+            return tuning.planned_runs
+        outlook = tuning.outlook
+        if tuning.runs == self._tells_outlook_at:
+            self._tells_outlook_at *= 2
+            if any(tuning.unsettled) or tuning.duel is not None:
+                self._chronicle.write(Note(text=str(outlook)))
+        return tuning.runs + outlook.more_runs
 
     def _samples_taken(
         self, told: list[Local], outcomes: dict[str, Outcome], *, of_run: bool
@@ -320,6 +341,7 @@ class Session:
             self.close(error)
             raise
         ms = (time.perf_counter() - began) * 1e3
+        domain.ledger.exchanged(ms / 1e3)
         run = domain.tuning.runs if payload.kind == "run" else -1
         self._chronicle.exchanged(
             Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)

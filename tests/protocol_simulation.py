@@ -105,7 +105,13 @@ class Simulation:
             self._announced.add((rank, name))
             order = tuple((c, c) for c in self.contexts[name])
             announcement = Announcement(
-                rank, name, "k", order, tuple(sorted(self.contexts[name])), is_choice=name in self.choices
+                rank,
+                name,
+                "k",
+                order,
+                tuple(sorted(self.contexts[name])),
+                is_choice=name in self.choices,
+                place=list(self.contexts).index(name),
             )
         context = self.tuning.contexts.get(name)
         part = Part(ran=candidate)

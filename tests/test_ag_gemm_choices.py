@@ -127,6 +127,26 @@ def test_the_count_of_rows_wraps():
         assert max(errors) < 1
 
 
+# ---- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("consumer", "asked"), [("plain", ["consumer", "pieces", "programs"]), ("matmul", ["consumer", "pieces"])]
+)
+def test_a_number_of_programs_is_asked_for_where_the_consumer_has_programs(consumer, asked, monkeypatch):
+    names = []
+
+    def choose(name, options, *, key):
+        names.append(name.removeprefix("ag_gemm "))
+        return consumer if consumer in options else options[-1]
+
+    monkeypatch.setattr(choices, "tunable", choose)
+    choice = options_for(64, 132, world_size=2, specialized=True, key=()).choose()
+    assert names == asked
+    assert choice.consumer == consumer
+    assert choice.programs == choices.INTERPRETED_PROGRAMS[-1 if consumer == "plain" else 0]
+
+
 # ---- everything at once
 
 
@@ -150,8 +170,10 @@ def anything(rank, producer, seed, calls=10, backend="auto"):
     return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-@pytest.mark.parametrize(("world", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "seed", "producer"),
+    [(1, 0, "pull"), (2, 1, "pull"), (2, 1, "push"), (3, 2, "pull"), (3, 2, "push"), (4, 3, "push")],
+)
 def test_ranks_may_choose_differently_in_each_call(world, seed, producer):
     for errors in values(anything, world, producer, seed):
         assert max(errors) < 1
@@ -172,9 +194,16 @@ def without_overlap(rank, producer, consumers, capacity):
         return errors, bool(untouched) and not out.requires_grad
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-@pytest.mark.parametrize("capacity", [30, 41], ids=["whole slots", "parts of slots"])
-@pytest.mark.parametrize("consumers", [("matmul", "plain"), ("matmul",) * 3], ids=str)
+@pytest.mark.parametrize(
+    ("consumers", "producer", "capacity"),  # slots are whole with a capacity of 30, and parts with 41
+    [
+        (("matmul", "plain"), "pull", 30),
+        (("matmul", "plain"), "push", 41),
+        (("matmul",) * 3, "pull", 41),
+        (("matmul",) * 3, "push", 30),
+    ],
+    ids=str,
+)
 def test_a_rank_may_wait_first_and_multiply_then_beside_peers_that_overlap(consumers, producer, capacity):
     for errors, beside in values(without_overlap, len(consumers), producer, consumers, capacity):
         assert max(errors) < 1
@@ -333,8 +362,9 @@ def tune(rank, producer, columns_of_rank):
     return errors, tuned_runs, found, [outside.consumer, outside.pieces, outside.programs] == mine
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-@pytest.mark.parametrize("columns", [(24, 24), (24, 40)], ids=["equal N", "N that differs"])
+@pytest.mark.parametrize(
+    ("columns", "producer"), [((24, 24), "pull"), ((24, 40), "push")], ids=["equal N", "N that differs"]
+)
 def test_the_choices_are_tuned_and_hold_outside_of_the_tuned_function(columns, producer):
     ends = values(tune, 2, producer, columns, timeout_s=200)
     assert len({runs for _, runs, _, _ in ends}) == 1

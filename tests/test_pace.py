@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dist_autotune import chronicle, contextual_autotune, history, replay, settings, tunable
+from dist_autotune import chronicle, contextual_autotune, history, ledger, replay, settings, tunable
 from dist_autotune.errors import TuningError
+from dist_autotune.outlook import RunsSpent
 from dist_autotune.pace import Pace
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers
 from rank_programs import ending, tune
@@ -22,7 +25,8 @@ SHARE = "DIST_AUTOTUNE_ONLINE_SHARE"
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that a session sees; a step adds to it what it takes."""
     now = [0.0]
-    monkeypatch.setattr(chronicle, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (chronicle, ledger):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -61,6 +65,58 @@ def test_a_clock_that_goes_backwards_takes_nothing_away():
     pace.take(4.0, was_trial=False)
     pace.take(3.0, was_trial=True)
     assert (pace.elapsed_s, pace.trials_s) == (4.0, 0.0)
+
+
+def steps_until_free(pace: Pace, now: float, step_s: float) -> int:
+    """Return how many steps without a trial are made until there may be another."""
+    for number in range(1, 100_000):
+        now += step_s
+        if not pace.take(now, was_trial=False):
+            return number
+    raise AssertionError("trials are held back for ever")
+
+
+@pytest.mark.parametrize("compiling_s", [0.0, 5.0])
+def test_compiling_is_neither_paid_for_nor_credited(compiling_s):
+    pace, now = Pace(0.1), 0.0
+    for was_trial in (False, True):  # at first, and when a trial launches a kernel that is new
+        now += 0.01 + compiling_s
+        pace.take(now, was_trial=was_trial, compiling_s=compiling_s)
+    assert pace.trials_s == pytest.approx(0.01)
+    assert steps_until_free(pace, now, 0.01) in (8, 9)  # ten steps for one trial
+
+
+def test_steps_that_wait_for_a_sample_are_no_trials():
+    pace, now = Pace(0.1), 0.0
+    for number in range(40):
+        now += 0.01
+        pace.take(now, was_trial=number == 10, waited=number > 10)
+    assert pace.trials_s == pytest.approx(0.01)
+
+
+def test_a_slow_trial_that_is_felt_while_its_sample_is_awaited_is_paid_for():
+    """The host is ahead of its device by ten steps: it waits for the slow one when its queue is full."""
+    pace, now = Pace(0.1), 0.0
+    for number in range(40):
+        now += 0.5 if number == 20 else 0.01
+        pace.take(now, was_trial=number == 10, waited=10 < number <= 20)
+    assert pace.trials_s == pytest.approx(0.01 + 0.49)
+
+
+def test_steps_are_usual_if_most_are():
+    pace, now = Pace(0.1), 0.0
+    for number in range(30):
+        now += 0.3 if number % 10 == 5 else 0.01  # the program saves its state now and then
+        pace.take(now, was_trial=number == 21, waited=21 < number < 25)
+    assert pace.trials_s == pytest.approx(0.01)
+
+
+def test_before_a_usual_step_is_known_waiting_counts_as_the_trial():
+    pace = Pace(0.1)
+    pace.take(9.0, was_trial=False)  # a program's first step is none like the others
+    pace.take(10.0, was_trial=True)
+    pace.take(12.0, was_trial=False, waited=True)
+    assert pace.trials_s == pytest.approx(3.0)
 
 
 # ---- sessions
@@ -115,16 +171,84 @@ def test_a_slow_candidate_is_followed_by_more_steps_without_a_trial(seconds, mon
     assert bench.blocks() == [16, 32, *[16] * 29, 64]  # 90 of 93 s, and then 87 s of the incumbent
 
 
-class LateClock(ScriptedClock):
-    """A clock whose device has done its work two looks later."""
+@pytest.mark.parametrize("compiling_s", [0.0, 5.0])
+def test_what_is_compiled_in_a_trial_holds_nothing_back(compiling_s, seconds, monkeypatch):
+    monkeypatch.setenv(SHARE, "0.25")
+    bench = Bench()
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
 
-    def __init__(self) -> None:
+    def thunk():
+        launch(kernel, numbers())
+        with step._calls.domain.compiling():  # as a launch of a kernel that is new does
+            seconds[0] += compiling_s if bench.blocks()[-1] not in bench.blocks()[:-1] else 0.0
+        seconds[0] += 1.0
+
+    step = bench.tune(thunk, mode="online", n_repeat=2, cache=False)
+    while not step.settled:
+        step()
+        assert len(bench.blocks()) < 40
+    assert [number for number, block in enumerate(bench.blocks()) if block != 16] == [2, 4, 8, 12]
+    assert step.report.spent.compiling_s == pytest.approx(3 * compiling_s)
+    assert step.report.spent.runs_s == pytest.approx(len(bench.blocks()))
+    assert_replays()
+
+
+class LateClock(ScriptedClock):
+    """A clock whose device has done its work some looks later."""
+
+    def __init__(self, late: int = 2) -> None:
         super().__init__()
+        self.late = late
         self.looks: dict[int, int] = {}
 
     def ready(self, mark: list[int]) -> bool:
-        self.looks[id(mark)] = self.looks.get(id(mark), 0) + 1
-        return self.looks[id(mark)] > 2
+        self.looks[mark[0]] = self.looks.get(mark[0], 0) + 1  # by the number of the launch
+        return self.looks[mark[0]] > self.late
+
+
+def train_far_ahead(
+    seconds: list[float], share: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], RunsSpent]:
+    """Train with a device so many steps behind; return the blocks, and what runs before the last were for."""
+    monkeypatch.setenv(SHARE, share)
+    bench = Bench()
+    bench.clock = LateClock(late)
+    bench.launches = bench.clock.launches
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk() -> None:
+        launch(kernel, numbers())
+        seconds[0] += 1.0
+
+    step = bench.tune(thunk, mode="online", n_repeat=8, cache=False)
+    spent = RunsSpent()
+    while not step.settled:
+        step()
+        assert len(bench.blocks()) < 600
+        if not step.settled:
+            spent = step.report.outlook.spent
+    assert_replays()
+    return bench.blocks(), spent
+
+
+@pytest.mark.parametrize("late", [0, 2, 20])
+def test_without_a_bound_what_holds_trials_back_is_the_device_alone(late, seconds, monkeypatch):
+    blocks, spent = train_far_ahead(seconds, "1", late, monkeypatch)
+    assert len(blocks) == 24 * (1 + late)
+    assert (spent.runs, spent.holds) == (len(blocks) - 1, 0)
+    assert spent.trials + spent.waits == spent.runs
+
+
+@pytest.mark.parametrize(("late", "steps_a_trial"), [(0, 10), (5, 10), (20, 21)])
+def test_steps_that_wait_for_the_device_are_a_part_of_those_that_make_up_for_a_trial(
+    late, steps_a_trial, seconds, monkeypatch
+):
+    blocks, _ = train_far_ahead(seconds, "0.1", late, monkeypatch)
+    rivals = [number for number, block in enumerate(blocks) if block != 16]
+    assert len(rivals) == 16
+    apart = [after - before for before, after in itertools.pairwise(rivals)]
+    assert statistics.median(apart[-5:]) == steps_a_trial  # the first ones may use what has been saved
+    assert len(rivals) <= 0.1 * len(blocks) + 1
 
 
 def test_a_sample_that_is_read_while_trials_are_held_back_counts(seconds, monkeypatch):

@@ -3,7 +3,8 @@
     consumer     who multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or "matmul",
                  which waits first and leaves the product to cuBLAS
     pieces       in how many pieces this rank copies a chunk
-    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside. "matmul" has none
+    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside; no matter to
+                 "matmul"
 
 Ranks tell each other of rows of chunks, never of tiles, pieces or programs, so none of these needs agreement,
 and each is a `tunable`: tuned by the time of the whole run inside `contextual_autotune`, outside the settled

@@ -1,0 +1,78 @@
+"""The benchmarks of how long tuning takes: from the start of the processes, and in steps of a loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import online_simulator
+import render
+import tuning_time
+from tuning_time import ARMS, Start
+
+PROGRAM = Path(tuning_time.__file__)
+
+
+def start(settled_s: float, runs: int = 20) -> Start:
+    return Start(settled_s, 4.0, 0.5, 0.25, settled_s - 4.75, 1.0, 2.0, 0.125, runs)
+
+
+def test_the_table_has_the_medians_of_all_rounds():
+    rounds = [{arm: start(seconds) for arm in ARMS} for seconds in (9.0, 7.0, 8.0)]
+    table = tuning_time.table(rounds)
+    assert [row[0] for row in table["rows"]] == list(ARMS)
+    for row in table["rows"]:
+        assert row[1:] == ("8.00", "4.00", "0.50", "0.25", "3.25", "1.00", "2.00", "0.12", "20")
+        assert len(row) == len(table["columns"])
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path: Path) -> None:
+    command = [sys.executable, PROGRAM, "--rounds", "1", "--json", "record.json", "--commit", "0ff1ce"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    (found,) = record["rounds"]
+    assert list(found) == list(ARMS)
+    for values in found.values():
+        begun = values["imports_s"] + values["group_s"] + values["opening_s"]
+        assert values["settled_s"] == pytest.approx(begun + values["session_s"], abs=0.01)
+        spent = values["compiling_s"] + values["runs_s"] + values["exchanges_s"]
+        assert 0 < spent <= values["session_s"]
+    assert found["cold"]["runs"] > found["all warm"]["runs"] == 1
+    assert record["command"] == "python benchmarks/tuning_time.py --ranks=2 --dtype=bf16 --rounds=1"
+    page = render.page(record)
+    assert "| cold |" in page
+    assert "commit 0ff1ce" in page
+    assert "all warm" in done.stdout
+
+
+def test_a_rank_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="ended with"):
+        tuning_time.start_ranks(["--no-such-option"], 1, tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("share", "queued", "steps"), [(1.0, 0, 30), (0.1, 0, 300), (1.0, 9, 300), (0.1, 9, 300)]
+)
+def test_steps_until_settled_follow_from_the_share_or_the_queue(share, queued, steps, monkeypatch):
+    monkeypatch.setattr(online_simulator, "WINDOW_STEPS", 100)
+    row = online_simulator.measure(share, queued, kernels=2, candidates=4, sessions=2)
+    assert 0.5 * steps <= row.settled_after <= 1.2 * steps
+    assert row.first_is_best_percent > 0
+    assert row.dearest_20_percent > row.first_is_best_percent
+
+
+def test_the_simulator_ends_with_a_table(tmp_path: Path) -> None:
+    program = Path(online_simulator.__file__)
+    options = ["--shares", "1", "--queues", "0", "--kernels", "2", "--candidates", "3", "--sessions", "1"]
+    command = [sys.executable, program, *options, "--json", "rows.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.startswith("2 kernels x 3 candidates, 1 sessions a row\nqueued")
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["settled_after"] > 3
