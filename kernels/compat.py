@@ -7,6 +7,9 @@
     partition_barrier        of all warps of a partition, for their writes to global memory as well; renamed
     load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
     GluonASTSource           public since 3.9; what ahead-of-time compilation starts from
+    compiled_for             "cuda", "hip", or "cpu" in the interpreter: known while a kernel is compiled, and
+                             told to functions that count as Triton's own
+    is_one_warp              whether one warp runs it; told to such functions, too
 
 Gluon is NVIDIA's and AMD's; importing this needs no GPU. Triton without Gluon's names is not supported.
 """
@@ -25,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 __all__ = [
     "GluonASTSource",
     "aggregate",
+    "compiled_for",
+    "is_one_warp",
     "load_accumulator",
     "partition_barrier",
     "reinterpret",
@@ -58,6 +63,29 @@ def aggregate(cls: type[Aggregate]) -> type[Aggregate]:
     """Return the class as an aggregate, whose constructor takes its fields; methods are device code."""
     made: type[Aggregate] = _make_aggregate(cls)
     return made
+
+
+def _builtin(function: Any) -> Any:
+    """Return the function as one that the compiler runs, and passes what it knows; not so the interpreter."""
+    function.__triton_builtin__ = True
+    return function
+
+
+@_builtin
+def compiled_for(_semantic: Any = None) -> Any:
+    """Return what the kernel is compiled for, a constexpr."""
+    return tl.constexpr("cpu" if _semantic is None else _semantic.builder.options.backend_name)
+
+
+@_builtin
+def is_one_warp(_semantic: Any = None, _generator: Any = None) -> Any:
+    """Return whether one warp runs what is being compiled, a constexpr; otherwise it is a whole program."""
+    if not hasattr(_semantic, "num_warps"):  # Gluon's
+        return tl.constexpr(_semantic.builder.options.num_warps == 1)
+    warps = tl.constexpr(_semantic.num_warps(_generator))
+    if warps.value != 1:
+        raise NotImplementedError(f"a Gluon partition of {warps.value} warps waits; only one warp may")
+    return tl.constexpr(True)
 
 
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -4,23 +4,39 @@ A signal is an int32 that its one writer sets to a rising epoch and its readers 
 never reset. Epochs wrap around: `a >= b` means `a - b >= 0` in int32, which is what the stream operation
 CU_STREAM_WAIT_VALUE_GEQ computes too, so a reader must not fall 2**31 epochs behind.
 
-No wait is unbounded. One that sees `budget` polls without success writes a record to the error word it
-was given, which the host turns into text with `read_failure`, and then sets the signal far ahead, so
-that nobody, now or later, spends another budget on a peer that has been given up.
+No wait is unbounded. One that has lasted `patience_ticks`, of 2**20 ns (1.05 ms), without success writes a
+record to the error word it was given, which the host turns into text with `read_failure`, and then sets the
+signal far ahead, so that nobody, now or later, spends more patience on a peer that has been given up.
+
+On NVIDIA GPUs patience is time: the device's clock is read, but not before the first round of polls has
+failed, and then once a round. A wait lasts as long as its patience and at most a tick and two rounds longer.
+Elsewhere, and should that clock stand still, patience is a number of polls.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
+from .compat import compiled_for
+from .stamps import in_any_thread, ticks
+
 SYSTEM = tl.constexpr("sys")  # the scope of words that other devices or the host write
 GIVEN_UP = tl.constexpr(1 << 30)  # added to the epoch of a signal that nobody shall wait for any more
 
-# Polls a second while spinning: about 1 us for a system-scope load on a GPU, 150 us in the interpreter.
-POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 7_000}
+# On NVIDIA GPUs the clock is read once a round. A poll of a word in the own memory takes 0.2 us on an H200,
+# with two programs polling. That the clock moves is not taken for granted: no GPU polls so many rounds in a
+# tick, in 0.05 us each, but if it stands still they end the wait.
+POLLS_PER_ROUND = tl.constexpr(2048)
+MOST_ROUNDS_PER_TICK = tl.constexpr(10)
+# Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs, 150 us in the interpreter.
+POLLS_PER_TICK_AMD = tl.constexpr(1000)
+POLLS_PER_TICK_CPU = tl.constexpr(7)
+TICK_S = 2**20 / 1e9  # so that the clock is shifted, and what is compared are int32
+MOST_PATIENCE_TICKS = 100_000_000  # 29 hours; the rounds of twice as many fit an int32
 
 
 @dataclass(frozen=True)
@@ -32,9 +48,9 @@ class Failure:
     seen: int  # the value found instead
 
 
-def polls(timeout_s: float, device_type: str) -> int:
-    """Return the budget that lasts about `timeout_s` on a device, such that its double fits an int32."""
-    return max(1, min(2**30 - 1, int(timeout_s * POLLS_PER_SECOND[device_type])))
+def as_patience(timeout_s: float) -> int:
+    """Return the patience that kernels take, in ticks: at least 1, at most 29 hours."""
+    return math.ceil(max(1, min(MOST_PATIENCE_TICKS, timeout_s / TICK_S)))
 
 
 def as_epoch(count: int) -> int:
@@ -60,19 +76,35 @@ def record_failure(error_ptr, kind, epoch, seen):
 
 
 @triton.jit
-def poll_until(signal_ptr, epoch, budget, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM):
-    """Spin until the signal has reached `epoch` or the budget is spent; return its value.
+def poll_until(signal_ptr, epoch, patience_ticks, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM):
+    """Spin until the signal has reached `epoch` or patience has ended; return its value.
 
     What its writer wrote before it is visible afterwards, to TMA loads only with FENCE (NVIDIA: data that
     arrived through the generic proxy, read through the async proxy). A kernel must wait outside of its
     pipelined K loop: Triton's pipeliner moves the loads of that loop above a wait inside it.
     """
+    TARGET: tl.constexpr = compiled_for()
+    HAS_CLOCK: tl.constexpr = TARGET == "cuda"
+    PER_TICK: tl.constexpr = POLLS_PER_TICK_AMD if TARGET == "hip" else POLLS_PER_TICK_CPU
+    POLLS: tl.constexpr = POLLS_PER_ROUND if HAS_CLOCK else PER_TICK
+    ROUNDS_PER_TICK: tl.constexpr = MOST_ROUNDS_PER_TICK if HAS_CLOCK else 1
     # Adding 0 compiles to one thread's ld.acquire and a broadcast; a compare-and-swap would be a real RMW.
     value = tl.atomic_add(signal_ptr, 0, sem="acquire", scope=SCOPE)
-    spent = 0
-    while (value - epoch < 0) & (spent < budget):
+    rounds_left = patience_ticks * ROUNDS_PER_TICK
+    began = 0  # until the clock has been read
+    polls = 0  # of the round
+    while (value - epoch < 0) & (rounds_left > 0):
         value = tl.atomic_add(signal_ptr, 0, sem="acquire", scope=SCOPE)
-        spent += 1
+        polls += 1
+        if polls == POLLS:
+            polls = 0
+            rounds_left -= 1
+            if HAS_CLOCK:
+                now = ticks()
+                began = tl.where(began == 0, now, began)
+                # Both were rounded down, so only more than the patience is certain to be as long.
+                is_late = in_any_thread(tl.where(now - began > patience_ticks, 1, 0))
+                rounds_left = tl.where(is_late != 0, 0, rounds_left)
     if FENCE:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -87,9 +119,11 @@ def give_up(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
 
 
 @triton.jit
-def wait_until(signal_ptr, epoch, error_ptr, kind, budget, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM):
+def wait_until(
+    signal_ptr, epoch, error_ptr, kind, patience_ticks, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM
+):
     """Do `poll_until`; where it fails, record that as `kind` and give up. Return whether it succeeded."""
-    value = poll_until(signal_ptr, epoch, budget, FENCE, SCOPE)
+    value = poll_until(signal_ptr, epoch, patience_ticks, FENCE, SCOPE)
     reached = value - epoch >= 0
     if not reached:
         record_failure(error_ptr, kind, epoch, value)
@@ -104,17 +138,17 @@ def notify(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
     tl.atomic_xchg(signal_ptr, epoch, sem="release", scope=SCOPE)
 
 
-@triton.jit(do_not_specialize=["rank", "epoch", "budget"])
+@triton.jit(do_not_specialize=["rank", "epoch", "patience_ticks"])
 def barrier_all(
     signals_ptr,  # int64 [WORLD]: the address of each rank's int32 [WORLD]
     errors_ptr,  # int64 [WORLD]
     rank,
     epoch,
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     FENCE: tl.constexpr = False,
 ):
-    """Return when every rank's launch of the same epoch has begun, or its budget is spent; one program.
+    """Return when every rank's launch of the same epoch has begun, or patience has ended; one program.
 
     Place it before work that may fill the device, never behind: a grid that holds every SM and waits for
     a peer would keep this kernel from starting.
@@ -124,4 +158,4 @@ def barrier_all(
         notify(theirs + rank, epoch)
     mine = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32))
     for peer in range(WORLD):
-        wait_until(mine + peer, epoch, errors_ptr + peer, 1, budget, FENCE)
+        wait_until(mine + peer, epoch, errors_ptr + peer, 1, patience_ticks, FENCE)

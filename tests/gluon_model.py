@@ -38,6 +38,7 @@ from gluon_memory import Barrier, Barriers, Buffer, Descriptor, Pointer, Scalar,
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 
 KERNELS = Path(__file__).parents[1] / "kernels"
+TURN_NS = 10_000  # of the clock, so that there is time for the polls between two looks at it
 
 
 def _allocate(dtype: object, shape: list[int], layout: object) -> Any:
@@ -159,7 +160,13 @@ def _assembly(text: str, *arguments: Any, **options: Any) -> Scalar:
     if "fence.proxy.async.global" in text:
         now().visible.update(now().acquired)
         return Scalar(0)
-    return Scalar({"%globaltimer": machine().turns, "%smid": now().program}[text.split()[-1].strip(";")])
+    if "vote.sync.any" in text:  # of the lanes of one warp, which are one here
+        return Scalar(arguments[1][0])
+    if "%globaltimer" in text:
+        time_ns = machine().turns * TURN_NS
+        return Scalar(time_ns >> 20 if "shr.u64 now, now, 20" in text else time_ns)
+    assert "%smid" in text
+    return Scalar(now().program)
 
 
 def _same(value: Any) -> Any:
@@ -288,6 +295,8 @@ def load_kernel_module(name: str) -> Any:
     sys.modules[f"{root}.compat"] = types.ModuleType(f"{root}.compat")
     vars(sys.modules[f"{root}.compat"]).update(
         aggregate=_aggregate,
+        compiled_for=lambda: "cuda",
+        is_one_warp=lambda: now().warps == 1,
         tma_load=_tma_load,
         tma_store=_tma_store,
         partition_barrier=lambda: now().barrier(),

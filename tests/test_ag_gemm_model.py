@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import random
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from gluon_model import Deadlock
 
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 WORDS = importlib.import_module("kernels_in_the_model.ag_gemm.words")
+SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 GIVEN_UP = 1 << 30
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
 EPOCH = 5
@@ -52,7 +54,7 @@ class Scene:
     dead: int | None = None
     rows_of_dead: int = 0  # so many come before it stops
     programs: int = 2
-    budget: int = 100_000
+    patience_ticks: int = 10_000
     pieces: tuple[int, ...] = (1, 3)
     random: random.Random = field(init=False)
 
@@ -145,7 +147,8 @@ def gather_and_multiply(
     c_desc = Descriptor(scene.c, [BLOCK_M, store[0]])
     tiles_m = -(-scene.m // BLOCK_M)
     written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
-    gluon_model.launch(
+    launch = functools.partial(
+        gluon_model.launch,
         KERNEL.specialized_all_gather_gemm,
         scene.programs,
         a_desc,
@@ -163,7 +166,7 @@ def gather_and_multiply(
         1 if scene.pushed else EPOCH,
         scene.base,
         int(scene.pushed),
-        scene.budget,
+        scene.patience_ticks,
         seed=scene.seed,
         beside=scene.arrivals(),
         WORLD=scene.world,
@@ -180,6 +183,9 @@ def gather_and_multiply(
         STORE_BUFFERS=store[1],
         GROUP_M=2,
     )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
+        launch()
     product = scene.c.reshape(scene.world, scene.m, scene.n)
     alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
     np.testing.assert_array_equal(product[alive], scene.a[alive] @ scene.b.T)
@@ -233,7 +239,7 @@ def test_a_peer_that_stops_is_given_up_and_everything_ends(
     variant, tensor_memory, pushed, world, m, rows_of_dead, programs, seed
 ):
     rank = seed % world
-    dead = {"dead": (rank + 1) % world, "rows_of_dead": min(rows_of_dead, m - 1), "budget": 400}
+    dead = {"dead": (rank + 1) % world, "rows_of_dead": min(rows_of_dead, m - 1), "patience_ticks": 1}
     scene = Scene(world, rank, m, 14, 3, pushed=pushed, seed=seed, programs=programs, **dead)
     gather_and_multiply(scene, variant, tensor_memory=tensor_memory)
 

@@ -33,6 +33,7 @@ def multiply(
     tensor_memory: bool = False,
     splits: int = 1,
     stream_k: int = 0,
+    stagger: bool = False,
     seed: int = 0,
 ) -> None:
     """Check one launch: that it ends, writes a @ b and nothing twice, and puts the counter back."""
@@ -67,6 +68,7 @@ def multiply(
         splits,
         split_rows,
         0,
+        programs,
         Pointer(parts),
         seed=seed,
         TRANS_A=transposed[0],
@@ -85,6 +87,7 @@ def multiply(
         STORE_BUFFERS=store_buffers,
         GROUP_M=2,
         STREAM_K=stream_k,
+        STAGGER=stagger,
     )
     products = c.reshape(splits, split_rows, n)
     np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
@@ -151,16 +154,18 @@ def test_an_epilogue_that_steals_operand_buffers_harms_no_load(
     )
 
 
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined"])
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined", "pipelined"])
 @settings(max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
     programs=st.integers(1, 3),
+    store_buffers=st.sampled_from([1, 3]),
     transposed=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_a_tile_of_two_widths_is_one_tile(variant, sizes, programs, transposed, seed):
-    multiply(variant, *sizes, programs=programs, extra_n=4, transposed=(False, transposed), seed=seed)
+def test_a_tile_of_two_widths_is_one_tile(variant, sizes, programs, store_buffers, transposed, seed):
+    store, transposed = (4, store_buffers), (False, transposed)
+    multiply(variant, *sizes, programs=programs, extra_n=4, store=store, transposed=transposed, seed=seed)
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
@@ -187,6 +192,28 @@ def test_parts_of_k_add_up_and_keep_to_their_rows(
 
 
 CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
+    splits=st.integers(1, 3),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 10**6),
+)
+def test_neighbours_that_begin_at_different_k_blocks(variant, tensor_memory, sizes, splits, schedule, seed):
+    multiply(
+        variant,
+        *sizes,
+        splits=splits,
+        schedule=schedule,
+        stagger=True,
+        tensor_memory=tensor_memory,
+        seed=seed,
+    )
+
+
 STREAM_K = {
     "ragged everywhere": {"m": 11, "n": 30, "k": 9, "programs": 5},
     "one tile in the last wave": {"m": 20, "n": 8, "k": 16, "programs": 4},
@@ -356,6 +383,12 @@ def test_a_consumer_that_miscounts_the_steps_of_the_other_is_found(part):
 
 
 VARIANTS = pytest.mark.parametrize("variant", ["persistent_pipelined", "cooperative", "pingpong"])
+
+
+@VARIANTS
+def test_a_tile_that_does_not_go_back_to_its_first_k_block_is_found(part, variant):
+    part("problem", "Problem.k_block", lambda self, first_k, k: first_k + k)
+    assert "not equal" in fails(variant=variant, stagger=True).lower()
 
 
 @VARIANTS

@@ -25,7 +25,7 @@ from dist_autotune.kernels.ag_gemm.pieces import piece_ends
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import kernel as rs
-from dist_autotune.kernels.signals import polls
+from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
 from dist_autotune.kernels.symm.ranks import RankGroup
@@ -262,7 +262,7 @@ def forsaken(rank: int, consumer: str) -> list[tuple[str, str, float]]:
         memory = HostAsPeer()
         op = opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132)
         one_call(op, Peer(memory), SHAPES[0], how, 2)
-        op._budget = polls(1.0, "cuda")
+        op._patience_ticks = as_patience(1.0)
         began = time.monotonic()
 
         def call(op: AllGatherGemm = op, how: str = how) -> None:
@@ -280,7 +280,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(consumer: str) -
         assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
         assert text in message
         assert again == message
-        assert took_s < 60
+        assert 1 <= took_s < 60
 
 
 # ---- GEMM + reduce-scatter
@@ -339,7 +339,7 @@ def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(captured: bool)
 def sums_forsaken(rank: int) -> tuple[str, float]:
     rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
     op = opened(HostAsPeer(), GemmReduceScatter, 256, 256)
-    op._budget = polls(1.0, "cuda")
+    op._patience_ticks = as_patience(1.0)
     a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
     began = time.monotonic()
 
@@ -353,4 +353,4 @@ def sums_forsaken(rank: int) -> tuple[str, float]:
 def test_sums_that_do_not_come_are_told_and_the_gpu_is_free() -> None:
     message, took_s = on_one_gpu(sums_forsaken)
     assert message.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
-    assert took_s < 60
+    assert 1 <= took_s < 60

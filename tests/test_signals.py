@@ -13,11 +13,13 @@ import triton.language as tl
 
 from dist_autotune.kernels.signals import (
     GIVEN_UP,
+    MOST_ROUNDS_PER_TICK,
+    TICK_S,
     Failure,
     as_epoch,
+    as_patience,
     barrier_all,
     notify,
-    polls,
     read_failure,
     record_failure,
     wait_until,
@@ -32,8 +34,8 @@ LAST_EPOCH, FIRST_EPOCH = 2**31 - 1, -(2**31)  # of an int32 that wraps around
 
 
 @triton.jit
-def wait_and_tell(signal_ptr, data_ptr, out_ptr, error_ptr, epoch, budget, KIND: tl.constexpr):
-    reached = wait_until(signal_ptr, epoch, error_ptr, KIND, budget, False)
+def wait_and_tell(signal_ptr, data_ptr, out_ptr, error_ptr, epoch, patience_ticks, KIND: tl.constexpr):
+    reached = wait_until(signal_ptr, epoch, error_ptr, KIND, patience_ticks, False)
     tl.store(out_ptr, tl.load(data_ptr))
     tl.store(out_ptr + 1, reached.to(tl.int32))
 
@@ -58,8 +60,8 @@ class Words:
         self.out = torch.zeros(2, dtype=torch.int32)
         self.error = torch.zeros(1, dtype=torch.int64)
 
-    def wait(self, epoch: int, budget: int = FOREVER, kind: int = 1) -> bool:
-        wait_and_tell[(1,)](self.signal, self.data, self.out, self.error, epoch, budget, KIND=kind)
+    def wait(self, epoch: int, patience_ticks: int = FOREVER, kind: int = 1) -> bool:
+        wait_and_tell[(1,)](self.signal, self.data, self.out, self.error, epoch, patience_ticks, KIND=kind)
         return bool(self.out[1])
 
     @property
@@ -70,7 +72,7 @@ class Words:
 @pytest.mark.parametrize("signal", [5, 6], ids=["reached", "passed"])
 def test_a_signal_that_is_there_needs_no_poll(signal):
     words = Words(signal)
-    assert words.wait(5, budget=0)
+    assert words.wait(5, patience_ticks=0)
     assert words.failure is None
 
 
@@ -89,19 +91,19 @@ def test_a_wait_sees_what_was_written_before_the_signal():
     assert int(words.out[0]) == 7
 
 
-def test_a_spent_budget_is_recorded_with_kind_epoch_and_what_was_seen():
+def test_the_end_of_patience_is_recorded_with_kind_epoch_and_what_was_seen():
     words = Words(signal=4)
-    assert not words.wait(5, budget=10, kind=3)
+    assert not words.wait(5, patience_ticks=2, kind=3)
     assert words.failure == Failure(kind=3, epoch=5, seen=4)
 
 
 def test_nobody_waits_again_for_a_signal_that_was_given_up():
     words = Words(signal=4)
-    words.wait(5, budget=10)
+    words.wait(5, patience_ticks=2)
     words.error.zero_()
     assert int(words.signal) == 5 + GIVEN_UP.value
-    assert words.wait(5, budget=0)
-    assert words.wait(1000, budget=0)
+    assert words.wait(5, patience_ticks=0)
+    assert words.wait(1000, patience_ticks=0)
     assert words.failure is None
 
 
@@ -114,7 +116,7 @@ def test_nobody_waits_again_for_a_signal_that_was_given_up():
     ],
 )
 def test_epochs_compare_across_the_end_of_int32(signal, epoch, reached):
-    assert Words(signal).wait(epoch, budget=3) is reached
+    assert Words(signal).wait(epoch, patience_ticks=1) is reached
 
 
 def test_call_counts_become_epochs_that_wrap():
@@ -145,8 +147,14 @@ def test_notify_sets_the_signal():
 
 
 @pytest.mark.parametrize("timeout_s", [1e-9, 1.0, 1e9])
-def test_a_budget_is_at_least_one_poll_and_its_double_fits_an_int32(timeout_s):
-    assert 2 <= 2 * polls(timeout_s, "cuda") <= 2**31 - 1
+def test_patience_is_at_least_a_tick_and_twice_its_rounds_fit_an_int32(timeout_s):
+    assert as_patience(timeout_s) >= 1
+    assert 2 * as_patience(timeout_s) * MOST_ROUNDS_PER_TICK.value <= 2**31 - 1
+
+
+def test_patience_is_never_shorter_than_the_seconds_and_covers_a_day():
+    for seconds in (0.0012, 1.0, 300.0, 86_400.0):
+        assert seconds <= as_patience(seconds) * TICK_S <= seconds + TICK_S
 
 
 def meet(rank, late, absent):
@@ -165,8 +173,8 @@ def meet(rank, late, absent):
             for table in came.peers:
                 table[rank] = epoch
             if rank != absent:
-                budget = 500 if absent is not None else FOREVER
-                barrier_all[(1,)](signals.addresses(), errors, rank, epoch, budget, WORLD=world)
+                patience_ticks = 70 if absent is not None else FOREVER
+                barrier_all[(1,)](signals.addresses(), errors, rank, epoch, patience_ticks, WORLD=world)
             complete.append(bool((came.local >= epoch).all()))
         return complete, [read_failure(int(word)) for word in errors]
 
@@ -180,14 +188,14 @@ def meet_on_gpus(rank, backend):
         signals = memory.allocate((world,), torch.int32)
         came = memory.allocate((world,), torch.int32)
         errors = torch.zeros(world, dtype=torch.int64, device="cuda")
-        addresses, budget = signals.addresses(), polls(20.0, "cuda")
+        addresses, patience_ticks = signals.addresses(), as_patience(20.0)
         seen = torch.zeros((200, world), dtype=torch.int32, device="cuda")
         for epoch in range(1, 201):
             if epoch % world == rank:
                 torch.cuda._sleep(200_000)  # another rank is late at every turn
             for table in came.peers:
                 table[rank] = epoch
-            barrier_all[(1,)](addresses, errors, rank, epoch, budget, WORLD=world, FENCE=True)
+            barrier_all[(1,)](addresses, errors, rank, epoch, patience_ticks, WORLD=world, FENCE=True)
             seen[epoch - 1] = came.local
         epochs = torch.arange(1, 201, device="cuda")[:, None]
         return bool((seen >= epochs).all()), [read_failure(int(word)) for word in errors]

@@ -19,7 +19,7 @@ class Call:
     epoch: int
     base: int  # what ARRIVED was before this call; 0 in the lane of captured calls
     pushed: int  # 1 in the lane of captured calls
-    budget: int  # how many polls a wait lasts
+    patience_ticks: int  # how long the GEMM waits for a peer
     programs: int  # the most that run at once
     words: torch.Tensor  # int32, those of the lane that the call takes
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting

@@ -44,7 +44,7 @@ def wait_for_rows(
     epoch,
     base,
     pushed,
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     FENCE: tl.constexpr,
 ):
@@ -57,14 +57,14 @@ def wait_for_rows(
     arrived_ptr = words_ptr + ARRIVED * WORLD + chunk
     # A push is announced before its first row: who has that knows whether `rows` will ever be here.
     first = tl.where(pushed != 0, 1, rows)
-    arrived = poll_until(arrived_ptr, base + first, budget, FENCE) - base
+    arrived = poll_until(arrived_ptr, base + first, patience_ticks, FENCE) - base
     if (arrived < rows) & (arrived > 0) & (pushed != 0):
         announced = tl.load(words_ptr + ANNOUNCED * WORLD + chunk)
         if announced < rows:
             record_failure(errors_ptr + chunk, OTHER_ROWS_PUSHED, 0, announced)
             arrived += GIVEN_UP  # for the caller alone: what was announced does come
         else:
-            arrived = poll_until(arrived_ptr, base + rows, budget, FENCE) - base
+            arrived = poll_until(arrived_ptr, base + rows, patience_ticks, FENCE) - base
     if arrived < rows:
         if pushed != 0:
             record_failure(errors_ptr + chunk, NOT_PUSHED, 0, arrived)
@@ -96,14 +96,14 @@ def _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
-def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD: tl.constexpr):
+def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once it no longer needs our shard.
 
     All of its chunk is here then, or it has been given up.
     """
     wanted = tl.where(pushed != 0, 1, m)
     arrived = wait_for_rows(
-        peer, wanted, rank, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD, False
+        peer, wanted, rank, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD, False
     )
     if pushed != 0:
         if arrived < GIVEN_UP:
@@ -112,7 +112,17 @@ def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget,
                 record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, announced)
             # All of it, were it more than ours: behind this call nobody expects a piece of this push.
             arrived = wait_for_rows(
-                peer, announced, rank, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD, False
+                peer,
+                announced,
+                rank,
+                words_ptr,
+                errors_ptr,
+                epoch,
+                base,
+                pushed,
+                patience_ticks,
+                WORLD,
+                False,
             )
         if arrived >= GIVEN_UP:
             # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.
@@ -124,5 +134,10 @@ def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget,
             record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
         # Twice the patience: the peer may be held up by a third rank, on which its own kernel gives up first.
         wait_until(
-            words_ptr + FETCHED * WORLD + peer, epoch, errors_ptr + peer, NOT_FETCHED, 2 * budget, False
+            words_ptr + FETCHED * WORLD + peer,
+            epoch,
+            errors_ptr + peer,
+            NOT_FETCHED,
+            2 * patience_ticks,
+            False,
         )

@@ -50,18 +50,18 @@ then looks at ANNOUNCED[p]: are they not among those, it records that and asks n
 end a GEMM waits for as many as were announced, more than its own m or fewer, so the words are as after any
 other call. The host is told both numbers.
 
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's poll has. When its budget is
-spent, at the first row of a chunk or in the middle, it records the peer and sets AFTER[p] and ARRIVED[p] far
+**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience
+ends, at the first row of a chunk or in the middle, it records the peer and sets AFTER[p] and ARRIVED[p] far
 ahead, so that later replays wait no second time. Each GEMM that finds p given up also sets FREE[p], so that
 the side stream runs through. (No other permit can be missing: a rank gives those of call k before it pushes
 its chunk of call k.) The host sees the record in `check`, `close` and the next eager call; replays that are
 enqueued already run to their end with wrong results. So may those of a rank that has been given up and comes
-back: each piece that it still pushes lowers ARRIVED[p] once more, for which a later call may spend a budget
-if the rest does not come. The failure is that of the operation, on all ranks.
+back: each piece that it still pushes lowers ARRIVED[p] once more, for which a later call may be patient once
+more if the rest does not come. The failure is that of the operation, on all ranks.
 
 **A live peer may be given up too** where there are three ranks or more: one whose push to us stands behind
 its push to the dead one, if our GEMM gives up before its own does. What we then push to it without its permit
-may overwrite an earlier push, so it may spend a budget on us as well, once.
+may overwrite an earlier push, so it may wait for us in vain as well, once.
 
 **A call that fails on the host**, after its pushes were enqueued, sends the small kernel of `matmul` after
 them: it waits as the GEMM would have. Nobody sets the permits for the peers, which may still read the slots.

@@ -20,11 +20,11 @@ from .call import Call
 from .chunks import part_from
 
 
-@triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "budget"])
-def await_chunks(words_ptr, errors_ptr, rank, m, epoch, base, pushed, budget, WORLD: tl.constexpr):
-    """Return when all chunks are here and nobody needs ours, or their budgets are spent; a program a peer."""
+@triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "patience_ticks"])
+def await_chunks(words_ptr, errors_ptr, rank, m, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
+    """Return when all chunks are here and nobody needs ours, or patience has ended; a program a peer."""
     peer = (rank + 1 + tl.program_id(0)) % WORLD
-    part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD)
+    part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
 
 
 class Run(NamedTuple):
@@ -58,7 +58,7 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
     if call.world_size == 1:
         return
     words, errors = call.words, call.errors
-    scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.budget)
+    scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.patience_ticks)
     key = (call.world_size, words.device, words.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
     loaded = _LOADED.get(key)
     if loaded is not None and only_load:

@@ -37,8 +37,8 @@ class AllGatherGemm(Operation):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. Calls need
-    no host synchronisation between them. `timeout_s` is how long a rank waits for a peer, roughly. Opening
-    and closing are collective.
+    no host synchronisation between them. `timeout_s` is how long a kernel waits for a peer; twice as
+    long for one that has yet to fetch this rank's chunk. Opening and closing are collective.
 
     Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of
     times among eager calls; all ranks make the same calls and replays in the same order. Before the capture,
@@ -271,7 +271,7 @@ class AllGatherGemm(Operation):
             epoch=epoch,
             base=base,
             pushed=pushed,
-            budget=self._budget,
+            patience_ticks=self._patience_ticks,
             programs=choice.programs,
             words=words,
             errors=self._errors,

@@ -24,7 +24,7 @@ from .chunks import part_from, slot_of, wait_for_rows
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
-@triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "budget"])
+@triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"])
 def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
@@ -42,7 +42,7 @@ def all_gather_gemm(
     epoch,
     base,  # what ARRIVED was before this call
     pushed,  # 1 in the lane where chunks are pushed; no constexpr: what is loaded serves both
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
     FENCE: tl.constexpr,
@@ -89,7 +89,7 @@ def all_gather_gemm(
                 epoch,
                 base,
                 pushed,
-                budget,
+                patience_ticks,
                 WORLD,
                 FENCE and USE_TMA,
             )
@@ -122,7 +122,7 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, budget, WORLD)
+            part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
 
 
 class Shape(NamedTuple):
@@ -199,7 +199,7 @@ class PlainConsumer:
             self._upcasts,
         )
         tensors = (gather, weight, out, call.words, call.errors)
-        scalars = (*shape[:7], call.rank, call.epoch, call.base, call.pushed, call.budget)
+        scalars = (*shape[:7], call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         settled = _SETTLED.find(shape)
         if only_load:
             if settled is None:

@@ -48,13 +48,13 @@ behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1,
 read it. A rank copies as many rows as it has itself, which every chunk has room for; that a peer has others
 is found by ROWS when all has been copied.
 
-**No wait is unbounded.** The GEMM polls with a budget. When it is spent it records the peer and the epoch
+**No wait is unbounded.** The GEMM has patience for so long. When that ends it records the peer and the epoch
 in memory that the host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting
 READY[p] itself. That is reported by the next call, by `check` and by `close`, and the operation is then good
 for nothing but closing. A side stream that goes on after all, in the middle of a chunk too, lowers ARRIVED[p]
-to the end of a piece again: a program that has given up asks no more until its end, another may spend one
-more budget, at most once for each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the
-bases of the next 2**29 rows, so calls that are enqueued already wait no second time.
+to the end of a piece again: a program that has given up asks no more until its end, another may be patient
+once more, at most once for each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the bases
+of the next 2**29 rows, so calls that are enqueued already wait no second time.
 
 **A call that fails on the host**, after its exchange was enqueued, sends the small kernel of `matmul` after
 it: that waits as the GEMM would have, and releases the side stream as the GEMM would have.

@@ -115,7 +115,7 @@ def launch(
     m, n, k, stamps = addresses.out_rows, addresses.n, addresses.k, call.stamps
     shape = Shape(m, n, k, addresses.dtype, call.world_size, call.programs, weight.device, stamps is not None)
     words = (call.words, call.errors, call.errors if stamps is None else stamps)
-    scalars = (call.capacity, call.rank, call.epoch, call.base, call.pushed, call.budget)
+    scalars = (call.capacity, call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
     settled = _SETTLED.find(shape)
     if settled is not None and only_load:
         return

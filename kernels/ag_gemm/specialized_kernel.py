@@ -43,7 +43,7 @@ class Chunks:
     epoch: gl.tensor
     base: gl.tensor
     pushed: gl.tensor
-    budget: gl.tensor
+    patience_ticks: gl.tensor
     WORLD: gl.constexpr
     GROUP_M: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -78,6 +78,10 @@ class Chunks:
         return self.k_blocks
 
     @gluon.jit
+    def k_block(self, first_k, k):
+        return first_k + k
+
+    @gluon.jit
     def blocks_behind(self, number):
         return self.k_blocks
 
@@ -101,7 +105,7 @@ class Chunks:
                 self.epoch,
                 self.base,
                 self.pushed,
-                self.budget,
+                self.patience_ticks,
                 self.WORLD,
                 True,
             )
@@ -124,7 +128,7 @@ class Chunks:
                     self.epoch,
                     self.base,
                     self.pushed,
-                    self.budget,
+                    self.patience_ticks,
                     self.WORLD,
                 )
 
@@ -141,7 +145,7 @@ class Chunks:
 
 UNSPECIALIZED = [
     *("words_ptr", "errors_ptr", "stamps_ptr"),
-    *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "budget"),
+    *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks"),
 ]
 
 
@@ -163,7 +167,7 @@ def specialized_all_gather_gemm(
     epoch,
     base,  # what ARRIVED was before this call
     pushed,  # 1 in the lane of captured calls; no constexpr: what is loaded serves both
-    budget,
+    patience_ticks,
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
@@ -198,7 +202,7 @@ def specialized_all_gather_gemm(
         epoch,
         base,
         pushed,
-        budget,
+        patience_ticks,
         WORLD,
         GROUP_M,
         BLOCK_M,

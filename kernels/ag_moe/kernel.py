@@ -19,7 +19,7 @@ from .candidates import CANDIDATES, prune
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: its peers push to one launch of it
 )
-@triton.jit(do_not_specialize=["size_class", "experts", "topk", "capacity", "rank", "budget"])
+@triton.jit(do_not_specialize=["size_class", "experts", "topk", "capacity", "rank", "patience_ticks"])
 def all_gather_moe(
     a_ptr,  # gather buffer: tokens of K elements, those of chunk p behind p * (tokens of a chunk)
     b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows stride_bn
@@ -40,7 +40,7 @@ def all_gather_moe(
     stride_bn,
     stride_cm,
     rank,
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     HEIGHTS: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
@@ -73,7 +73,9 @@ def all_gather_moe(
         stage = tl.load(table_ptr + block * ENTRY + 3)
         while here < stage:
             here += 1
-            wait_for_word(ARRIVED, NOT_PUSHED, (rank + here) % WORLD, words_ptr, errors_ptr, budget, WORLD)
+            wait_for_word(
+                ARRIVED, NOT_PUSHED, (rank + here) % WORLD, words_ptr, errors_ptr, patience_ticks, WORLD
+            )
         places = begin + tl.arange(0, BLOCK_M)
         real = places < end
         # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
@@ -102,4 +104,4 @@ def all_gather_moe(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:  # its push is a part of this call, whether a tile needed it or not
-            wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, budget, WORLD)
+            wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)

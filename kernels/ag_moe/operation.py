@@ -44,9 +44,9 @@ ordinary loads of ids and of A behind it; TMA, of which that could not be said, 
 + 1, behind the kernels of k. Chunk r and our ids are read by our kernels and our pushes of k, all before the
 join.
 
-**No wait is unbounded.** A stream's wait has no limit of its own; the kernels' polls have. When one's budget
-is spent it records the peer and sets AFTER[p], so that nothing waits for p a second time, and FREE[p], so
-that our side stream runs through; later calls and replays, in which p's words are still far ahead, set
+**No wait is unbounded.** A stream's wait has no limit of its own; the kernels' waits have. When one's
+patience ends it records the peer and sets AFTER[p], so that nothing waits for p a second time, and FREE[p],
+so that our side stream runs through; later calls and replays, in which p's words are still far ahead, set
 FREE[p] again. That is reported by the next call, by `check` and by `close`, and the operation is then good
 for nothing but closing.
 
@@ -91,7 +91,7 @@ class AllGatherMoE(ExpertOperation):
     gives it, on all ranks or on none; without it the hosts meet in each call, for some microseconds when they
     come together. Calls with `tokens=` may be captured in CUDA graphs and replayed any number of times among
     eager calls, in the same order on all ranks; before the capture, call once with the same shapes.
-    `timeout_s` is how long a rank waits for a peer, roughly. Opening and closing are collective.
+    `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective.
     """
 
     _orders, _by_first = 2, False
@@ -231,7 +231,7 @@ class AllGatherMoE(ExpertOperation):
             weight.stride(1),
             out.stride(0),
             self.rank,
-            self._budget,
+            self._patience_ticks,
             WORLD=self.world_size,
             HEIGHTS=HEIGHTS,
             TMA_LEGAL=self._can_use_tma(weight),

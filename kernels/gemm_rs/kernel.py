@@ -28,7 +28,7 @@ OTHER_ROWS = tl.constexpr(2)
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
-@triton.jit(do_not_specialize=["M", "rank", "budget"])
+@triton.jit(do_not_specialize=["M", "rank", "patience_ticks"])
 def gemm_reduce_scatter(
     a_ptr,  # [M, K], rows stride_am apart
     b_ptr,  # weight [N, K], rows stride_bn apart
@@ -46,7 +46,7 @@ def gemm_reduce_scatter(
     stride_bn,
     stride_cm,
     rank,
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
@@ -87,7 +87,7 @@ def gemm_reduce_scatter(
             )
         if chunk == rank:
             if waited == 0:
-                _wait_for_sums(rank, words_ptr, errors_ptr, budget, WORLD)
+                _wait_for_sums(rank, words_ptr, errors_ptr, patience_ticks, WORLD)
                 waited = 1
             _add_and_store(
                 acc,
@@ -114,7 +114,7 @@ def gemm_reduce_scatter(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            _part_from(peer, m, words_ptr, errors_ptr, budget, WORLD)
+            _part_from(peer, m, words_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
@@ -131,18 +131,18 @@ def _count_tile(chunk, words_ptr, counts_ptr, tiles_per_chunk, WORLD: tl.constex
 
 
 @triton.jit
-def _wait_for_sums(rank, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
+def _wait_for_sums(rank, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Return once every peer's sums are here or the peer is given up."""
     for peer in range(0, WORLD):
         if peer != rank:
-            _arrival(peer, words_ptr, errors_ptr, budget, WORLD)
+            _arrival(peer, words_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
-def _arrival(peer, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
+def _arrival(peer, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Return ARRIVED when the peer's sums are here; a value below 1 or far above if it is given up."""
     arrived_ptr = words_ptr + ARRIVED * WORLD + peer
-    value = poll_until(arrived_ptr, 1, budget, False)
+    value = poll_until(arrived_ptr, 1, patience_ticks, False)
     if value < 1:
         record_failure(errors_ptr + peer, NOT_PUSHED, 0, value)
         give_up(words_ptr + AFTER * WORLD + peer, 1)
@@ -151,9 +151,9 @@ def _arrival(peer, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _part_from(peer, m, words_ptr, errors_ptr, budget, WORLD: tl.constexpr):
+def _part_from(peer, m, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours, and let our side stream go on if the peer is given up."""
-    value = _arrival(peer, words_ptr, errors_ptr, budget, WORLD)
+    value = _arrival(peer, words_ptr, errors_ptr, patience_ticks, WORLD)
     if (value <= 0) | (value >= GIVEN_UP):
         give_up(words_ptr + FREE * WORLD + peer, 1)
     elif value != m:

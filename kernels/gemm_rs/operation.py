@@ -48,8 +48,8 @@ and ARRIVED follows the copy.
 behind the join, behind their copy. Rank p writes its slot here behind our fork of the next call, behind the
 GEMM that read it.
 
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's poll has. When its budget is
-spent it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the
+**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience
+ends it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the
 side stream runs through. (DONE needs no rescue: no tile of a peer's chunk waits for anything.) That is
 reported by the next call, by `check` and by `close`, and the operation is then good for nothing but closing.
 
@@ -79,8 +79,8 @@ class GemmReduceScatter(Operation):
     `n`; K is each rank's part of the inner dimension and may differ. A rank's part of the sum is rounded to
     `dtype` before it travels, and the parts are added in float32. Calls need no host synchronisation between
     them, and may be captured in CUDA graphs and replayed any number of times among eager calls, in the same
-    order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a rank
-    waits for a peer, roughly. Opening and closing are collective. On GPUs let no other kernel that waits for
+    order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a
+    kernel waits for a peer. Opening and closing are collective. On GPUs let no other kernel that waits for
     a peer, such as an asynchronous collective, run beside a call: it could hold an SM that the call needs.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
@@ -198,7 +198,7 @@ class GemmReduceScatter(Operation):
             *strides,
             out.stride(0),
             self.rank,
-            self._budget,
+            self._patience_ticks,
             WORLD=world,
             TMA_LEGAL=self._has_tma and begin_at_16_bytes(a.element_size(), pointers, strides),
             UPCAST=self._upcasts,

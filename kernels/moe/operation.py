@@ -176,7 +176,7 @@ class ExpertOperation(Operation):
             told=digest_of(self._told),
             rank=self.rank,
             first=first % self.world_size,
-            budget=self._budget,
+            patience_ticks=self._patience_ticks,
         )
         return plan
 

@@ -67,7 +67,7 @@ class Plan:
         told: int,
         rank: int,
         first: int,
-        budget: int,
+        patience_ticks: int,
     ) -> None:
         """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come."""
         self._zeroed.zero_()
@@ -88,7 +88,7 @@ class Plan:
             told,
             rank,
             first,
-            budget,
+            patience_ticks,
             WORLD=self._world_size,
             BLOCK=BLOCK,
             num_warps=WARPS,

@@ -55,7 +55,17 @@ def digest_of(tokens: tuple[int, ...]) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "budget"]
+    do_not_specialize=[
+        "pairs",
+        "experts",
+        "topk",
+        "stride",
+        "tokens",
+        "told",
+        "rank",
+        "first",
+        "patience_ticks",
+    ]
 )
 def count_choices(
     ids_ptr,  # int64: the choices of rank p begin at p * stride
@@ -73,7 +83,7 @@ def count_choices(
     told,  # digest of the tokens of all ranks, as the host was told
     rank,
     first,  # the chunk of stage 0
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -86,7 +96,7 @@ def count_choices(
     for peer in range(0, WORLD):
         count = tokens
         if peer != rank:
-            value = wait_for_word(TOLD, NOT_TOLD, peer, words_ptr, errors_ptr, budget, WORLD)
+            value = wait_for_word(TOLD, NOT_TOLD, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
             count = value // TOPK_SPAN
             if is_given_up(value):
                 count = 0

@@ -38,10 +38,10 @@ GIVEN_OTHERS = tl.constexpr(7)
 
 @triton.jit
 def wait_for_word(
-    WORD: tl.constexpr, KIND: tl.constexpr, peer, words_ptr, errors_ptr, budget, WORLD: tl.constexpr
+    WORD: tl.constexpr, KIND: tl.constexpr, peer, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr
 ):
     """Return the peer's word once it is set; a value below 1 or far above if the peer is given up."""
-    value = poll_until(words_ptr + WORD * WORLD + peer, 1, budget, False)
+    value = poll_until(words_ptr + WORD * WORLD + peer, 1, patience_ticks, False)
     if value < 1:
         record_failure(errors_ptr + peer, KIND, 0, value)
         # Later replays wait no second time, nor do the kernels behind this one.

@@ -23,7 +23,15 @@ COMBINE_M = tl.constexpr(16)  # tokens of a block that is combined
     do_bench=take_first,  # outside a tuned function: a launch counts tiles, and its peers' part is behind it
 )
 @triton.jit(
-    do_not_specialize=["size_class", "experts", "topk", "tokens_per_rank", "capacity", "rank", "budget"]
+    do_not_specialize=[
+        "size_class",
+        "experts",
+        "topk",
+        "tokens_per_rank",
+        "capacity",
+        "rank",
+        "patience_ticks",
+    ]
 )
 def moe_reduce_scatter(
     a_ptr,  # y [choices, K], rows stride_am apart
@@ -53,7 +61,7 @@ def moe_reduce_scatter(
     stride_bn,
     stride_cm,
     rank,
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
@@ -144,14 +152,14 @@ def moe_reduce_scatter(
                 tokens_per_rank,
                 stride_cm,
                 rank,
-                budget,
+                patience_ticks,
                 WORLD,
                 BLOCK_N,
             )
 
     for peer in tl.range(program, WORLD, programs):
         if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
-            wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, budget, WORLD)
+            wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
@@ -179,7 +187,7 @@ def combine_stage(
     tokens_per_rank,
     stride_cm,
     rank,
-    budget,
+    patience_ticks,
     WORLD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -189,11 +197,11 @@ def combine_stage(
     tokens = (tl.load(offsets_ptr + chunk + 1) - offset) // topk
     items = tl.cdiv(tokens, COMBINE_M) * tiles_n
     if first < items:
-        _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, errors_ptr + rank, budget)
+        _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, errors_ptr + rank, patience_ticks)
         if chunk == rank:
             for peer in range(0, WORLD):
                 if peer != rank:
-                    wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, budget, WORLD)
+                    wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
     for item in tl.range(first, items, tl.num_programs(0)):
         rows = item // tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
         cols = item % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -222,12 +230,12 @@ def combine_stage(
 
 
 @triton.jit
-def _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, error_ptr, budget):
+def _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, error_ptr, patience_ticks):
     """Return once all tiles with rows of this stage are stored: those of its part and of earlier ones."""
     before = 0
     for part in range(0, stage + 1):
         end = tl.load(ends_ptr + part)
-        stored = poll_until(counters_ptr + part, (end - before) * tiles_n, budget, False, "gpu")
+        stored = poll_until(counters_ptr + part, (end - before) * tiles_n, patience_ticks, False, "gpu")
         if stored < (end - before) * tiles_n:
             record_failure(error_ptr, NOT_COMPUTED, 0, stored)
         before = end

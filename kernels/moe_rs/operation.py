@@ -247,7 +247,7 @@ class MoEReduceScatter(ExpertOperation):
             weight.stride(1),
             out.stride(0),
             self.rank,
-            self._budget,
+            self._patience_ticks,
             WORLD=self.world_size,
             TMA_LEGAL=self._can_use_tma(weight),
             UPCAST=self._upcasts,

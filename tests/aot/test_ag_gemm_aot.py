@@ -34,7 +34,7 @@ TYPES = {
     "words_ptr": "*i32",
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_bn", "stride_cm"), "i32"),
-    **dict.fromkeys(("rank", "epoch", "base", "pushed", "budget"), "i32"),
+    **dict.fromkeys(("rank", "epoch", "base", "pushed", "patience_ticks"), "i32"),
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 
@@ -49,7 +49,7 @@ def compile_candidate(config, target, dtype="bf16", **values):
         all_gather_gemm.fn,
         types,
         constexprs,
-        any_value=("M", "slots", "rank", "epoch", "base", "pushed", "budget"),
+        any_value=("M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -115,7 +115,7 @@ def test_pointer_loads_need_no_proxy_fence(config):
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_the_kernel_that_waits_before_a_product_of_cublas_compiles(target):
-    scalars = ("rank", "m", "epoch", "base", "pushed", "budget")
+    scalars = ("rank", "m", "epoch", "base", "pushed", "patience_ticks")
     types = {"words_ptr": "*i32", "errors_ptr": "*i64", **dict.fromkeys(scalars, "i32")}
     compiled = compile_for(target, await_chunks, types, {"WORLD": 8}, any_value=scalars, num_warps=1)
     assert resources(compiled, target)["spilled"] == 0

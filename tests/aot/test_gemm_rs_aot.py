@@ -19,7 +19,7 @@ TYPES = {
     **dict.fromkeys(("words_ptr", "counts_ptr"), "*i32"),
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_bn", "stride_cm"), "i32"),
-    **dict.fromkeys(("rank", "budget"), "i32"),
+    **dict.fromkeys(("rank", "patience_ticks"), "i32"),
 }
 # Bytes of a thread; on Blackwell with tiles of 128 x 256. On CDNA3 scalar registers, which go to vector ones.
 SPILLED = {HOPPER: 0, BLACKWELL: 64, CDNA3: 6}
@@ -33,7 +33,7 @@ def compile_candidate(config, target, world=8):
         gemm_reduce_scatter.fn,
         TYPES,
         constexprs | config.kwargs,
-        any_value=("M", "rank", "budget"),
+        any_value=("M", "rank", "patience_ticks"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -19,7 +19,7 @@ from dist_autotune.kernels.moe_rs.kernel import moe_reduce_scatter
 pytestmark = pytest.mark.aot
 
 PLAN = dict.fromkeys(("rows_ptr", "sources_ptr", "ends_ptr", "tables_ptr", "words_ptr"), "*i32")
-ANY_VALUE = ("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "budget")
+ANY_VALUE = ("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "patience_ticks")
 SIZES = ("N", "K", "stride_be", "stride_bn", "stride_cm")
 GATHER = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
@@ -36,9 +36,10 @@ SCATTER = {
 }
 del GATHER["tokens_per_rank"]
 # Bytes of a thread, and on CDNA3 scalar registers, which go to vector ones: the scatter's many loops.
+# On Blackwell ptxas settles for 128 registers with tiles of 128 x 128.
 SPILLED = {
     "gather": {HOPPER: 0, BLACKWELL: 0, CDNA3: 0},
-    "scatter": {HOPPER: 8, BLACKWELL: 16, CDNA3: 20},
+    "scatter": {HOPPER: 8, BLACKWELL: 56, CDNA3: 20},
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, SCATTER)}
@@ -127,7 +128,7 @@ def test_rows_of_a_are_copied_16_bytes_at_a_time_and_those_of_the_weight_by_tma(
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_the_sorting_compiles_for_every_target(target):
     common = dict.fromkeys(("counts_ptr", "starts_ptr", "offsets_ptr", "within_ptr"), "*i32")
-    numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "budget")
+    numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "patience_ticks")
     types = {"ids_ptr": "*i64", "words_ptr": "*i32", "errors_ptr": "*i64", **common}
     types |= dict.fromkeys(numbers, "i32")
     counting = compile_for(
