@@ -43,12 +43,6 @@ def shared_memory_bytes() -> int:
     return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
 
 
-def multiprocessors() -> int:
-    """Return how many SMs the current device has."""
-    driver = triton.runtime.driver.active
-    return int(driver.utils.get_device_properties(driver.get_current_device())["multiprocessor_count"])
-
-
 def pipeline_bytes(config: triton.Config, itemsize: int) -> int:
     """Return what the tiles in flight take; the epilogue's share differs between Triton's versions."""
     kwargs = config.kwargs

@@ -25,10 +25,16 @@ import triton.language as tl  # noqa: F401 - the interpreter wants to see it in 
 def tail_share(tail, k_blocks, programs, shortest):
     """Return how many k blocks of `tail` < `programs` tiles each program takes: 1 to k_blocks.
 
-    No fewer than `shortest`, if a tile has so many: filling the pipeline for less costs more than it saves.
+    As many programs for each tile, if that takes no more than an eighth longer than dealing all out evenly:
+    then a stretch ends where its tile ends, and there are fewer parts. No fewer than `shortest`, if a tile
+    has so many: filling the pipeline for less costs more than it saves.
     """
     even = (tail * k_blocks + programs - 1) // programs
-    return max(max(even, min(shortest, k_blocks)), 1)
+    to_a_tile = programs // max(tail, 1)
+    aligned = (k_blocks + to_a_tile - 1) // to_a_tile
+    too_long = min(max(8 * aligned - 9 * even, 0), 1)
+    share = too_long * even + (1 - too_long) * aligned
+    return max(max(share, min(shortest, k_blocks)), 1)
 
 
 @triton.jit

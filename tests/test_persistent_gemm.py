@@ -31,7 +31,7 @@ from dist_autotune.kernels.persistent_gemm.candidates import (
     is_wanted,
 )
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
-from dist_autotune.kernels.persistent_gemm.splits import split_options, sum_splits, workspace_of
+from dist_autotune.kernels.persistent_gemm.splits import sum_splits, workspace_of
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -164,6 +164,20 @@ def test_it_is_tuned_in_context_like_any_kernel(monkeypatch):
     assert (context.kernel, context.status) == ("plain_gemm", "tuned")
     assert len(context.timings) == 2  # the third tile is more than twice as large as the matrix
     assert max(errors) < 1
+
+
+def test_calls_with_different_numbers_of_programs_share_no_winner(monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    a, b = matrix(33, 65, torch.float16), matrix(65, 48, torch.float16)
+
+    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
+    def call():
+        persistent_matmul(a, b, programs=1)
+        persistent_matmul(a, b, programs=3)
+
+    call()
+    place = plain_gemm.keys.index("programs")
+    assert {context.key[place] for context in call.report.contexts} == {1, 3}
 
 
 # ---- wrong calls
@@ -309,13 +323,6 @@ def test_parts_are_summed_to_the_result(rows, columns, splits, out_dtype):
     assert (out.float() - wanted).abs().max() <= 2 * splits * torch.finfo(out_dtype).eps * wanted.abs().max()
 
 
-def test_k_is_cut_only_where_tiles_are_few_and_k_is_long():
-    assert split_options(8192, 8192, 16384, 132) == [1]
-    assert split_options(128, 4096, 14336, 132) == [1, 2, 4, 8]
-    assert split_options(64, 64, 1024, 132) == [1, 2]
-    assert split_options(64, 64, 512, 132) == [1]
-
-
 @pytest.mark.parametrize(
     ("sizes", "programs", "wanted"),
     [
@@ -345,9 +352,9 @@ def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
     wanted, out, tensor_memory, monkeypatch
 ):
     monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
-    monkeypatch.setattr(candidates, "multiprocessors", lambda: 128)
-    args = {"M": 8192, "N": 8192, "K": 4096, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
-    args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory}
+    args = {"M": 8192, "N": 8192, "K": 512, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
+    args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
+    args |= {"TRANS_A": False, "TRANS_B": True}
     cut = [config.kwargs["STREAM_K"] > 0 for config in candidates.prune(GLUON_CANDIDATES, args)]
     assert cut
     assert set(cut) == {wanted == "stream_k"}
@@ -379,6 +386,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 GPU_SHAPES = [(208, 416, 304), (2000, 1000, 2000), (1024, 1024, 8), (128, 256, 64), (1, 8, 8), (8, 8, 4096)]
+GPU_SHAPES += [(4104, 3336, 1032)]  # several waves of every tile; rows begin between cache lines
 
 
 @pytest.mark.gpu
@@ -422,7 +430,10 @@ def test_k_in_parts_on_a_gpu(variant, splits, only):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1280, 1280, 4096), (8192, 8192, 1024), (136, 264, 8192), (64, 64, 520)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1280, 1280, 4096), (8192, 8192, 1024), (136, 264, 8192), (64, 64, 520), (16, 8192, 2056)],
+)
 @pytest.mark.parametrize("programs", [None, 7])
 def test_a_last_wave_in_parts_is_right_and_the_same_each_time_on_a_gpu(shape, programs, only):
     m, n, k = shape

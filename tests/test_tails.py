@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,9 +70,32 @@ def test_no_program_has_more_than_its_share_and_the_share_is_even_or_the_least_t
     more=st.integers(1, 99),
     shortest=st.integers(1, 40),
 )
-def test_the_share_is_the_even_one_unless_that_is_too_short(tail, k_blocks, more, shortest):
-    even = -(-tail * k_blocks // (tail + more))
-    assert share_of(tail, k_blocks, tail + more, shortest) == max(even, min(shortest, k_blocks))
+def test_the_share_is_the_even_one_or_ends_with_its_tile_unless_that_is_too_short(
+    tail, k_blocks, more, shortest
+):
+    programs = tail + more
+    even, aligned = -(-tail * k_blocks // programs), -(-k_blocks // (programs // tail))
+    wanted = aligned if 8 * aligned <= 9 * even else even
+    assert share_of(tail, k_blocks, programs, shortest) == max(wanted, min(shortest, k_blocks))
+
+
+@pytest.mark.parametrize(
+    ("tail", "k_blocks", "parts"),
+    [
+        pytest.param(32, 224, 4, id="four programs for a tile, four are idle"),
+        pytest.param(64, 128, 2, id="two, four are idle"),
+        pytest.param(16, 64, 8, id="eight, four are idle"),
+    ],
+)
+def test_parts_end_with_their_tile_where_few_programs_are_idle_for_it(tail, k_blocks, parts):
+    share = share_of(tail, k_blocks, 132, 8)
+    assert [parts_of(tile, k_blocks, share) for tile in range(tail)] == [
+        (parts * tile, parts) for tile in range(tail)
+    ]
+
+
+def test_where_many_would_be_idle_for_it_parts_are_dealt_out_evenly():
+    assert share_of(68, 128, 132, 8) == -(-68 * 128 // 132)
 
 
 @given(tails())

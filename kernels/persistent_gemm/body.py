@@ -12,7 +12,7 @@ from .stream_k import StreamK
 
 
 # Sizes only count tiles: one binary serves all shapes.
-@gluon.jit(do_not_specialize=["M", "N", "K", "splits", "split_rows", "wanted"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "splits", "split_rows", "wanted", "programs"])
 def gemm(
     a_desc,
     b_desc,
@@ -25,6 +25,7 @@ def gemm(
     splits,  # into how many parts K is cut: C then holds as many partial products, one below the other
     split_rows,
     wanted,  # which configs the tuner may try; no constexpr, as the code is the same
+    programs,  # the most that run at once: what the best config depends on, no part of the code either
     parts_ptr,  # float32 [2 * programs, BLOCK_M, WIDTH] with STREAM_K
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,
@@ -42,6 +43,7 @@ def gemm(
     STORE_BUFFERS: gl.constexpr,  # 0: the epilogue steals operand buffers
     GROUP_M: gl.constexpr,
     STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
+    STAGGER: gl.constexpr,  # neighbours begin at different k blocks
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
@@ -51,9 +53,10 @@ def gemm(
     k_blocks = gl.cdiv(gl.cdiv(K, BLOCK_K), splits)
     tiles = tiles_m * tiles_n * splits * min(k_blocks, 1)
     problem = Problem(
-        tiles_m, tiles_n, tiles, k_blocks, split_rows, SCHEDULE, GROUP_M, BLOCK_M, WIDTH, NUM_BUFFERS
+        tiles_m, tiles_n, tiles, k_blocks, split_rows, SCHEDULE, GROUP_M, BLOCK_M, WIDTH, NUM_BUFFERS, STAGGER
     )
     if STREAM_K > 0:
+        gl.static_assert(not STAGGER, "a segment begins where it does")
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)

@@ -6,10 +6,11 @@ from typing import Any
 
 import triton
 
-from ..configs import INTERPRETED, multiprocessors, not_too_large, pipeline_bytes, shared_memory_bytes
+from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from ..tails import tail_share
 from ..tiles import on_host
 from .blocks import set_blocks
+from .estimate import estimated_clocks
 
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
 # Of the last two, for whoever wants to know what each is worth.
@@ -22,6 +23,7 @@ MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and
 LEAST_SAVED_K = 512
 SAVED_K_FOR_A_PART = 8
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
+MOST_TRIALS = 30  # of a call; those that the estimate puts behind are not tried
 
 
 def gluon_candidate(
@@ -49,17 +51,19 @@ def gluon_candidate(
     return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
 
 
-def _candidate(variant: str, *args: Any, stream_k: int = 0, **options: Any) -> triton.Config:
+def _candidate(
+    variant: str, *args: Any, stream_k: int = 0, stagger: bool = False, **options: Any
+) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
-    config.kwargs["STREAM_K"] = stream_k
+    config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger}
     return config
 
 
 STOLEN = (128, 0)
 
 GLUON_CANDIDATES = [
-    # The first is what a tuner's first run takes.
+    # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
@@ -68,11 +72,32 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
     _candidate("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
     _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
+    # The fewest rows loaded for each product: what counts where rows begin between cache lines.
+    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64),
+    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
     _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
     _candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    # Small tiles, for as many SMs as possible, with deep rings: few rows, few columns.
+    _candidate("cooperative", (128, 64, 64), 8, warps=8, store=(64, 1)),
+    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2)),
+    _candidate("cooperative", (64, 128, 64), 6, warps=4, store=(64, 3), extra_n=64),
+    _candidate("cooperative", (64, 64, 128), 6, warps=4, store=(64, 1)),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, stagger=True),
+    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stagger=True),
+    _candidate("cooperative", (128, 64, 64), 8, warps=8, store=(64, 1), stagger=True),
+    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stagger=True),
+    _candidate("cooperative", (64, 128, 64), 6, warps=4, store=(64, 3), extra_n=64, stagger=True),
+    _candidate("cooperative", (64, 64, 128), 6, warps=4, store=(64, 1), stagger=True),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), stream_k=8),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
+    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64, stream_k=8),
     _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stream_k=8),
+    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stream_k=8),
+    _candidate("cooperative", (64, 128, 64), 5, warps=4, store=(64, 3), extra_n=64, stream_k=8),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2), stream_k=16),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
@@ -80,6 +105,7 @@ GLUON_CANDIDATES = [
     _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
     _candidate("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
     _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 1), extra_n=32),
     _candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
     _candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
@@ -93,6 +119,9 @@ GLUON_CANDIDATES = [
     _candidate("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
     _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    # One wave: without another partition to start, and without waiting for a buffer of the store.
+    _candidate("pipelined", (128, 128, 64), 4, warps=8, store=(64, 3), extra_n=64),
+    _candidate("pipelined", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
     _candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
     _candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
     _candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
@@ -111,6 +140,7 @@ PLAIN_GPU_CANDIDATES = [
     _plain_config((128, 128, 64), 8, warps=4, stages=3),
     _plain_config((128, 128, 32), 8, warps=4, stages=3),
     _plain_config((64, 128, 64), 8, warps=4, stages=3),
+    _plain_config((64, 128, 64), 8, warps=8, stages=2),
     _plain_config((64, 64, 64), 8, warps=4, stages=2),
     _plain_config((32, 64, 64), 8, warps=4, stages=2),
 ]
@@ -205,11 +235,17 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         and (
             config.kwargs["STREAM_K"] == 0
             or wanted == "stream_k"
-            or cuts_the_last_wave(config.kwargs, args, multiprocessors())
+            or cuts_the_last_wave(config.kwargs, args, args["programs"])
         )
         and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
     ]
-    return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
+    usable = not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
+    return usable if args["TENSOR_MEMORY"] else most_promising(usable, args)
+
+
+def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
+    """Return no more configs than are tried, those that the estimate puts first, in its order."""
+    return sorted(configs, key=lambda config: estimated_clocks(config.kwargs, args))[:MOST_TRIALS]
 
 
 def prune_plain(

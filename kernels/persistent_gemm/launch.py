@@ -24,7 +24,7 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
-    key=["M", "N", "K", "splits", "wanted", "TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"],
+    key=["M", "N", "K", "splits", "wanted", "programs", "TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"],
     prune_configs_by={"early_config_prune": prune},
 )(gemm)
 
@@ -57,6 +57,7 @@ class Shape:
             "splits": self.splits,
             "split_rows": self.split_rows,
             "wanted": NAMES.index(self.wanted),
+            "programs": self.programs,
         }
 
     def constants(self) -> dict[str, Any]:

@@ -8,15 +8,13 @@ from dataclasses import replace
 import torch
 import triton
 
-from dist_autotune import tunable
-
 from ..configs import INTERPRETED
 from ..matrices import Matrix, as_matrix
 from .candidates import CUT_SCHEDULES, NAMES
 from .checks import check_name, check_operands, check_out, check_out_dtype
 from .launch import Shape, counter_of, launch
 from .plain import plain_gemm
-from .splits import split_options, sum_splits, workspace_of
+from .splits import sum_splits, workspace_of
 
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -33,7 +31,7 @@ def persistent_matmul(
     *,
     out_dtype: torch.dtype | None = None,
     programs: int | None = None,
-    splits: int | None = None,
+    splits: int = 1,
 ) -> torch.Tensor:
     """Return a @ b for a [M, K] and b [K, N], fp16 or bf16, summed in float32; forward only.
 
@@ -42,8 +40,8 @@ def persistent_matmul(
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. `scheduler` is the order
     of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
     `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
-    `splits` is into how many parts K is cut (on Hopper and Blackwell): by default one, and with `auto`, where
-    tiles are few, what a session of `contextual_autotune` finds best.
+    `splits` is into how many parts K is cut (on Hopper and Blackwell) for a second kernel to add up: by
+    default one, as stream-K cuts K where tiles are few, without a second kernel.
 
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
     of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
@@ -59,7 +57,7 @@ def persistent_matmul(
     check_operands(a, b)
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; at least one program must do the work")
-    if splits is not None and splits < 1:
+    if splits < 1:
         raise ValueError(f"splits is {splits}; K is at least one part")
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
@@ -89,7 +87,7 @@ def _on_gpu(
     variant: str,
     scheduler: str,
     programs: int | None,
-    splits: int | None,
+    splits: int,
 ) -> None:
     capability, sms = _device(a.device)
     programs = programs or sms
@@ -114,7 +112,7 @@ def _run_gluon(
     variant: str,
     scheduler: str,
     programs: int,
-    splits: int | None = None,
+    splits: int = 1,
     *,
     tensor_memory: bool,
 ) -> bool:
@@ -127,10 +125,6 @@ def _run_gluon(
     if c is None or left is None or right is None:
         return False
     (m, k), n = a.shape, b.shape[1]
-    if splits is None:
-        options = split_options(m, n, k, programs) if variant == "auto" else [1]
-        key = (m, n, k, str(a.dtype), str(out.dtype), left.transposed, right.transposed, programs)
-        splits = tunable("persistent_matmul splits", options, key=key) if len(options) > 1 else 1
     workspace, split_rows = out, 0
     if splits > 1:
         workspace, split_rows = workspace_of(out, splits)
@@ -177,6 +171,7 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
         *a.stride(),
         *b.stride(),
         *out.stride(),
+        programs,
         SCHEDULE=scheduler,
         CHIPLETS=CHIPLETS,
         UPCAST=INTERPRETED and a.dtype is torch.bfloat16,

@@ -12,11 +12,11 @@ from .candidates import PLAIN_CANDIDATES, prune_plain
 
 @triton.autotune(
     configs=PLAIN_CANDIDATES,
-    key=["M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "SCHEDULE"],
+    key=["M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"],
     prune_configs_by={"early_config_prune": prune_plain},
     do_bench=do_bench,
 )
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def plain_gemm(
     a_ptr,
     b_ptr,
@@ -31,6 +31,7 @@ def plain_gemm(
     stride_bn,
     stride_cm,
     stride_cn,
+    programs,  # the most that run at once: what the best config depends on, no part of the code
     SCHEDULE: tl.constexpr,
     CHIPLETS: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16

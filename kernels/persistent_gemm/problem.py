@@ -24,12 +24,16 @@ class Problem:
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     NUM_BUFFERS: gl.constexpr
+    STAGGER: gl.constexpr  # whether neighbours begin at different k blocks
 
     @gluon.jit
     def place(self, number):
         """Return the tile's first row of A and of C, column and k block; without such a tile, the last one's.
 
         Behind the last group the arithmetic would divide by a group of no rows.
+
+        STAGGER: rows that are a power of two apart lie in few of the memory's channels and of L2's slices, as
+        far as one k block goes. Neighbours that are at different k blocks use more of them.
         """
         number = min(number, self.tiles - 1)
         each = self.tiles_m * self.tiles_n
@@ -38,7 +42,19 @@ class Problem:
             number - split * each, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M
         )
         row = pid_m * self.BLOCK_M
-        return row, row + split * self.split_rows, pid_n * self.WIDTH, split * self.k_blocks
+        first_k = split * self.k_blocks
+        if self.STAGGER:
+            first_k += (pid_m + pid_n) % max(self.k_blocks, 1)  # without any there is no tile
+        return row, row + split * self.split_rows, pid_n * self.WIDTH, first_k
+
+    @gluon.jit
+    def k_block(self, first_k, k):
+        """Return the number of the tile's k-th k block; `first_k` is what `place` says."""
+        if self.STAGGER:
+            k_block = first_k // self.k_blocks * self.k_blocks + (first_k + k) % self.k_blocks
+        else:
+            k_block = first_k + k
+        return k_block
 
     @gluon.jit
     def blocks_of(self, number):

@@ -13,6 +13,7 @@
 Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
+    k_block(first_k, k)           which its k-th k block is, with what `place` said
     blocks_of(number)             how many k blocks it has: one or more
     first_blocks()                how many this program's first tile has
     blocks_behind(number)         how many its tile after this one has; any number if there is none
@@ -85,7 +86,7 @@ class Cursor:
         visit, number, k, step = self.visit, self.number, self.k, self.step
         row, col, first_k = self.row, self.col, self.first_k
         if (number < problem.tiles) & (visit <= last_visit):
-            operands.load(step, row, col, first_k + k)
+            operands.load(step, row, col, problem.k_block(first_k, k))
             step += 1
             k += 1
             if k == problem.blocks_of(number):
@@ -107,7 +108,7 @@ def _load(problem, schedule, operands, TAKERS: gl.constexpr):
         row, _row_of_c, col, first_k = problem.place(number)
         known = problem.await_rows(number, known)
         for k in range(problem.blocks_of(number)):
-            operands.load(step, row, col, first_k + k)
+            operands.load(step, row, col, problem.k_block(first_k, k))
             step += 1
         visit += 1
         number = schedule.publish(visit)

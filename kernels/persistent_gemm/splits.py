@@ -1,4 +1,4 @@
-"""K in parts: more tiles for a product that has too few of them, and a sum over the parts at the end.
+"""K in as many parts as the caller says: more tiles, and a sum over the parts at the end.
 
 Each part's product goes to rows of its own of a float32 workspace, from which a second kernel writes the sum:
 always in the same order, so the result is the same each time.
@@ -10,17 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 128  # a product of so many rows and columns is the work of one program
-SHORTEST_K = 512  # of a part; below it, filling the pipeline costs more than the part saves
 ROWS = 256  # a multiple of every BLOCK_M: the tiles of one part end before the rows of the next begin
-MOST_SPLITS = 16
-
-
-def split_options(m: int, n: int, k: int, programs: int) -> list[int]:
-    """Return into how many parts K may be worth cutting; one part first."""
-    tiles = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
-    powers = [2**power for power in range(1, MOST_SPLITS.bit_length())]
-    return [1, *(s for s in powers if tiles * s <= 2 * programs and k >= s * SHORTEST_K)]
 
 
 def workspace_of(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:

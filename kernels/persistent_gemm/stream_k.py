@@ -41,10 +41,18 @@ class Parts:
         inside = _offsets(layout, i, self.BLOCK_M, STORE_N, self.WIDTH)
         first, count = tail_parts(self.tile, self.k_blocks, self.share)
         total = gl.zeros((self.BLOCK_M, STORE_N), gl.float32, layout)
-        for program in range(first, first + count):
-            slot = part_slot(program, self.tile, self.k_blocks, self.share, gl.num_programs(0))
-            total += gl.load(_room(self.parts_ptr, slot, self.BLOCK_M, self.WIDTH) + inside)
-        return total
+        ahead = gl.load(self.room_of(first) + inside)
+        for program in range(first + 1, first + count):
+            further = gl.load(self.room_of(program) + inside)  # under way while the one before is added
+            total += ahead
+            ahead = further
+        return total + ahead
+
+    @gluon.jit
+    def room_of(self, program):
+        """Return where the program's part of the tile is."""
+        slot = part_slot(program, self.tile, self.k_blocks, self.share, gl.num_programs(0))
+        return _room(self.parts_ptr, slot, self.BLOCK_M, self.WIDTH)
 
 
 @gluon.jit
@@ -132,6 +140,10 @@ class StreamK:
         tile, first, _blocks = self.find(number)
         row_of_a, row, col, first_k = self.product.place(tile)
         return row_of_a, row, col, first_k + first
+
+    @gluon.jit
+    def k_block(self, first_k, k):
+        return first_k + k
 
     @gluon.jit
     def blocks_of(self, number):

@@ -53,7 +53,7 @@ def compile_gemm(
     kinds = {"a_desc": dtype, "b_desc": dtype, "extra_desc": dtype, "c_desc": out}
     types = {name: descriptor_type(kinds[name], block) for name, block in blocks_of(constants).items()}
     types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
-    types |= {"splits": "i32", "split_rows": "i32", "wanted": "i32", "parts_ptr": "*fp32"}
+    types |= {"splits": "i32", "split_rows": "i32", "wanted": "i32", "programs": "i32", "parts_ptr": "*fp32"}
     descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
     return compile_for(
         target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
@@ -81,7 +81,7 @@ def describe(config: triton.Config) -> str:
     width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
-    cut = ", stream-K" if kwargs["STREAM_K"] else ""
+    cut = ", stream-K" if kwargs["STREAM_K"] else ", staggered" if kwargs["STAGGER"] else ""
     return (
         f"{kwargs['VARIANT']}{cut} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
         f"{kwargs['NUM_BUFFERS']} | {config.num_warps} | {store} | {kwargs['GROUP_M']}"

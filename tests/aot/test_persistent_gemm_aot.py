@@ -49,7 +49,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "cooperative": (candidate("cooperative"), {}),
     "stream-K": (candidate("cooperative", STREAM_K=8), {}),
     "stream-K, strided, fp32 out": (
-        candidate("cooperative", STREAM_K=8, BLOCK_N=128),
+        candidate("cooperative", STREAM_K=8, BLOCK_M=128, BLOCK_N=128, EXTRA_N=0),
         {"schedule": "strided", "out": "fp32", "trans_b": False},
     ),
     "stream-K, pingpong": (candidate("pingpong", STREAM_K=16, STORE_N=64), {}),
@@ -59,6 +59,9 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     ),
     "pingpong, dynamic": (candidate("pingpong"), {"schedule": "dynamic"}),
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
+    "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
+    "160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32"}),
+    "64 x 64, staggered": (candidate("cooperative", BLOCK_N=64, STAGGER=True), {"trans_a": True}),
 }
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
@@ -211,7 +214,7 @@ def test_a_piece_is_fenced_and_complete_before_tma_reads_it(kernels, kind):
 PLAIN_TYPES = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
     "counter_ptr": "*i32",
-    **dict.fromkeys(("M", "N", "K", "stride_am", "stride_bn", "stride_cm"), "i32"),
+    **dict.fromkeys(("M", "N", "K", "stride_am", "stride_bn", "stride_cm", "programs"), "i32"),
 }
 
 
@@ -223,7 +226,7 @@ def compile_plain(config: triton.Config, target: Any, schedule: str) -> Any:
         plain_gemm.fn,
         PLAIN_TYPES,
         constants,
-        any_value=("M", "N"),
+        any_value=("M", "N", "programs"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -400,14 +403,4 @@ def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its
     assert counter.numel() == 2 + 132
     for launched, room in zip((first, second), parts, strict=True):
         assert arguments(launched)[4] == counter.data_ptr()
-        assert arguments(launched)[11] == room.data_ptr()
-
-
-def test_a_product_with_few_tiles_asks_the_tuner_for_its_parts(device, monkeypatch):
-    asked: list[Any] = []
-    monkeypatch.setattr(operation, "tunable", lambda name, options, *, key: asked.append(options) or 2)
-    monkeypatch.setattr(operation, "sum_splits", lambda *args: None)
-    call(*operands(64, 128, 2048))
-    call(*operands(1024, 4096, 64))
-    assert asked == [[1, 2, 4]]
-    assert [launched[0] for launched in device.launched] == [1 * 2 * 2, 16 * 64]
+        assert arguments(launched)[12] == room.data_ptr()

@@ -1,0 +1,109 @@
+"""About how long a config takes on Hopper: enough to leave out of the trials what cannot win.
+
+A k block of a tile costs what takes longest, in clocks of an SM:
+
+    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K
+    share       shared memory passes 128 bytes a clock: what is loaded is written there, and each instruction
+                reads its rows of A and its columns of B. A tile of two accumulators reads its rows twice, so
+                128 + 64 columns are bound by that
+    load        64 bytes a clock come from L2, fewer where rows begin between its lines or sectors
+
+Tiles are done in waves. What is not hidden of a tile's store and of its first loads comes on top, and nothing
+is faster than memory, which is as fast as there are bytes in flight.
+
+The constants are an H200's at 1.98 GHz, which is what it runs at for products that take little power: of data
+sheets, or such that the medians in docs/benchmarks come out. With 2.5 us for the launch, 18 of the 24 configs
+that `auto` chose below 0.2 ms are within a tenth. Large products take longer, as the clock falls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from ..tails import tail_share
+from ..tiles import on_host
+
+L2_BYTES_PER_CLOCK = 64  # into one SM
+BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
+SHARED_BYTES_PER_CLOCK = 128
+MEMORY_BYTES_PER_CLOCK = 2020  # of the GPU: about 4 TB/s
+MEMORY_LATENCY = 3500  # clocks, under load
+START = 2500  # of a kernel with several partitions, over one without
+FILL = 1500  # from the first load of a tile to its first multiplication
+STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
+# A part of stream-K is written by all SMs at once, and the parts of a tile are read by one.
+PART_WRITE_BYTES_PER_CLOCK, PART_READ_BYTES_PER_CLOCK = 20, 40
+
+STORES_EXPOSED = {"pingpong": 0}
+FILLS_EXPOSED = {"pipelined": 1, "persistent": 1}
+STARTS = {"cooperative": 1, "pingpong": 1}
+
+
+def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
+    """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
+    variant, programs, splits = kwargs["VARIANT"], args["programs"], args["splits"]
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    tiles = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * triton.cdiv(args["N"], width) * splits
+    k_blocks = triton.cdiv(triton.cdiv(args["K"], kwargs["BLOCK_K"]), splits)
+    k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
+    store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
+    exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
+    if kwargs["STREAM_K"]:
+        waves, tail = divmod(tiles, programs)
+        share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+        busy, cut = programs, share * k_block
+        ends = FILL + store + part_clocks(kwargs, triton.cdiv(k_blocks, share))
+    else:
+        waves, busy, cut = triton.cdiv(tiles, programs), min(tiles, programs), 0.0
+        ends = FILL + store
+    work = waves * (k_blocks * k_block + exposed) + cut
+    return STARTS.get(variant, 0) * START + max(work, memory_clocks(kwargs, args, busy)) + ends
+
+
+def out_bytes(args: dict[str, Any]) -> int:
+    """Return the size of an element of C."""
+    return 4 if args["OUT"] == "fp32" else 2
+
+
+def multiply_clocks(kwargs: dict[str, Any]) -> float:
+    """Return what the tensor cores of an SM, or its shared memory, take for one k block."""
+    widths = [width for width in (kwargs["BLOCK_N"], kwargs["EXTRA_N"]) if width > 0]
+    instructions = kwargs["BLOCK_M"] // 64 * kwargs["BLOCK_K"] // 16  # of each width
+    read = instructions * sum(64 + width for width in widths) * 16 * 2
+    written = (kwargs["BLOCK_M"] + sum(widths)) * kwargs["BLOCK_K"] * 2
+    return max(instructions * sum(widths) / 2, (read + written) / SHARED_BYTES_PER_CLOCK)
+
+
+def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
+    """Return what an SM takes to load one k block, whose rows beyond the edges cost nothing."""
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    # The rows of memory are those of K elements, or its columns.
+    a_bytes = 2 * (args["M"] if args["TRANS_A"] else args["K"])
+    b_bytes = 2 * (args["K"] if args["TRANS_B"] else args["N"])
+    rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(a_bytes) + min(width, args["N"]) * slowed(b_bytes)
+    return rows * kwargs["BLOCK_K"] * 2 / L2_BYTES_PER_CLOCK
+
+
+def slowed(row_bytes: int) -> float:
+    """Return by how much loads take longer from a matrix of such rows, one behind the other."""
+    if row_bytes % 128 == 0:
+        return 1.0
+    return BETWEEN_LINES if row_bytes % 32 == 0 else BETWEEN_SECTORS
+
+
+def part_clocks(kwargs: dict[str, Any], parts: int) -> float:
+    """Return what stream-K takes to write a part of a tile and to read all of them."""
+    part_bytes = 4 * kwargs["BLOCK_M"] * (kwargs["BLOCK_N"] + kwargs["EXTRA_N"])
+    latency = 2 * STORE_LATENCY
+    return latency + part_bytes / PART_WRITE_BYTES_PER_CLOCK + parts * part_bytes / PART_READ_BYTES_PER_CLOCK
+
+
+def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> float:
+    """Return what memory takes for A, B and C, asked by `busy` SMs, each for as much as fits its buffers."""
+    m, n, k = args["M"], args["N"], args["K"]
+    rows = min(kwargs["BLOCK_M"], m) + min(kwargs["BLOCK_N"] + kwargs["EXTRA_N"], n)
+    in_flight = busy * kwargs["NUM_BUFFERS"] * rows * kwargs["BLOCK_K"] * 2
+    speed = min(MEMORY_BYTES_PER_CLOCK, in_flight / MEMORY_LATENCY)
+    return (2 * (m + n) * k + out_bytes(args) * m * n) / speed

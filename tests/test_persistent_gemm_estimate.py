@@ -1,0 +1,128 @@
+"""What the estimate says of configs, and that what it leaves out of the trials has never won."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_autotune.kernels.persistent_gemm import candidates
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, MOST_TRIALS, prune
+from dist_autotune.kernels.persistent_gemm.estimate import (
+    BETWEEN_LINES,
+    BETWEEN_SECTORS,
+    estimated_clocks,
+    load_clocks,
+    memory_clocks,
+    multiply_clocks,
+)
+
+RECORDS = Path(__file__).parents[1] / "docs" / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
+
+
+def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
+    """Return what the kernel is called with: A by rows, a weight, all SMs."""
+    args = {"M": m, "N": n, "K": k, "splits": 1, "programs": 132, "wanted": candidates.NAMES.index("auto")}
+    args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
+    return args | changed
+
+
+def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
+    """Return the kwargs of a config."""
+    kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
+    return kwargs | {"NUM_BUFFERS": 4, "STREAM_K": 0} | changed
+
+
+def recorded_winners() -> list[Any]:
+    """Return (shape, arguments, config) of every choice of `auto` in the records that are kept."""
+    found = {}
+    for path in sorted(RECORDS.glob("persistent_gemm_1xH200_*.json")):
+        for case in json.loads(path.read_text())["cases"]:
+            for context in case["tuned"]["contexts"]:
+                if context["kernel"] == "gemm" and context["status"] != "partial":
+                    m, n, k, splits, wanted = map(int, context["key"][:5])
+                    if (splits, wanted) == (1, 0):
+                        found[path.stem, case["case"], context["config"]] = (m, n, k)
+    return [
+        pytest.param(*sizes, config, id=f"{stem} {case}") for (stem, case, config), sizes in found.items()
+    ]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "winner"), recorded_winners())
+def test_no_config_that_has_won_is_left_out(m, n, k, winner):
+    values = dict(part.split(": ") for part in winner.split(", "))
+    tried = [str(config).split(", ") for config in prune(GLUON_CANDIDATES, call(m, n, k))]
+    assert any({f"{name}: {value}" for name, value in values.items()} <= set(parts) for parts in tried)
+
+
+@pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (4100, 4104, 4104), (304, 5120, 5120), (64, 64, 64)])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_comes_first(sizes, out):
+    args = call(*sizes, OUT=out)
+    tried = prune(GLUON_CANDIDATES, args)
+    clocks = [estimated_clocks(config.kwargs, args) for config in tried]
+    assert 0 < len(tried) <= MOST_TRIALS
+    assert clocks == sorted(clocks)
+
+
+def test_where_there_is_tensor_memory_nothing_is_estimated():
+    tried = prune(GLUON_CANDIDATES, call(8192, 8192, 8192, TENSOR_MEMORY=True))
+    assert tried == [config for config in GLUON_CANDIDATES if config in tried]
+
+
+def test_a_k_block_takes_what_tensor_cores_or_shared_memory_take():
+    assert multiply_clocks(tile(128, 256)) == 1024 == 8 * 320 * 32 / 128 + 384
+    assert multiply_clocks(tile(128, 128, 64)) == 8 * (192 + 128) * 32 / 128 + 320  # tensor cores: 768
+    assert multiply_clocks(tile(256, 128, 64)) == 16 * (192 + 128) * 32 / 128 + 448  # tensor cores: 1536
+    assert multiply_clocks(tile(64, 256, BLOCK_K=128)) == 2 * multiply_clocks(tile(64, 256))
+
+
+def test_rows_that_begin_between_lines_or_sectors_take_longer():
+    args = call(4096, 4096, 4096)
+    assert load_clocks(tile(128, 256), args) == 2 * 384
+    assert load_clocks(tile(128, 256), args | {"K": 4096 + 16}) == pytest.approx(2 * 384 * BETWEEN_LINES)
+    assert load_clocks(tile(128, 256), args | {"K": 4096 + 8}) == pytest.approx(2 * 384 * BETWEEN_SECTORS)
+    by_columns = args | {"K": 4096 + 8, "TRANS_A": True, "TRANS_B": False}
+    assert load_clocks(tile(128, 256), by_columns) == 2 * 384
+    ragged = load_clocks(tile(128, 256), by_columns | {"N": 4096 + 8})
+    assert ragged == pytest.approx(2 * (128 + 256 * BETWEEN_SECTORS))
+
+
+def test_rows_beyond_the_edge_are_not_loaded():
+    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == 2 * (16 + 128)
+
+
+def test_memory_is_as_fast_as_there_are_bytes_in_flight():
+    args = call(16, 8192, 8192)
+    slow, fast = memory_clocks(tile(64, 64), args, 30), memory_clocks(tile(64, 64), args, 60)
+    assert slow == pytest.approx(2 * fast)
+    assert memory_clocks(tile(64, 64, NUM_BUFFERS=99), args, 132) < fast
+
+
+@pytest.mark.parametrize(
+    ("sizes", "better", "worse"),
+    [
+        pytest.param((8192, 8192, 8192), tile(128, 256), tile(64, 64), id="large tiles load less"),
+        pytest.param((720, 3072, 3072), tile(128, 128, 32), tile(128, 128), id="one wave, not two"),
+        pytest.param((4100, 4104, 4104), tile(256, 128, 64), tile(128, 256), id="rows between lines"),
+        pytest.param(
+            (128, 4096, 14336), tile(128, 128, STREAM_K=8), tile(128, 128), id="few tiles, cut along K"
+        ),
+        pytest.param(
+            (8192, 8192, 512), tile(128, 128, VARIANT="pingpong"), tile(128, 128), id="stores are hidden"
+        ),
+        pytest.param(
+            (8192, 8192, 512), tile(128, 128), tile(128, 128, VARIANT="persistent"), id="loads are hidden"
+        ),
+    ],
+)
+def test_which_of_two_configs_is_put_first(sizes, better, worse):
+    args = call(*sizes)
+    assert estimated_clocks(better, args) < estimated_clocks(worse, args)
