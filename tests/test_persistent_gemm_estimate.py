@@ -43,7 +43,7 @@ def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
 def recorded_winners() -> list[Any]:
     """Return (shape, arguments, config) of every choice of `auto` in the records that are kept."""
     found = {}
-    for path in sorted(RECORDS.glob("persistent_gemm_1xH200_*.json")):
+    for path in sorted(RECORDS.glob("persistent_gemm_*1xH200_*.json")):
         for case in json.loads(path.read_text())["cases"]:
             for context in case["tuned"]["contexts"]:
                 if context["kernel"] == "gemm" and context["status"] != "partial":
