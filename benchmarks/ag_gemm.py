@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,28 +31,20 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from common import (
-    ON_GPU,
-    Arm,
-    Plan,
-    Ranks,
-    Unsupported,
-    add_run_options,
-    clocks_seen,
-    describe_run,
-    measure,
-    run_on_ranks,
-    write_json,
-)
+from common import ON_GPU, Arm, Ranks, Unsupported, run_on_ranks
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
-from render import summary
+from operations import (
+    DTYPES,
+    OURS,
+    PATIENCE_S,
+    all_gather,
+    measured_case,
+    new_record,
+    parse,
+    run_shapes,
+)
 from tuned import Tuned
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PATIENCE_S = 60.0  # of a rank for its peers inside our operation
-LIMIT_S = 900.0  # for everything about one shape, tuning and compiling included
-OURS = "ours"
 
 Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
 
@@ -77,9 +68,7 @@ PUBLIC = (
     Shape(512, 3584, 8192),
 )
 DEFAULT = Shape(8192, 3584, 8192) if ON_GPU else Shape(64, 48, 32)
-
-# The name was new in torch 2.13, which warns of the old one.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SIZES = {"m": "rows of all ranks", "n": "columns of each rank", "k": "inner dimension"}
 
 
 class Problem:
@@ -253,30 +242,6 @@ def gather_alone(problem: Problem) -> Callable[[], torch.Tensor]:
 # ---- the program
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, text in (("m", "rows of all ranks"), ("n", "columns of each rank"), ("k", "inner dimension")):
-        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
-    parser.add_argument("--shapes", choices=["public"], help="the list of published shapes, instead of one")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument(
-        "--backend", default="auto", help="symmetric memory of ours: auto, torch, nvshmem, shm"
-    )
-    parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
-    add_run_options(parser, warm_ups=120)
-    options = parser.parse_args()
-    if options.shapes and not ON_GPU:
-        parser.error("--shapes public needs GPUs: the interpreter would take days")
-    options.shapes = PUBLIC if options.shapes else (Shape(options.m, options.n, options.k),)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    uneven = [str(shape) for shape in options.shapes if shape.m % ranks]
-    if uneven:
-        parser.error(f"M must be a multiple of the {ranks} ranks; {', '.join(uneven)} is not")
-    return options
-
-
 def run_shape(
     shape: Shape, options: argparse.Namespace, engines: CopyEngines, ranks: Ranks
 ) -> dict[str, Any]:
@@ -303,56 +268,38 @@ def run_shape(
             f"{gathers} gather", lambda: gather_alone(problem), lambda: problem.gathered.fill_(math.nan)
         ),
     ]
-    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-    measured = measure(arms, ranks, problem.refresh, plan)
-    clocks = clocks_seen(ranks)
-    closed = [ranks.attempt(each.op.close) for each in (captured, waiting, pushing, ours)]
-    return {
-        "case": str(shape),
-        "dtype": options.dtype,
-        "rows_per_rank": problem.rows,
-        **measured,
-        "tuned": ours.record(),
-        "clocks": clocks,
-        "trouble_at_closing": [reason for reason in closed if reason],
-    }
-
-
-def _has_failed(case: dict[str, Any]) -> bool:
-    """Return whether our own operation, the eager one at least, did not work."""
-    ours = next(arm for arm in case["arms"] if arm["name"] == OURS)
-    return "unavailable" in ours or bool(case["trouble_at_closing"])
+    return measured_case(
+        shape,
+        options,
+        ranks,
+        arms,
+        refresh=problem.refresh,
+        tuned={"tuned": ours},
+        operations=[each.op for each in (captured, waiting, pushing, ours)],
+        rows_per_rank=problem.rows,
+    )
 
 
 def main() -> None:
-    options = parse()
+    options = parse(__doc__, SIZES, public=PUBLIC, default=DEFAULT, shared=("m",))
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        record = describe_run(
-            ranks, op="ag_gemm", title="All-gather + GEMM", commit=options.commit, plan=plan
-        )
-        record["case_title"] = "M x N x K"
         sequence = f"{ranks.collectives} + GEMM"
-        record["ratios"] = [
-            {"name": f"{sequence} / ours", "of": sequence, "to": OURS},
-            {"name": "fused / ours", "of": "torch fused", "to": OURS},
-            {"name": "ours / GEMM", "of": OURS, "to": "GEMM"},
-            {"name": "graph / GEMM", "of": "ours, graph", "to": "GEMM"},
+        ratios = [
+            (f"{sequence} / ours", sequence, OURS),
+            ("fused / ours", "torch fused", OURS),
+            ("ours / GEMM", OURS, "GEMM"),
+            ("graph / GEMM", "ours, graph", "GEMM"),
         ]
-        record["cases"] = []
+        record = new_record(
+            options, ranks, op="ag_gemm", title="All-gather + GEMM", case_title="M x N x K", ratios=ratios
+        )
         elements = max(shape.m * shape.k for shape in options.shapes)
         # Open as long as the program runs, so that NVSHMEM is set up once.
         with open_symmetric_memory(None, options.backend, ranks.device, timeout_s=PATIENCE_S) as memory:
             record["symmetric_memory"] = {"backend": memory.name, "reason": memory.reason}
             engines = CopyEngines(memory, elements, DTYPES[options.dtype])
-            for shape in options.shapes:
-                record["cases"].append(run_shape(shape, options, engines, ranks))
-                ranks.say(f"{shape}: done")
-                if options.json is not None and ranks.rank == 0:
-                    write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
-        return 1 if any(map(_has_failed, record["cases"])) else 0
+            return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, engines, ranks))
 
     run_on_ranks(body)
 

@@ -25,23 +25,19 @@ from typing import Any
 
 import torch
 
-from common import Arm, Plan, Ranks, clocks_seen, measure
+from common import Arm, Ranks
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from moe_problem import (
-    ALONE_BACKEND,
-    DTYPES,
-    PATIENCE_S,
+    GROUPED,
+    GROUPED_OURS,
     Choices,
+    Ours,
     Shape,
     TorchGrouped,
-    all_gather,
-    alone,
     products,
     run_benchmark,
 )
-from tuned import Tuned
-
-OURS, GROUPED, GROUPED_OURS = "ours", "grouped_mm", "grouped GEMM, ours"
+from operations import DTYPES, OURS, all_gather, collective_arm
 
 
 class Problem:
@@ -104,27 +100,15 @@ class Problem:
         return call
 
 
-def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one shape."""
-    dtype = DTYPES[options.dtype]
-    problem = Problem(shape, dtype, ranks)
+    problem = Problem(shape, DTYPES[options.dtype], ranks)
     choices, x, weight, out = problem.choices, problem.x, problem.weight, problem.out
-    settings = {"timeout_s": PATIENCE_S, "max_topk": shape.topk}
-    op = AllGatherMoE(choices.own, shape.hidden, dtype, backend=options.backend, **settings)
-    single = AllGatherMoE(
-        shape.tokens, shape.hidden, dtype, group=alone(ranks), backend=ALONE_BACKEND, **settings
-    )
-    ours = Tuned(
+    both = Ours(AllGatherMoE, shape, shape.hidden, options, ranks, "ag_moe")
+    op, single = both.op, both.single
+    ours, ours_alone = both.tune(
         lambda: op(x, weight, choices.ids, out, tokens=choices.tokens),
-        check=op.check,
-        name="ag_moe benchmark",
-        retune=options.retune,
-    )
-    ours_alone = Tuned(
         lambda: single(single.shard, weight, choices.all_ids, out),
-        check=single.check,
-        name="ag_moe benchmark, alone",
-        retune=options.retune,
     )
 
     def refresh() -> None:
@@ -140,37 +124,21 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
         problem.arm("ours, tokens not given", asking),
-        problem.arm(f"{collectives} + grouped_mm", problem.torch_in_sequence),
+        problem.arm(sequence(collectives), problem.torch_in_sequence),
         problem.arm(GROUPED, problem.torch_alone),
         problem.arm(GROUPED_OURS, ours_alone.eager),
-        Arm(
-            name=f"{collectives} gather",
-            prepare=lambda: problem.gather,
-            error=lambda result: float(result.isnan().any()),
-            limit=0.0,
-            work=problem.received_mb,
-            rate="GB/s",
+        collective_arm(
+            f"{collectives} gather",
+            problem.gather,
+            megabytes=problem.received_mb,
             poison=lambda: problem.all_x.fill_(math.nan),
         ),
     ]
-    measured = measure(arms, ranks, refresh, plan)
-    clocks = clocks_seen(ranks)
-    trouble = [text for each in (op, single) if (text := ranks.attempt(each.close))]
-    return {
-        "case": str(shape),
-        "dtype": options.dtype,
-        "symmetric_memory": op.backend,
-        **measured,
-        "tuned": ours.record(),
-        "tuned_alone": ours_alone.record(),
-        "clocks": clocks,
-        "trouble_at_closing": trouble,
-    }
+    return both.measured(arms, refresh)
 
 
-def ratios(collectives: str) -> list[tuple[str, str]]:
-    """Return the ratios of the record's table: of what, to what."""
-    return [(f"{collectives} + {GROUPED}", OURS), (OURS, GROUPED_OURS), (GROUPED, GROUPED_OURS)]
+def sequence(collectives: str) -> str:
+    return f"{collectives} + {GROUPED}"
 
 
 if __name__ == "__main__":
@@ -178,7 +146,6 @@ if __name__ == "__main__":
         __doc__,
         op="ag_moe",
         title="All-gather + grouped GEMM over experts",
-        ours=OURS,
-        ratios=ratios,
+        sequence=sequence,
         run_shape=run_shape,
     )

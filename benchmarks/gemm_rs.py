@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,27 +25,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import (
-    ON_GPU,
-    Arm,
-    Plan,
-    Ranks,
-    Unsupported,
-    add_run_options,
-    clocks_seen,
-    describe_run,
-    measure,
-    run_on_ranks,
-    write_json,
-)
+from common import ON_GPU, Arm, Ranks, Unsupported, run_on_ranks
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from render import summary
+from operations import (
+    DTYPES,
+    OURS,
+    PATIENCE_S,
+    collective_arm,
+    measured_case,
+    new_record,
+    parse,
+    reduce_scatter,
+    run_shapes,
+)
 from tuned import Tuned
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PATIENCE_S = 60.0  # of a rank for its peers inside our operation
-LIMIT_S = 900.0  # for everything about one shape, tuning and compiling included
-OURS = "ours"
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,7 @@ PUBLIC = (
     Shape(512, 8192, 28672),
 )
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
-
-# The name was new in torch 2.13, which warns of the old one.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
 
 
 class Problem:
@@ -139,14 +129,10 @@ def matmul_then_scatter(problem: Problem) -> Callable[[], torch.Tensor]:
     return call
 
 
-def scatter_alone(problem: Problem) -> Callable[[], torch.Tensor]:
-    """Return the call; what it scatters is the product that the refresh left, or another arm since."""
-
-    def call() -> torch.Tensor:
-        reduce_scatter(problem.out, problem.product)
-        return problem.out
-
-    return call
+def scatter_alone(problem: Problem) -> torch.Tensor:
+    """Scatter the product that the refresh left, or another arm since."""
+    reduce_scatter(problem.out, problem.product)
+    return problem.out
 
 
 def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
@@ -180,79 +166,39 @@ def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[s
         problem.arm(f"GEMM + {collectives}", lambda: matmul_then_scatter(problem)),
         problem.arm("torch fused", lambda: torch_fused(problem)),
         problem.arm("GEMM", lambda: matmul_alone(problem), of_product=True),
-        Arm(
-            name=f"{collectives} scatter",
-            prepare=lambda: scatter_alone(problem),
-            error=lambda result: float(result.isnan().any()),
-            limit=0.0,
-            work=problem.sent_mb,
-            rate="GB/s",
+        collective_arm(
+            f"{collectives} scatter",
+            lambda: scatter_alone(problem),
+            megabytes=problem.sent_mb,
             poison=lambda: torch.matmul(problem.a, problem.weight.T, out=problem.product),
         ),
     ]
-    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-    measured = measure(arms, ranks, problem.refresh, plan)
-    clocks = clocks_seen(ranks)
-    trouble = ranks.attempt(op.close)
-    return {
-        "case": str(shape),
-        "dtype": options.dtype,
-        "symmetric_memory": op.backend,
-        **measured,
-        "tuned": ours.record(),
-        "clocks": clocks,
-        "trouble_at_closing": [trouble] if trouble else [],
-    }
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    return measured_case(
+        shape,
+        options,
+        ranks,
+        arms,
+        refresh=problem.refresh,
+        tuned={"tuned": ours},
+        operations=[op],
+        symmetric_memory=op.backend,
     )
-    for name, text in (("m", "rows"), ("n", "columns"), ("k", "inner dimension of all ranks together")):
-        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
-    parser.add_argument("--shapes", choices=["public"], help="a list of model shapes, instead of one")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument(
-        "--backend", default="auto", help="symmetric memory of ours: auto, torch, nvshmem, shm"
-    )
-    parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
-    add_run_options(parser, warm_ups=120)
-    options = parser.parse_args()
-    if options.shapes and not ON_GPU:
-        parser.error("--shapes public needs GPUs: the interpreter would take days")
-    options.shapes = PUBLIC if options.shapes else (Shape(options.m, options.n, options.k),)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    uneven = [str(shape) for shape in options.shapes if shape.m % ranks or shape.k % ranks]
-    if uneven:
-        parser.error(f"M and K must be multiples of the {ranks} ranks; those of {', '.join(uneven)} are not")
-    return options
 
 
 def main() -> None:
-    options = parse()
+    options = parse(__doc__, SIZES, public=PUBLIC, default=DEFAULT, shared=("m", "k"))
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "GEMM + reduce-scatter"
-        record = describe_run(ranks, op="gemm_rs", title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "M x N x K"
         sequence = f"GEMM + {ranks.collectives}"
-        record["ratios"] = [
-            {"name": f"{sequence} / ours", "of": sequence, "to": OURS},
-            {"name": "fused / ours", "of": "torch fused", "to": OURS},
-            {"name": "ours / GEMM", "of": OURS, "to": "GEMM"},
+        ratios = [
+            (f"{sequence} / ours", sequence, OURS),
+            ("fused / ours", "torch fused", OURS),
+            ("ours / GEMM", OURS, "GEMM"),
         ]
-        record["cases"] = []
-        for shape in options.shapes:
-            record["cases"].append(run_shape(shape, options, ranks))
-            ranks.say(f"{shape}: done")
-            if options.json is not None and ranks.rank == 0:
-                write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
-        ours = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == OURS]
-        trouble = [text for case in record["cases"] for text in case["trouble_at_closing"]]
-        return int(bool(trouble) or any("unavailable" in arm for arm in ours))
+        record = new_record(
+            options, ranks, op="gemm_rs", title="GEMM + reduce-scatter", case_title="M x N x K", ratios=ratios
+        )
+        return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, ranks))
 
     run_on_ranks(body)
 

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common import (
-    ON_GPU,
-    Plan,
-    Ranks,
-    Unsupported,
-    add_run_options,
-    describe_run,
-    run_on_ranks,
-    write_json,
-)
-from render import summary
+from common import ON_GPU, Arm, Ranks, Unsupported, run_on_ranks
+from operations import DTYPES, OURS, PATIENCE_S, all_gather, measured_case, new_record, parse, run_shapes
+from tuned import Tuned
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PATIENCE_S = 60.0  # of a rank for its peers inside our operation
-LIMIT_S = 900.0  # for everything about one shape, tuning and compiling included
+GROUPED, GROUPED_OURS = "grouped_mm", "grouped GEMM, ours"
 SAMPLE = 64  # tokens of each rank whose results are checked
-
-# Old names warn in torch 2.13, whose new ones 2.11 does not have.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +36,13 @@ PUBLIC = (
     Shape(8192, 8192, 8192, 32, 4),
 )
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(24, 32, 64, 4, 2)
+SIZES = {
+    "tokens": "tokens of all ranks together",
+    "hidden": "size of a token",
+    "ffn": "columns of an expert, of all ranks together",
+    "experts": "number of experts",
+    "topk": "experts of a token",
+}
 
 
 class Choices:
@@ -116,45 +108,50 @@ class TorchGrouped:
         return out
 
 
-def alone(ranks: Ranks) -> dist.ProcessGroup:
-    """Return a group of this rank only."""
-    groups = [dist.new_group([rank]) for rank in range(ranks.world_size)]
-    return groups[ranks.rank]
+class Ours:
+    """One of our operations over all ranks and, with all tokens there, over this rank alone; each tuned."""
 
+    def __init__(
+        self,
+        operation: Callable[..., Any],
+        shape: Shape,
+        size: int,
+        options: argparse.Namespace,
+        ranks: Ranks,
+        name: str,
+    ) -> None:
+        dtype, own = DTYPES[options.dtype], shape.tokens // ranks.world_size
+        settings = {"timeout_s": PATIENCE_S, "max_topk": shape.topk}
+        groups = [dist.new_group([rank]) for rank in range(ranks.world_size)]
+        # For a single rank symmetric memory is plain memory.
+        backend = "torch" if ON_GPU else "shm"
+        self.op = operation(own, size, dtype, backend=options.backend, **settings)
+        self.single = operation(
+            shape.tokens, size, dtype, group=groups[ranks.rank], backend=backend, **settings
+        )
+        self._shape, self._options, self._ranks, self._name = shape, options, ranks, name
 
-ALONE_BACKEND = "torch" if ON_GPU else "shm"  # for a single rank it is plain memory
+    def tune(
+        self, call: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]
+    ) -> tuple[Tuned, Tuned]:
+        """Return the call of all ranks and that of this rank alone."""
+        retune, name = self._options.retune, f"{self._name} benchmark"
+        self.all_ranks = Tuned(call, check=self.op.check, name=name, retune=retune)
+        self.alone = Tuned(alone, check=self.single.check, name=f"{name}, alone", retune=retune)
+        return self.all_ranks, self.alone
 
-
-def parse(description: str | None) -> argparse.Namespace:
-    """Return the options; `shapes` is the tuple of shapes to run."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, text in (
-        ("tokens", "tokens of all ranks together"),
-        ("hidden", "size of a token"),
-        ("ffn", "columns of an expert, of all ranks together"),
-        ("experts", "number of experts"),
-        ("topk", "experts of a token"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
-    parser.add_argument("--shapes", choices=["public"], help="a list of model shapes, instead of one")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument(
-        "--backend", default="auto", help="symmetric memory of ours: auto, torch, nvshmem, shm"
-    )
-    parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
-    add_run_options(parser, warm_ups=120)
-    options = parser.parse_args()
-    if options.shapes and not ON_GPU:
-        parser.error("--shapes public needs GPUs: the interpreter would take days")
-    given = Shape(options.tokens, options.hidden, options.ffn, options.experts, options.topk)
-    options.shapes = PUBLIC if options.shapes else (given,)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    uneven = [str(shape) for shape in options.shapes if shape.tokens % ranks or shape.ffn % ranks]
-    if uneven:
-        parser.error(f"tokens and ffn must be multiples of the {ranks} ranks; not so: {', '.join(uneven)}")
-    return options
+    def measured(self, arms: Sequence[Arm], refresh: Callable[[], None]) -> dict[str, Any]:
+        """Time the arms, close both operations and return the record of this shape."""
+        return measured_case(
+            self._shape,
+            self._options,
+            self._ranks,
+            arms,
+            refresh=refresh,
+            tuned={"tuned": self.all_ranks, "tuned_alone": self.alone},
+            operations=[self.op, self.single],
+            symmetric_memory=self.op.backend,
+        )
 
 
 def run_benchmark(
@@ -162,28 +159,25 @@ def run_benchmark(
     *,
     op: str,
     title: str,
-    ours: str,
-    ratios: Callable[[str], list[tuple[str, str]]],
-    run_shape: Callable[[Shape, argparse.Namespace, Plan, Ranks], dict[str, Any]],
+    sequence: Callable[[str], str],
+    run_shape: Callable[[Shape, argparse.Namespace, Ranks], dict[str, Any]],
 ) -> None:
-    """Run all shapes, show the table and leave the record; `ratios` gets the name of the collectives."""
-    options = parse(description)
+    """Run all shapes, show the table and leave the record.
+
+    `sequence` gets the name of the collectives and returns that of the arm of torch's grouped GEMM with them.
+    """
+    options = parse(description, SIZES, public=PUBLIC, default=DEFAULT, shared=("tokens", "ffn"))
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        record = describe_run(ranks, op=op, title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "tokens x hidden x ffn, experts"
-        named = ratios(ranks.collectives)
-        record["ratios"] = [{"name": f"{of} / {to}", "of": of, "to": to} for of, to in named]
-        record["cases"] = []
-        for shape in options.shapes:
-            record["cases"].append(run_shape(shape, options, plan, ranks))
-            ranks.say(f"{shape}: done")
-            if options.json is not None and ranks.rank == 0:
-                write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
-        timed = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == ours]
-        trouble = [text for case in record["cases"] for text in case["trouble_at_closing"]]
-        return int(bool(trouble) or any("unavailable" in arm for arm in timed))
+        pairs = [(sequence(ranks.collectives), OURS), (OURS, GROUPED_OURS), (GROUPED, GROUPED_OURS)]
+        record = new_record(
+            options,
+            ranks,
+            op=op,
+            title=title,
+            case_title="tokens x hidden x ffn, experts",
+            ratios=[(f"{of} / {to}", of, to) for of, to in pairs],
+        )
+        return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, ranks))
 
     run_on_ranks(body)

@@ -26,24 +26,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import Arm, Plan, Ranks, clocks_seen, measure
+from common import Arm, Ranks
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from moe_problem import (
-    ALONE_BACKEND,
-    DTYPES,
-    PATIENCE_S,
+    GROUPED,
+    GROUPED_OURS,
     Choices,
+    Ours,
     Shape,
     TorchGrouped,
-    all_gather,
-    alone,
     products,
-    reduce_scatter,
     run_benchmark,
 )
-from tuned import Tuned
-
-OURS, GROUPED, GROUPED_OURS = "ours", "grouped_mm", "grouped GEMM, ours"
+from operations import DTYPES, OURS, all_gather, collective_arm, reduce_scatter
 
 
 class Problem:
@@ -136,27 +131,15 @@ class Problem:
         return self.out
 
 
-def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one shape."""
-    dtype = DTYPES[options.dtype]
-    problem = Problem(shape, dtype, ranks)
+    problem = Problem(shape, DTYPES[options.dtype], ranks)
     choices, y, weight, out = problem.choices, problem.y, problem.weight, problem.out
-    settings = {"timeout_s": PATIENCE_S, "max_topk": shape.topk}
-    op = MoEReduceScatter(choices.own, shape.hidden, dtype, backend=options.backend, **settings)
-    single = MoEReduceScatter(
-        shape.tokens, shape.hidden, dtype, group=alone(ranks), backend=ALONE_BACKEND, **settings
-    )
-    ours = Tuned(
+    both = Ours(MoEReduceScatter, shape, shape.hidden, options, ranks, "moe_rs")
+    op, single = both.op, both.single
+    ours, ours_alone = both.tune(
         lambda: op(y, weight, choices.ids, choices.weights, out, tokens=choices.tokens),
-        check=op.check,
-        name="moe_rs benchmark",
-        retune=options.retune,
-    )
-    ours_alone = Tuned(
         lambda: single(y, weight, choices.all_ids, choices.all_weights, problem.combined[:, 0]),
-        check=single.check,
-        name="moe_rs benchmark, alone",
-        retune=options.retune,
     )
 
     def asking() -> Callable[[], torch.Tensor]:
@@ -168,37 +151,21 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
         problem.arm("ours, tokens not given", asking),
-        problem.arm(f"grouped_mm + {collectives}", problem.torch_in_sequence),
+        problem.arm(sequence(collectives), problem.torch_in_sequence),
         problem.arm(GROUPED, problem.torch_alone, of_part=True),
         problem.arm(GROUPED_OURS, ours_alone.eager, of_part=True),
-        Arm(
-            name=f"{collectives} scatter",
-            prepare=lambda: problem.scatter,
-            error=lambda result: float(result.isnan().any()),
-            limit=0.0,
-            work=problem.sent_mb,
-            rate="GB/s",
+        collective_arm(
+            f"{collectives} scatter",
+            problem.scatter,
+            megabytes=problem.sent_mb,
             poison=lambda: problem.combined.normal_(),
         ),
     ]
-    measured = measure(arms, ranks, problem.refresh, plan)
-    clocks = clocks_seen(ranks)
-    trouble = [text for each in (op, single) if (text := ranks.attempt(each.close))]
-    return {
-        "case": str(shape),
-        "dtype": options.dtype,
-        "symmetric_memory": op.backend,
-        **measured,
-        "tuned": ours.record(),
-        "tuned_alone": ours_alone.record(),
-        "clocks": clocks,
-        "trouble_at_closing": trouble,
-    }
+    return both.measured(arms, problem.refresh)
 
 
-def ratios(collectives: str) -> list[tuple[str, str]]:
-    """Return the ratios of the record's table: of what, to what."""
-    return [(f"{GROUPED} + {collectives}", OURS), (OURS, GROUPED_OURS), (GROUPED, GROUPED_OURS)]
+def sequence(collectives: str) -> str:
+    return f"{GROUPED} + {collectives}"
 
 
 if __name__ == "__main__":
@@ -206,7 +173,6 @@ if __name__ == "__main__":
         __doc__,
         op="moe_rs",
         title="Grouped GEMM over experts + reduce-scatter",
-        ours=OURS,
-        ratios=ratios,
+        sequence=sequence,
         run_shape=run_shape,
     )

@@ -103,6 +103,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if world(session.config) == "interpreter" and "triton" in sys.modules:
+        import quick_interpreter
+
+        quick_interpreter.install()
+
+
 def _devices_needed(item: pytest.Item) -> int:
     marker = item.get_closest_marker("gpu")
     if marker is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import random
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -37,11 +38,47 @@ def values(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 12
     return assert_all_ok(results(fn, world, *args, timeout_s=timeout_s))
 
 
+def assert_right(errors_of_ranks: list[list[float]]) -> None:
+    """Fail unless the arithmetic explains all errors of all ranks; see `error_ratio` of each operation."""
+    __tracebackhide__ = True
+    for rank, errors in enumerate(errors_of_ranks):
+        assert errors, f"rank {rank} compared nothing"
+        assert max(errors) < 1, f"rank {rank}: {errors}"
+
+
 # ---- on a rank
 
 
 def device() -> str:
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def seed_and_leave_one(rank: int, kernel: Any, candidates: list[Any], candidate: int | None) -> None:
+    """Seed this rank and leave its kernel one candidate: for None another one on each rank."""
+    torch.manual_seed(1000 + rank)
+    random.seed(rank)
+    kernel.configs = [candidates[(rank if candidate is None else candidate) % len(candidates)]]
+
+
+def synchronize() -> None:
+    """Wait for this rank's device, then for the other ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def tuned_in_context(call: Callable[[], float]) -> tuple[Any, list[float]]:
+    """Return `call` as a function that all ranks tune together, and a list of what its runs return."""
+    from dist_autotune import contextual_autotune
+
+    errors: list[float] = []
+
+    @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
+    def step() -> None:
+        errors.append(call())
+
+    return step, errors
 
 
 def message_of(call) -> str:
@@ -51,6 +88,17 @@ def message_of(call) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def ends(op: Operation, call: Callable[[], Any]) -> tuple[str, bool, bool]:
+    """Return how the call ended, and whether the next one and `close` end the same way."""
+
+    def checked() -> None:
+        call()
+        op.check()
+
+    first = message_of(checked)
+    return first, message_of(checked) == first, message_of(op.close) == first
 
 
 def run_cases(cases: dict[str, Callable[[], Any]]) -> list[str]:
@@ -90,8 +138,8 @@ def delay_copies(op: Operation, delay: Callable[[], None]) -> None:
 def hold_launch(op: Operation, until: Callable[[], Any]) -> None:
     """Let each launch wait on the host for `until`; what a call does before its launch is not held up.
 
-    A kernel's patience is a number of polls: hold it until the peers that are to come have come, or one
-    that the machine has no time for is given up too.
+    In the interpreter a kernel's patience is a number of polls: hold it until the peers that are to come have
+    come, or one that the machine has no time for is given up too.
     """
     launch = op._launch
 

@@ -17,6 +17,7 @@ import faulthandler
 import io
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -85,7 +86,7 @@ def run_ranks(
     try:
         with contextlib.ExitStack() as cleanup:
             if init == "tcp":
-                job = replace(job, store_port=cleanup.enter_context(_store_server(world_size)))
+                job = replace(job, store_port=cleanup.enter_context(store_server(world_size)))
             return _run(job, fresh=fresh)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -239,6 +240,19 @@ def _let_them_tell(job: _Job, pids: dict[int, int]) -> None:
             before, sizes[rank] = sizes[rank], _stderr_path(job, rank).stat().st_size
             if sizes[rank] == before and "most recent call first" in _stderr_path(job, rank).read_text():
                 silent.remove(rank)
+    for rank in silent:
+        with _stderr_path(job, rank).open("a") as file:
+            file.write(f"it does not say where it stands; {_seen_from_outside(pids[rank])}\n")
+
+
+def _seen_from_outside(pid: int) -> str:
+    """Return how the kernel describes the process: one in "D" waits in a driver, and no signal reaches it."""
+    try:
+        state = re.search(r"^State:\s*(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        where = Path(f"/proc/{pid}/wchan").read_text().strip("\x000")
+    except OSError:
+        return "it has ended"
+    return f"state {state[1] if state else 'unknown'}, in {where or 'user space, or a place not told'}"
 
 
 def _is_running(pid: int) -> bool:
@@ -278,7 +292,7 @@ def _result(job: _Job, rank: int, status: int, wall_s: float, *, late: bool) -> 
 
 
 @contextlib.contextmanager
-def _store_server(world_size: int) -> Iterator[int]:
+def store_server(world_size: int) -> Iterator[int]:
     """Give the port of a TCP store that no rank's end takes away; torchrun's agent is such a process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -382,6 +396,7 @@ def _stderr_path(job: _Job, rank: int) -> Path:
 
 
 def _main(directory: str, rank: str) -> None:
+    faulthandler.register(signal.SIGUSR1)  # the modules of fn may hang too, while they are imported
     with (Path(directory) / "job").open("rb") as file:
         sys.path[:] = pickle.load(file)  # first, so that the module of fn is found
         _serve_rank(pickle.load(file), int(rank))

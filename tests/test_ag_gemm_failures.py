@@ -12,7 +12,7 @@ from ag_gemm_runs import call_and_compare, call_in_lane, error_ratio, force, ten
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.ag_gemm.words import READY
-from dist_autotune.kernels.signals import polls
+from dist_autotune.kernels.signals import as_patience
 from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
 from rank_programs import wait_for
 from ranks import assert_all_ok, assert_killed, meet
@@ -25,7 +25,7 @@ PRODUCERS = ["pull", "push"]
 
 def lose_patience(op: AllGatherGemm) -> None:
     """Let the next calls give up after a second; those that are to succeed have had minutes."""
-    op._budget = polls(1.0, op.device.type)
+    op._patience_ticks = as_patience(1.0)
 
 
 # ---- the caller's mistakes
@@ -342,7 +342,7 @@ def test_a_peer_that_never_comes_is_named_by_every_consumer(consumer, producer):
 
 
 def different_rows_in_pieces(rank, consumers, call, rows):
-    """No rank has the patience to wait for what does not come: budgets outlast the test."""
+    """No rank has the patience to wait for what does not come: patience outlasts the test."""
     op = AllGatherGemm(64, 16, HALF, timeout_s=3000.0)
     force(op, consumer=consumers[rank], pieces=1 + rank)
     return message_of(lambda: call(op, *tensors(rows[rank], 16, 16, HALF)))

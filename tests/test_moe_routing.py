@@ -69,7 +69,7 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
     pairs = sum(known) * topk
     plan.sort(
         everyone, words, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
-        told=digest_of(known), rank=rank, first=first, budget=1,
+        told=digest_of(known), rank=rank, first=first, patience_ticks=1,
     )  # fmt: skip
     all_ids = torch.cat(ids).reshape(-1).tolist()
     return Routed(

@@ -123,6 +123,17 @@ def test_a_rank_that_never_ends_is_killed_at_the_deadline_and_says_where_it_stoo
     assert "in spin_on_one" in one.stderr
 
 
+def test_a_rank_that_cannot_say_where_it_stands_is_described_from_outside():
+    def sleep_without_a_word(rank):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+
+    (result,) = run_ranks(sleep_without_a_word, 1, timeout_s=0.5, init="none")
+    assert result.timed_out
+    assert "it does not say where it stands; state S (sleeping), in " in result.stderr
+
+
 def test_a_stopped_rank_is_killed_at_the_deadline():
     (result,) = run_ranks(lambda rank: os.kill(os.getpid(), signal.SIGSTOP), 1, timeout_s=1.0, init="none")
     assert result.timed_out

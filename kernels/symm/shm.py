@@ -18,8 +18,8 @@ from .ranks import RankGroup, SymmetricMemoryError
 
 DIRECTORY = Path("/dev/shm")  # the temporary directory where this is missing
 POLL_S = 1e-4  # of a thread that waits for a signal
-# Beside a waiting stream there usually is a waiting kernel. It counts polls, so on a busy machine its
-# patience lasts longer than its seconds, but it can name the peer: let it be the first to give up.
+# Beside a waiting stream there usually is a waiting kernel, here an interpreted one. It counts polls, so on a
+# busy machine its patience lasts longer than its seconds, but it can name the peer: let it give up first.
 SIGNAL_PATIENCE = 5
 
 
