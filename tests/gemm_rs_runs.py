@@ -1,0 +1,58 @@
+"""What the tests of GemmReduceScatter do on a rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs.candidates import CANDIDATES
+from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from operation_runs import device, seed_and_leave_one, synchronize
+
+HALF = torch.float16
+
+
+def begin(rank: int, candidate: int | None = None) -> None:
+    """Seed this rank and leave its kernel one candidate: by default another one on each rank."""
+    seed_and_leave_one(rank, gemm_reduce_scatter, CANDIDATES, candidate)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fresh random a [m, k] and weight [n, k]."""
+    return torch.randn(m, k, device=device()).to(dtype), torch.randn(n, k, device=device()).to(dtype)
+
+
+def poison(op: GemmReduceScatter) -> None:
+    """Fill the buffers with NaN, so that whatever is read before it arrives shows."""
+    for buffer in (op._staged.local, op._partial):
+        buffer.fill_(float("nan"))
+    synchronize()
+
+
+def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, group=None) -> float:
+    """Return the relative error against float32 as a multiple of what the arithmetic explains.
+
+    Rounding each rank's part to the type costs at most its eps, and so does rounding the sum; products of
+    halves are exact in float32, and adding all K of them there costs about sqrt(K) float32 eps.
+    """
+    total = a.float() @ weight.float().T
+    inner = torch.tensor(float(a.shape[1]), device=a.device)
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(inner, group=group)
+    world, rank = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
+    wanted = total.chunk(world)[rank]
+    explained = 2 * torch.finfo(out.dtype).eps + float(inner) ** 0.5 * torch.finfo(torch.float32).eps
+    ratio = float((out.float() - wanted).norm() / wanted.norm() / explained)
+    return ratio if math.isfinite(ratio) else math.inf  # max() may pass a NaN over
+
+
+def call_and_compare(op: GemmReduceScatter, m: int, k: int, *, group=None) -> float:
+    """Return the error of one call with fresh inputs and an output full of NaN."""
+    a, weight = operands(m, op._n, k, op._dtype)
+    out = torch.full((m // op.world_size, op._n), float("nan"), dtype=op._dtype, device=a.device)
+    assert op(a, weight, out) is out
+    return error_ratio(out, a, weight, group)
