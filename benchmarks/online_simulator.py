@@ -2,9 +2,9 @@
 
 Protocol: the tuner's own decisions (`protocol.Tuning`), fed with what a loop would tell. A step takes 10 ms
 with the first candidates of its 12 kernels, which are half of that, in equal parts; each kernel has 16
-candidates with times, jitter and spikes as in `search_simulator`. The device has so many steps in its queue:
-a sample is read that many steps later, and the host's clock goes by the steps that the device ends meanwhile.
-Figures are means over sessions:
+candidates with times, jitter and spikes as in `search_simulator`. The device has so many steps in its queue,
+two at most, as the tuner waits for it then: a sample is read that many steps later, and the host's clock goes
+by the steps that the device ends meanwhile. Figures are means over sessions:
 
     settled after    steps
     first is best    the time of the first 1000 steps against never trying anything, where the first candidate
@@ -34,6 +34,7 @@ from dist_autotune.flows import STRATEGIES
 from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
 from dist_autotune.protocol import Tuning
 from dist_autotune.search import Rules
+from dist_autotune.stopwatch import READ_WITHIN_RUNS
 from search_simulator import JITTER, SPIKE, SPIKE_CHANCE, spread_out
 
 STEP_MS, KERNELS_PART, WINDOW_STEPS, MOST_STEPS = 10.0, 0.5, 1000, 200_000
@@ -182,7 +183,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.2, 0.1, 0.05])
-    parser.add_argument("--queues", type=int, nargs="+", default=[0, 2, 20])
+    parser.add_argument("--queues", type=int, nargs="+", choices=range(READ_WITHIN_RUNS + 1), default=[0, 2])
     parser.add_argument("--kernels", type=int, default=12)
     parser.add_argument("--candidates", type=int, default=16)
     parser.add_argument("--sessions", type=int, default=20)

@@ -91,7 +91,7 @@ class LocalContexts:
     def tell(self, *, waits: bool) -> dict[str, Part]:
         """Return what is to be told the peers of this run.
 
-        `waits`: read every clock now; otherwise only those whose device work is done.
+        `waits`: read every clock now; otherwise those whose device work is done, or due.
         """
         return {local.name: self._tell(local, waits) for local in list(self._to_tell())}
 

@@ -332,6 +332,8 @@ class Tuning:
         patience = STARVED_RUNS[self.rules.mode]
         for context in self.unsettled:
             if self.runs - context.last_run >= patience:
+                # Before its turn: the best plan so far does not launch it.
+                context.is_unasked = context.judge == BY_RUN and context.name != self._turns.name
                 context.settle("starved")
 
     def _close_if_spent(self, elapsed_s: float) -> None:

@@ -4,16 +4,14 @@
 
 `mode="online"` makes each call of `step` one run: whatever config is on trial, the step is a real one, with
 its forward and backward kernels, its all-reduce and its update. The backward kernels are launched from a
-thread of autograd's own. A trial is over when the device has done it and its time can be read, so the loop
-stays at most two steps ahead of the device: with twenty in its queue, one step in twenty would be a trial.
-When nothing is left to try, `step.settled` says so: then a graph could be captured.
+thread of autograd's own. While it is tuned the host stays at most two steps ahead of the device. When nothing
+is left to try, `step.settled` says so: then a graph could be captured.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,6 @@ import triton.language as tl
 from dist_autotune import contextual_autotune
 
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
-STEPS_AHEAD = 2
 CANDIDATES = (
     [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=3)
@@ -142,14 +139,8 @@ def main() -> None:
         return x, torch.relu(x @ teacher.w1) @ teacher.w2
 
     settled_after, losses = 0, []
-    ends: deque[torch.cuda.Event] = deque()  # of the steps that the device may still have before it
     for number in range(1, options.steps + 1):
         losses.append(step(*batch()))
-        if ON_GPU:
-            ends.append(torch.cuda.Event())
-            ends[-1].record()
-            if len(ends) > STEPS_AHEAD:
-                ends.popleft().synchronize()
         if step.settled and not settled_after:
             settled_after = number
     with torch.no_grad():

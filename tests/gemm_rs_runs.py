@@ -33,20 +33,21 @@ def poison(op: GemmReduceScatter) -> None:
 
 
 def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, group=None) -> float:
-    """Return the relative error against float32 as a multiple of what the arithmetic explains.
+    """Return the error against float32 as a multiple of what the arithmetic explains.
 
-    Rounding each rank's part to the type costs at most its eps, and so does rounding the sum; products of
-    halves are exact in float32, and adding all K of them there costs about sqrt(K) float32 eps.
+    Rounding each rank's part to the type costs at most its eps, and so does rounding the sum, which may be
+    much smaller than its parts; products of halves are exact in float32, and each is added there.
     """
-    total = a.float() @ weight.float().T
-    inner = torch.tensor(float(a.shape[1]), device=a.device)
+    a, weight = a.float(), weight.float()
+    part = a @ weight.T
+    sums = torch.stack([part, part.abs(), a.abs() @ weight.abs().T])
     if dist.is_initialized():
-        dist.all_reduce(total, group=group)
-        dist.all_reduce(inner, group=group)
+        dist.all_reduce(sums, group=group)
     world, rank = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
-    wanted = total.chunk(world)[rank]
-    explained = 2 * torch.finfo(out.dtype).eps + float(inner) ** 0.5 * torch.finfo(torch.float32).eps
-    ratio = float((out.float() - wanted).norm() / wanted.norm() / explained)
+    wanted, of_parts, of_products = sums.chunk(world, dim=1)[rank]
+    rounded = torch.finfo(out.dtype).eps * (wanted.abs() + of_parts)
+    explained = rounded + torch.finfo(torch.float32).eps * of_products
+    ratio = float((out.float() - wanted).norm() / explained.norm())
     return ratio if math.isfinite(ratio) else math.inf  # max() may pass a NaN over
 
 

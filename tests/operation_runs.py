@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +59,15 @@ def seed_and_leave_one(rank: int, kernel: Any, candidates: list[Any], candidate:
     torch.manual_seed(1000 + rank)
     random.seed(rank)
     kernel.configs = [candidates[(rank if candidate is None else candidate) % len(candidates)]]
+
+
+@contextlib.contextmanager
+def left_as_before(kernel: Any) -> Iterator[None]:
+    """Undo what `begin` does, where it is called in pytest's own process, of which later ranks are forks."""
+    configs = kernel.configs
+    yield
+    kernel.configs = configs
+    torch.use_deterministic_algorithms(False)
 
 
 def synchronize() -> None:

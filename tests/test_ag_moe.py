@@ -15,7 +15,16 @@ from ag_moe_runs import GATHERING as runs
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.signals import as_patience
 from moe_runs import HALF, delay_pushes, random_choices, randoms
-from operation_runs import INTERPRETER, assert_right, device, ends, message_of, results, values
+from operation_runs import (
+    INTERPRETER,
+    assert_right,
+    device,
+    ends,
+    left_as_before,
+    message_of,
+    results,
+    values,
+)
 from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
@@ -74,9 +83,10 @@ def test_operands_may_be_slices_and_nothing_beside_them_is_written():
 
 @pytest.fixture
 def alone():
-    runs.begin(0)
-    with AllGatherMoE(8, 6, HALF, backend="shm", max_topk=3) as op:
-        yield op
+    with left_as_before(runs.kernel):
+        runs.begin(0)
+        with AllGatherMoE(8, 6, HALF, backend="shm", max_topk=3) as op:
+            yield op
 
 
 def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:

@@ -16,15 +16,9 @@ from forked_programs import forked_programs, share_errors
 from moe_rs_runs import SCATTERING as runs
 from moe_rs_runs import same_call_twice
 from moe_runs import HALF, delay_pushes, random_choices, randoms, tokens_of_call
-from operation_runs import INTERPRETER, assert_right, device, message_of, values
+from operation_runs import INTERPRETER, assert_right, device, left_as_before, message_of, values
 
 pytestmark = INTERPRETER
-
-
-@pytest.fixture(autouse=True)
-def memory_is_handed_out_as_before():
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def several_programs(rank, programs):
@@ -108,9 +102,10 @@ def test_operands_may_be_slices_and_nothing_beside_them_is_written():
 
 @pytest.fixture
 def alone():
-    runs.begin(0)
-    with MoEReduceScatter(8, 6, HALF, backend="shm", max_topk=3) as op:
-        yield op
+    with left_as_before(runs.kernel):
+        runs.begin(0)
+        with MoEReduceScatter(8, 6, HALF, backend="shm", max_topk=3) as op:
+            yield op
 
 
 def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
