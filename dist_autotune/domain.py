@@ -20,6 +20,7 @@ from .admission import Admission
 from .agreement import Agreement, Alone
 from .cache import DiskCache
 from .clock import Clock, default_clock
+from .common_start import clock_name
 from .device import Device
 from .errors import TuningError
 from .identity import digest
@@ -66,6 +67,7 @@ class Domain:
         )
         self.ledger = Ledger()  # of the session under way
         self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
+        self.shares_clock = False  # all ranks read one monotonic clock
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
         self._sources: dict[str, dict[str, int]] = {}  # as told: name -> texts -> lowest rank
@@ -171,6 +173,7 @@ class Domain:
             "DIST_AUTOTUNE_ONLINE_SHARE": str(self.tuning.rules.online_share),
             "DIST_AUTOTUNE_MODE": "tune" if self.tuning.rules.tunes else "cached",
             "device": self.device.text,
+            "clock": clock_name(),
             "settled": digest(self.tuning.digest_text()),
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
@@ -184,6 +187,7 @@ class Domain:
         remarks: list[str] = []
         facts = dict(merged.facts)
         devices, settled = facts.pop("device", {}), facts.pop("settled", {})
+        self.shares_clock = len(facts.pop("clock", {})) == 1
         self.forgetful = str(True) in facts.pop("retune", {})  # on some rank: then on all
         session = next(iter(facts.pop("session", {})), "")
         check_facts(Payload(merged.kind, facts=facts), "open")

@@ -82,16 +82,16 @@ class RunFeeder:
         self._fillable = fillable
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def feed(self) -> None:
-        """Keep the current stream busy if it is idle and the host is usually done with a run in time.
+    def feed(self, lead_ms: float = RUN_MS) -> None:
+        """Keep the current stream busy so long if it is idle and the host is usually done with a run in time.
 
-        A host that takes longer hides nothing behind a filler: its run is timed as it comes.
+        A host that takes longer than `RUN_MS` hides nothing behind a filler: its run is timed as it comes.
         """
         if self._host_ms and statistics.median(self._host_ms) > RUN_MS:
             return
         with told_as_ours():
             if torch.cuda.current_device() in self._fillable and torch.cuda.current_stream().query():
-                _spin(RUN_MS)
+                _spin(lead_ms)
 
     def learn(self, mark: Any) -> None:
         """Take in how long the host took for the run: `mark.host_ms`."""

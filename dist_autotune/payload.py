@@ -111,6 +111,8 @@ class Payload:
     run: Part = field(default_factory=Part)  # time of the whole run
     elapsed_s: float = 0.0
     compiling_s: float = 0.0  # of this run; told where trials have a share of the time
+    told_ns: int = 0  # when the last rank told this, where all read one clock; see `common_start`
+    lag_ns: int = 0  # how long after the exchange before the last rank came to this run
     wants_session: bool = False
     past: Past | None = None  # of a session that some rank's process did not live to end
     crashes: dict[str, Crash] = field(default_factory=dict)  # by session
@@ -135,6 +137,8 @@ class Payload:
             parts=parts,
             elapsed_s=max(self.elapsed_s, other.elapsed_s),
             compiling_s=max(self.compiling_s, other.compiling_s),
+            told_ns=max(self.told_ns, other.told_ns),
+            lag_ns=max(self.lag_ns, other.lag_ns),
             run=self.run.merged(other.run),
             wants_session=self.wants_session or other.wants_session,
             past=self.past.merged(other.past) if self.past and other.past else self.past or other.past,

@@ -13,6 +13,7 @@ from typing import TypeVar
 from . import decisions
 from .attendant import PATIENCE
 from .chronicle import Chronicle
+from .common_start import CommonStart
 from .compile_sharing import Terms
 from .device_errors import told_as_ours
 from .domain import SOURCE_OF, Domain
@@ -49,6 +50,7 @@ class Session:
         self._run_watch = Stopwatch(domain.clock, domain.options.statistic, feeds="runs")
         self._chronicle = Chronicle(domain, log, self._run_watch)
         self._failures = Failures(domain, self._chronicle, log_dir)
+        self._common_start = CommonStart()
         self._judged: tuple[str, str] | None = None
         self._is_stepping = False  # the state is between two runs
         self._launched: set[str] = set()
@@ -203,9 +205,10 @@ class Session:
 
     def _timed(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, timed as a whole if this run is judged so."""
+        lead_ms = self._common_start.lead_ms()
         if self._judged is None or self._run_watch.report is not None:
             return thunk()
-        mark = self._run_watch.start()
+        mark = self._run_watch.start(lead_ms)
         result = thunk()
         self._run_watch.stop(mark)
         return result
@@ -230,9 +233,11 @@ class Session:
         facts = {name: {text: agreement.rank} for name, text in {**self.domain.point, **sources}.items()}
         elapsed_s = self.domain.tuning.elapsed_before_s + self._chronicle.elapsed_s
         payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
-        if self.domain.tuning.rules.online_share == 1.0:
-            return payload
-        return replace(payload, compiling_s=self.domain.ledger.new_compiling_s())
+        if self.domain.tuning.rules.online_share != 1.0:
+            payload = replace(payload, compiling_s=self.domain.ledger.new_compiling_s())
+        if waits and self.domain.shares_clock and len(agreement.ranks) > 1:
+            payload = self._common_start.told(payload)
+        return payload
 
     def _terms(self) -> Terms:
         """Return on what terms this rank compiles candidates, here and now."""
@@ -248,6 +253,7 @@ class Session:
         self._is_stepping = True
         said = merged
         duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
+        self._common_start.take(merged)
         try:
             domain.check_run(merged)
             self._chronicle.merged(run, merged)

@@ -52,10 +52,11 @@ class Stopwatch:
         self._gap_ms: Callable[[Any], float] | None = getattr(clock, "gap_ms", None) if by_launch else None
         self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
 
-    def start(self) -> Any:
+    def start(self, lead_ms: float | None = None) -> Any:
+        """Mark the beginning of a launch; or of a run, `lead_ms` of the device's later, if that is given."""
         self._is_launching = True
         if self._feeder is not None:
-            self._feeder.feed()
+            self._feeder.feed(*(() if lead_ms is None else (lead_ms,)))
         return self._clock.start()
 
     def stop(self, mark: Any) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import tunable
+from dist_autotune.stopwatch import READ_WITHIN_RUNS
 from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, statuses_of, tune
 from ranks import assert_all_ok, run_ranks
@@ -44,7 +45,7 @@ class LateClock(ScriptedClock):
         return self.left[id(mark)] < 0
 
 
-@pytest.mark.parametrize("late", [(0, 2), (2, 0), (1, 3)], ids=str)
+@pytest.mark.parametrize("late", [(0, 2), (2, 0), (1, 1), (1, 9)], ids=str)
 def test_a_trial_is_judged_when_the_last_rank_has_read_its_clock(late):
     def program(rank):
         bench, x = Bench(), numbers()
@@ -61,7 +62,7 @@ def test_a_trial_is_judged_when_the_last_rank_has_read_its_clock(late):
     assert zero == one
     blocks, winner, ms = zero
     assert (winner, ms) == ({"add64": 32}, 2.0)
-    waits = max(late)
+    waits = min(max(late), READ_WITHIN_RUNS)
     assert len(blocks) == 3 * (1 + waits)
     assert [blocks[n * (1 + waits)] for n in range(3)] == [16, 32, 64]  # others are incumbents
 
