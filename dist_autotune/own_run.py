@@ -1,0 +1,113 @@
+"""What this rank does in one run of the tuned function, and what it tells of it at the exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from . import decisions
+from .attendant import PATIENCE
+from .chronicle import Chronicle
+from .common_start import CommonStart
+from .compile_sharing import Terms
+from .domain import SOURCE_OF, Domain
+from .local import Local
+from .payload import Part, Payload
+from .records import RunStarted
+from .search import BY_LAUNCH, Outcome
+from .stopwatch import Stopwatch
+
+T = TypeVar("T")
+
+
+class OwnRun:
+    """This rank's runs, one after the other: `begin`, `make`, `told`, `take` and `samples`; or `abandon`."""
+
+    def __init__(self, domain: Domain, chronicle: Chronicle, watch: Stopwatch) -> None:
+        self.watch = watch  # of the whole run
+        self.launched: set[str] = set()  # contexts, in any run so far
+        self._domain, self._chronicle = domain, chronicle
+        self._common_start = CommonStart()
+        self._judged: tuple[str, str] | None = None  # what the run is judged for as a whole
+
+    def begin(self) -> None:
+        """Prepare for the plan of the next run, and write it down."""
+        domain, tuning = self._domain, self._domain.tuning
+        domain.launches.begin_run(tunes=tuning.rules.tunes)
+        self.watch.begin_run()
+        self._judged = tuning.judged_run
+        self._chronicle.write(RunStarted(run=tuning.runs, plan=decisions.plan_of(tuning)))
+        domain.recovery.run(tuning)
+
+    def make(self, thunk: Callable[[], T]) -> T:
+        """Run `thunk`, timed as a whole if this run is judged so."""
+        lead_ms = self._common_start.lead_ms()
+        if self._judged is None or self.watch.report is not None:
+            return thunk()
+        mark = self.watch.start(lead_ms)
+        result = thunk()
+        self.watch.stop(mark)
+        return result
+
+    def told(self) -> Payload:
+        """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
+        domain, agreement = self._domain, self._domain.agreement
+        if domain.launches.has_new:
+            with domain.compiling(), domain.recovery.paused():
+                for local, tally in domain.launches.preflight_new(self._terms()):
+                    self._chronicle.preflighted(local, tally)
+        waits = domain.options.mode == "replay"
+        parts = domain.local_contexts.tell(waits=waits)
+        run = Part()
+        if self._judged is not None or self.watch.report is not None:
+            run = self.watch.tell("|".join(self._judged or ()), waits=waits)
+        domain.recovery.ran()
+        self.launched.update(parts)
+        sources = {SOURCE_OF + name: texts for name, texts in domain.local_contexts.new_sources().items()}
+        facts = {name: {text: agreement.rank} for name, text in {**domain.point, **sources}.items()}
+        elapsed_s = domain.tuning.elapsed_before_s + self._chronicle.elapsed_s
+        payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+        if domain.tuning.rules.online_share != 1.0:
+            payload = replace(payload, compiling_s=domain.ledger.new_compiling_s())
+        if waits and domain.shares_clock and len(agreement.ranks) > 1:
+            payload = self._common_start.told(payload)
+        return payload
+
+    def take(self, merged: Payload) -> None:
+        """Take in what all ranks told, before anything follows from it."""
+        self._common_start.take(merged)
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Call contexts what all ranks call them."""
+        self._domain.local_contexts.rename(names)
+        self.launched = {names.get(name, name) for name in self.launched}
+
+    def samples(
+        self, told: Iterable[Local], outcomes: dict[str, Outcome], *, of_run: bool
+    ) -> dict[str, tuple[str, float, float]]:
+        """Return this rank's own samples of a run, as (candidate, ms, gap ms); "": of all of it."""
+        own = {}
+        for local in told:
+            outcome, watch = outcomes[local.name], local.stopwatch
+            is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
+            if is_sample and outcome.index is not None and watch.sample_ms is not None:
+                candidate = self._domain.tuning.contexts[local.name].digests[outcome.index]
+                own[local.name] = (candidate, watch.sample_ms, watch.sample_gap_ms)
+        report, ms = self.watch.report, self.watch.sample_ms
+        if of_run and report is not None and ms is not None:
+            own[""] = (str(report.ran), ms, self.watch.sample_gap_ms)
+        return own
+
+    def abandon(self) -> None:
+        """Drop what the run under way has measured: it raised."""
+        self._domain.launches.abandon_run()
+        self.watch.abandon()
+
+    def _terms(self) -> Terms:
+        """Return on what terms this rank compiles candidates, here and now."""
+        agreement = self._domain.agreement
+        position, count = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+        patience_s = PATIENCE * self._domain.timeout_s if count > 1 else math.inf
+        return Terms.agreed(self._chronicle.session, position, count, patience_s)
