@@ -175,7 +175,7 @@ class GroupAgreement:
         if "failed" in end:
             rank, error = int(end["failed"]), str(end["error"])
             kind = PeerHasNoConfig if end.get("unusable") else PeerFailed
-            text = f"Rank {rank} failed, so this call ends on rank {self.rank} too: {error}"
+            text = f"rank {rank} failed, so this call ends on rank {self.rank} too: {error}"
             return kind(text, rank, error)
         missing = tuple(int(rank) for rank in end["missing"])
         if end.get("is_lost"):

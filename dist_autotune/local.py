@@ -72,8 +72,8 @@ class Local:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether its result stands and will not be taken up again."""
-        return self.context is not None and self.context.settled and not self.context.provisional
+        """Return whether its result stands in this process."""
+        return self.context is not None and self.context.stands
 
     @property
     def measures(self) -> bool:

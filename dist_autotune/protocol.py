@@ -317,6 +317,12 @@ class Tuning:
         duel.waiting = bool(merged.run.pending)
         if duel.waiting or not is_turn:
             return
+        parts = [merged.parts.get(context.name) for context in duel.contexts]
+        if all(part is None or part.ran is None for part in parts):
+            duel.idle_runs += 1
+            if duel.idle_runs < STARVED_RUNS[self.rules.mode]:
+                return  # a run that launches nothing of what is compared compares nothing
+        duel.idle_runs = 0
         duel.advance(duel.contexts[0].times.reduced_ms(merged.run))
         if not duel.is_over:
             return
@@ -332,9 +338,14 @@ class Tuning:
         patience = STARVED_RUNS[self.rules.mode]
         for context in self.unsettled:
             if self.runs - context.last_run >= patience:
-                # Before its turn: the best plan so far does not launch it.
-                context.is_unasked = context.judge == BY_RUN and context.name != self._turns.name
+                context.is_unasked = self._is_unasked(context)
                 context.settle("starved")
+
+    def _is_unasked(self, context: Context) -> bool:
+        """Return whether it is a winner's doing that the context is not launched: it has had no turn yet."""
+        others = (other for other in self.contexts.values() if other is not context)
+        has_changed = any(o.incumbent != self._defaults.get(o.name, o.incumbent) for o in others)
+        return context.judge == BY_RUN and context.name != self._turns.name and has_changed
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle what is under way when the next run must be the last."""

@@ -99,6 +99,16 @@ class Context:
         return self.status in ("partial", "starved")
 
     @property
+    def stands(self) -> bool:
+        """Return whether the next call takes the result as it is.
+
+        Online a session that has spent its runs or time is not followed by another at the next call, which
+        would spend them again: what is partial then is for another process, or `retune()`.
+        """
+        is_left = self._rules.mode == "online" and self.status == "partial"
+        return self.settled and (is_left or not self.provisional)
+
+    @property
     def judge(self) -> str:
         """Return what its candidates are judged by now."""
         return self._judges[0]

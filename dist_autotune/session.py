@@ -149,8 +149,10 @@ class Session:
         self.is_over = True
         tuning = self.domain.tuning
         self.has_failed = error is not None
+        # Online the next session would be the next call, see `Context.stands`.
         self.wants_another = self.has_failed or (
             tuning.rules.tunes
+            and tuning.rules.mode == "replay"
             and tuning.closing
             and any(context.status == "partial" for context in tuning.contexts.values())
         )

@@ -12,8 +12,8 @@ class Turns:
     """One context after another: kernels, then choices of the host, each in the order of first launch.
 
     A context that was not launched in the run of the best plan so far gets no turn: none of its candidates
-    would make a difference there. It may get one when a later winner has it launched; what is left at the
-    end is starved.
+    would make a difference there. It waits for a run that launches it, of a later winner or because the
+    function does so now and then, as long as a context that is under way would, and is starved then.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,6 @@ class Turns:
         if following is not None:
             self.name = following.name
             following.start()
-            return
-        for context in waiting:
-            context.settle("starved")
-            context.is_unasked = True
 
 
 def _first(waiting: Iterable[Context], of_plan: frozenset[str] | None) -> Context | None:

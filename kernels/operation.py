@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,8 @@ class Operation(abc.ABC):
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
     ) -> None:
+        if not timeout_s > 0 or math.isinf(timeout_s):
+            raise ValueError(f"timeout_s={timeout_s}: it must be a number of seconds above 0")
         # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
         device = "cpu" if INTERPRETED else None
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)

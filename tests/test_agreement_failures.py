@@ -30,7 +30,7 @@ def test_a_failing_rank_is_told_at_once_and_the_next_exchange_works(init, failin
     for rank, (text, waited_s, then) in enumerate(results):
         assert then == [0, 1, 2]
         if rank != failing:
-            assert text.startswith(f"Rank {failing} failed")
+            assert text.startswith(f"rank {failing} failed")
             assert "ValueError: no such tensor" in text
             assert waited_s < SOON_S
 
@@ -52,7 +52,7 @@ def test_a_rank_may_fail_before_its_first_exchange():
             AGREEMENTS.of(None).fail(ValueError("early"))
         else:
             time.sleep(0.2 if rank == 1 else 0.0)  # on purpose: it comes when the failure is known
-            assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: Rank {first} failed")
+            assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: rank {first} failed")
         return exchange(rank)
 
     for first in (0, 2):
@@ -85,7 +85,7 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
     zero, *others = run_ranks(program, 3, Path.cwd() / "pid")
     assert zero.exitcode == 1, describe(zero)
     for first, second in assert_all_ok(others):
-        assert first.startswith("PeerFailed: Rank 0 failed")
+        assert first.startswith("PeerFailed: rank 0 failed")
         assert "ValueError: boom" in first
         assert second.startswith("AgreementTimeout: ")  # and it is still gone at the next
         assert "rank 0" in second
@@ -107,7 +107,7 @@ def test_ctrl_c_while_waiting_is_raised_soon_and_told():
     (zero, waited_s), one = assert_all_ok(run_ranks(program, 2, Path.cwd() / "interrupted"))
     assert zero.startswith("KeyboardInterrupt")
     assert waited_s < SOON_S
-    assert one.startswith("PeerFailed: Rank 0 failed")
+    assert one.startswith("PeerFailed: rank 0 failed")
     assert "KeyboardInterrupt" in one
 
 
@@ -121,5 +121,5 @@ def test_a_merge_that_raises_is_a_failure_of_the_rank_that_merges():
 
     (zero, _), (one, then) = assert_all_ok(run_ranks(program, 2))
     assert zero == "KeyError: 'payload'"
-    assert one.startswith("PeerFailed: Rank 0 failed")
+    assert one.startswith("PeerFailed: rank 0 failed")
     assert then == [0, 1]

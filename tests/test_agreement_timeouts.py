@@ -212,7 +212,7 @@ def test_a_peer_stuck_in_a_collective_of_its_own_is_told_why(quick_heartbeats):
     (text,) = told
     assert text.startswith("Rank 1 is still in step, but rank 0 has failed (ValueError: boom).")
     assert "on_stuck='abort' would end its process" in text
-    assert end.startswith("PeerFailed: Rank 0 failed")
+    assert end.startswith("PeerFailed: rank 0 failed")
 
 
 def test_a_stuck_peer_is_ended_when_that_is_asked_for(quick_heartbeats):

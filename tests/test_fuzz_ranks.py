@@ -43,7 +43,7 @@ def test_a_stopped_rank_goes_on_with_the_others_when_it_wakes():
 
 
 def played(*errors: str, seconds: float = 1.0) -> Played:
-    texts = {"PeerFailed": "Rank 1 failed, so this call ends on rank 0 too: Boom: of this scene"}
+    texts = {"PeerFailed": "rank 1 failed, so this call ends on rank 0 too: Boom: of this scene"}
     return Played([Call(error, texts.get(error, ""), seconds, 1.5) for error in errors], {}, 5, 3)
 
 

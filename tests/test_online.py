@@ -21,6 +21,22 @@ def test_online_makes_one_run_per_call_and_returns_its_result(bench):
     assert bench.blocks() == [16, 32, 64, 32, 32]
 
 
+@pytest.mark.parametrize("limit", [{"max_runs": 4}, {"budget_s": 1e-9}], ids=str)
+def test_online_what_was_left_when_runs_or_time_were_spent_waits_for_retune(bench, limit):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=3, **limit)
+    for _ in range(20):
+        tuned()
+    assert tuned.settled
+    assert only(tuned.report).status == "partial"
+    tried = len(set(bench.blocks()))
+    assert tried < 3
+    assert bench.blocks()[-10:] == [bench.blocks()[-1]] * 10
+    tuned.retune()
+    tuned()
+    assert only(tuned.report).status in ("partial", "tuning") or not tuned.settled
+
+
 def test_online_a_context_starves_after_64_runs_and_resumes_when_launched_again(bench):
     one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
 

@@ -242,6 +242,18 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "splits": (lambda: persistent_matmul(half(2, 3), half(3, 5), splits=0), ValueError, "splits is 0"),
     "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
+    "half a program": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), programs=2.5),
+        TypeError,
+        "programs is 2.5; it must be a whole number",
+    ),
+    "no splits": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), splits=None),
+        TypeError,
+        "splits is None",
+    ),
+    "a list": (lambda: persistent_matmul([[1.0]], half(1, 5)), TypeError, "a is a list"),
+    "a list for out": (lambda: persistent_matmul(half(2, 3), half(3, 5), [1]), TypeError, "out is a list"),
     "devices": (
         lambda: persistent_matmul(half(2, 3), half(3, 5).to("meta")),
         ValueError,

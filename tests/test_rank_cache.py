@@ -95,7 +95,7 @@ def test_a_warning_that_is_an_error_on_one_rank_releases_the_other():
     entries(1)[0].write_text("{")
     zero, one = assert_all_ok(run_ranks(lambda rank: ending(lambda: tune_on_disk(rank, OTHER)), 2))
     assert one.startswith("CacheWarning: Ignored")
-    assert zero.startswith("PeerFailed: Rank 1 failed, so this call ends on rank 0 too: CacheWarning")
+    assert zero.startswith("PeerFailed: rank 1 failed, so this call ends on rank 0 too: CacheWarning")
 
 
 def test_another_number_of_ranks_tunes_anew():

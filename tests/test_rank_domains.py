@@ -214,5 +214,5 @@ def test_a_failing_rank_of_such_a_group_is_told_to_the_others():
         return ending(step), ending(step).partition("(")[0]
 
     for rank, (first, second) in enumerate(assert_all_ok(run_ranks(program, 3, backend="fake"))):
-        assert first.startswith("ValueError: boom" if rank == 2 else "PeerFailed: Rank 2 failed")
+        assert first.startswith("ValueError: boom" if rank == 2 else "PeerFailed: rank 2 failed")
         assert second == "returned tensor"

@@ -40,7 +40,7 @@ def test_an_exception_raises_where_it_was_and_PeerFailed_on_the_others(failing, 
         else:
             assert (error.rank, error.error) == (failing, "Boom: no more")
             assert isinstance(error, TuningError)
-            assert f"Rank {failing} failed" in str(error)
+            assert f"rank {failing} failed" in str(error)
         assert len(runs) == at_run
         assert not step.settled
         return assert_next_call_works(step, x), step.report.runs
@@ -61,7 +61,7 @@ def test_the_first_failure_is_known_before_a_slow_rank_has_come():
     zero, one, two = assert_all_ok(run_ranks(program, 3, Path.cwd() / "told"))
     assert zero == "Boom: early"
     for text in (one, two):
-        assert text.startswith("PeerFailed: Rank 0 failed")
+        assert text.startswith("PeerFailed: rank 0 failed")
         assert "Boom: early" in text
 
 
@@ -104,8 +104,8 @@ def test_a_search_of_the_users_that_raises_on_one_rank_is_told_to_the_others_at_
         return text, torch.equal(step(), x + 1), blocks_of(step)
 
     zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero[0].startswith("PeerFailed: Rank 1 failed")
-    assert two[0].startswith("PeerFailed: Rank 1 failed")
+    assert zero[0].startswith("PeerFailed: rank 1 failed")
+    assert two[0].startswith("PeerFailed: rank 1 failed")
     assert "Boom: in the flow" in zero[0]
     assert one[0].startswith("FlowFailed: search=")
     assert zero[1:] == one[1:] == two[1:] == (True, {"add64": 32})
@@ -145,7 +145,7 @@ def test_leaving_by_any_exception_releases_the_peers(leave, text):
         return end
 
     zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == f"PeerFailed: Rank 1 failed, so this call ends on rank 0 too: {text}"
+    assert zero == f"PeerFailed: rank 1 failed, so this call ends on rank 0 too: {text}"
     assert one.startswith(text.partition(":")[0])
 
 
@@ -162,7 +162,7 @@ def test_ctrl_c_while_a_rank_waits_for_its_peers():
     (zero, waited_s, first), (one, _, second) = assert_all_ok(run_ranks(program, 2, Path.cwd() / "note"))
     assert zero.startswith("KeyboardInterrupt")
     assert waited_s < SOON_S
-    assert one == "PeerFailed: Rank 0 failed, so this call ends on rank 1 too: KeyboardInterrupt"
+    assert one == "PeerFailed: rank 0 failed, so this call ends on rank 1 too: KeyboardInterrupt"
     assert first == second
 
 
@@ -185,7 +185,7 @@ def test_failing_in_a_settled_call(failing):
         if rank == failing:
             assert end == "Boom: later"
         else:
-            assert end.startswith(f"PeerFailed: Rank {failing} failed")
+            assert end.startswith(f"PeerFailed: rank {failing} failed")
 
 
 def test_failures_call_after_call():
@@ -253,7 +253,7 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
 
     (zero, first), (one, second) = assert_all_ok(run_ranks(program, 2))
     assert one == "MemoryError: no room"
-    assert zero == "PeerFailed: Rank 1 failed, so this call ends on rank 0 too: MemoryError: no room"
+    assert zero == "PeerFailed: rank 1 failed, so this call ends on rank 0 too: MemoryError: no room"
     assert first == second
 
 

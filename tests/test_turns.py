@@ -8,6 +8,7 @@ import pytest
 
 from dist_autotune import tunable
 from dist_autotune.payload import Announcement, Part, Payload
+from dist_autotune.protocol import STARVED_RUNS
 from kernels_for_tests import Bench, launch, numbers
 from protocol_simulation import Simulation, columns
 from rank_programs import tune
@@ -86,10 +87,44 @@ def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
     simulation.tuning.open()
     while any(simulation.tuning.unsettled) or not simulation.plans:
         simulation.run()
-        assert len(simulation.plans) < 20
+        assert len(simulation.plans) < 100
     assert simulation.statuses() == {"way": "tuned", "detail": "starved", "other": "tuned"}
+    assert simulation.tuning.contexts["detail"].is_unasked
     assert "detail1" not in columns(simulation.plans, "detail")
-    assert len(simulation.plans) == 1 + 2 + 2  # the first run, and those of `way` and `other`
+    # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
+    last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
+    assert len(simulation.plans) == max(1 + 2 + 2, last_asked + 1 + STARVED_RUNS[mode])
+
+
+@pytest.mark.parametrize(("mode", "every"), [("replay", 2), ("online", 2), ("online", 4)])
+def test_a_choice_that_is_asked_for_now_and_then_has_its_turn(mode, every):
+    names = ["always", "seldom"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {},
+        choices=set(names),
+        run_ms=lambda plan: 1.0,
+        launches=lambda run, rank, name: name == "always" or run % every == 0,
+        mode=mode,
+    )
+    simulation.tuning.open()
+    while any(simulation.tuning.unsettled) or not simulation.plans:
+        simulation.run()
+        assert len(simulation.plans) < 100
+    assert simulation.statuses() == {"always": "tuned", "seldom": "tuned"}
+
+
+def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
+    simulation = Simulation(
+        {"once": ["once0", "once1"], "other": ["other0", "other1"]},
+        {},
+        choices={"once", "other"},
+        run_ms=lambda plan: {"other0": 1.0, "other1": 2.0}[plan["other"]],
+        launches=lambda run, rank, name: name == "other" or run == 0,
+    )
+    simulation.session()
+    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
+    assert not simulation.tuning.contexts["once"].is_unasked
 
 
 def test_a_choice_that_the_best_plan_asks_for_has_its_turn_though_its_rival_s_run_was_last():

@@ -191,5 +191,5 @@ def _failure(by: int, error: BaseException) -> Callable[[int, str], Exception]:
     kind = PeerHasNoConfig if isinstance(error, NoValidConfig) else PeerFailed
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     return lambda rank, what: kind(
-        f"Rank {by} failed, so this call ends on rank {rank} too: {text}", by, text
+        f"rank {by} failed, so this call ends on rank {rank} too: {text}", by, text
     )

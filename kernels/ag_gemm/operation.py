@@ -70,6 +70,8 @@ class AllGatherGemm(Operation):
         pieces: int | None = None,
         programs: int | None = None,
     ) -> None:
+        if m_per_rank < 1 or k < 1:
+            raise ValueError(f"m_per_rank={m_per_rank} rows and k={k} columns: both must be at least 1")
         self._fixed = Fixed(consumer, pieces, programs)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._pushes, self._producer_name = producer == "push", producer

@@ -67,16 +67,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..moe.candidates import HEIGHTS, size_class
+from ..moe.candidates import HEIGHTS
 from ..moe.checks import check_experts
+from ..moe.launch import GroupedLauncher
 from ..moe.operation import ExpertOperation
 from ..moe.plan import Plan
 from ..moe.words import ARRIVED
-from ..operation import check_tensor, launch
+from ..operation import check_tensor
 from ..signals import Failure
 from .kernel import all_gather_moe
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+
+_LAUNCHER = GroupedLauncher(all_gather_moe, HEIGHTS=HEIGHTS)
 
 
 class AllGatherMoE(ExpertOperation):
@@ -208,10 +211,7 @@ class AllGatherMoE(ExpertOperation):
             self._memory.write_signal(arrived, 1, self._stream)
 
     def _launch(self, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int) -> None:
-        experts, columns, k = weight.shape
-        choices = out.shape[0]
-        launch(
-            all_gather_moe[self._grid(choices, weight, INTERPRETED_PROGRAMS)],
+        tensors = (
             self._gather.local,
             weight.detach(),
             out,
@@ -221,22 +221,11 @@ class AllGatherMoE(ExpertOperation):
             plan.tables,
             self._words.local,
             self._errors,
-            size_class(choices),
-            columns,
-            k,
-            experts,
-            topk,
-            plan.capacity,
-            weight.stride(0),
-            weight.stride(1),
-            out.stride(0),
-            self.rank,
-            self._patience_ticks,
-            WORLD=self.world_size,
-            HEIGHTS=HEIGHTS,
-            TMA_LEGAL=self._can_use_tma(weight),
-            UPCAST=self._upcasts,
         )
+        strides = (weight.stride(0), weight.stride(1), out.stride(0))
+        shape = self._shape(out.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
+        own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
+        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"

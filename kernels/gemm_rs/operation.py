@@ -63,10 +63,11 @@ import torch
 import torch.distributed as dist
 import triton
 
-from ..operation import Operation, PeerTimeout, begin_at_16_bytes, check_tensor, launch
+from ..operation import Operation, PeerTimeout, check_tensor
 from ..signals import read_failure
 from ..symm import SymmetricMemoryError
-from .kernel import OTHER_ROWS, gemm_reduce_scatter
+from .kernel import OTHER_ROWS
+from .launch import Held, ProductLauncher
 from .pusher import SumPusher
 
 INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
@@ -111,8 +112,21 @@ class GemmReduceScatter(Operation):
         self._counts = torch.zeros(world, dtype=torch.int32, device=self.device)
         self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
 
+    def _read_device(self, dtype: torch.dtype) -> None:
+        super()._read_device(dtype)
+        held = Held(self._partial, self._staged.local, self._words.local, self._counts, self._errors)
+        self._product = ProductLauncher(
+            held,
+            capacity=self._capacity,
+            rank=self.rank,
+            world_size=self.world_size,
+            programs=self._sms or INTERPRETED_PROGRAMS,
+            has_tma=self._has_tma,
+            upcasts=self._upcasts,
+        )
+
     def _forget(self) -> None:
-        del self._staged, self._words, self._partial, self._counts, self._pusher
+        del self._staged, self._words, self._partial, self._counts, self._pusher, self._product
 
     # ---- what the caller may use
 
@@ -173,36 +187,7 @@ class GemmReduceScatter(Operation):
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
 
     def _launch(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        (rows, k), columns, world = a.shape, self._n, self.world_size
-        programs = self._sms or INTERPRETED_PROGRAMS
-
-        def grid(meta):
-            tiles = triton.cdiv(rows // world, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])
-            return (min(programs, world * tiles),)
-
-        pointers, strides = (a.data_ptr(), weight.data_ptr()), (a.stride(0), weight.stride(0))
-        launch(
-            gemm_reduce_scatter[grid],
-            a.detach(),
-            weight.detach(),
-            out,
-            self._partial,
-            self._staged.local,
-            self._words.local,
-            self._counts,
-            self._errors,
-            rows,
-            columns,
-            k,
-            self._capacity,
-            *strides,
-            out.stride(0),
-            self.rank,
-            self._patience_ticks,
-            WORLD=world,
-            TMA_LEGAL=self._has_tma and begin_at_16_bytes(a.element_size(), pointers, strides),
-            UPCAST=self._upcasts,
-        )
+        self._product.launch(a, weight, out, self._patience_ticks)
 
     def _failure(self) -> Exception | None:
         """Return the exception for what the kernels wrote to the error words."""

@@ -14,7 +14,16 @@ from ..configs import (
     shared_memory_bytes,
 )
 
-__all__ = ["CPU_TILES", "GPU_TILES", "HEIGHTS", "LOWEST_HEIGHT", "ordered", "prune", "size_class"]
+__all__ = [
+    "CPU_TILES",
+    "GPU_TILES",
+    "HEIGHTS",
+    "HIGHEST_HEIGHT",
+    "LOWEST_HEIGHT",
+    "ordered",
+    "prune",
+    "size_class",
+]
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
 
@@ -50,10 +59,8 @@ CPU_TILES = [
     candidate((64, 32, 64), 8, warps=4, stages=1, tma=True),
 ]
 
-HEIGHTS = max(
-    (config.kwargs["BLOCK_M"] // LOWEST_HEIGHT).bit_length()
-    for config in (CPU_TILES if INTERPRETED else GPU_TILES)
-)
+HIGHEST_HEIGHT = max(config.kwargs["BLOCK_M"] for config in (CPU_TILES if INTERPRETED else GPU_TILES))
+HEIGHTS = (HIGHEST_HEIGHT // LOWEST_HEIGHT).bit_length()
 
 
 def ordered(config: triton.Config, *, by_arrival: bool) -> triton.Config:

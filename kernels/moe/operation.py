@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-import triton
 
-from ..operation import Operation, PeerTimeout, begin_at_16_bytes
+from ..operation import Operation, PeerTimeout
 from ..signals import Failure, read_failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
 from .announcer import Announcer
-from .candidates import HEIGHTS
+from .candidates import HEIGHTS, size_class
 from .checks import MOST_ROWS, check_choices, check_tokens
 from .counts import TokenBoard
+from .launch import Shape, counted, lies_for_tma
 from .plan import Plan
 from .routing import digest_of
 from .words import (
@@ -180,29 +179,32 @@ class ExpertOperation(Operation):
         )
         return plan
 
-    def _grid(
-        self, choices: int, weight: torch.Tensor, interpreted_programs: int
-    ) -> Callable[[dict[str, Any]], tuple[int]]:
-        """Return the grid of a persistent kernel: no more programs than SMs, nor than there may be tiles.
-
-        There is one even without tiles: it waits for what the peers push in every call.
-        """
-        experts, columns, _ = weight.shape
+    def _shape(
+        self,
+        choices: int,
+        weight: torch.Tensor,
+        strides: tuple[int, ...],
+        tensors: tuple[torch.Tensor, ...],
+        interpreted_programs: int,
+    ) -> Shape:
+        """Return what the launch of a grouped GEMM of so many choices depends on."""
+        experts, columns, k = weight.shape
         programs = self._sms or interpreted_programs
-
-        def grid(meta: dict[str, Any]) -> tuple[int]:
-            blocks = min(choices, triton.cdiv(choices, meta["BLOCK_M"]) + experts + 1)
-            return (max(1, min(programs, blocks * triton.cdiv(columns, meta["BLOCK_N"]))),)
-
-        return grid
-
-    def _can_use_tma(self, weight: torch.Tensor) -> bool:
-        """Return whether TMA can load the weight as one matrix, expert below expert."""
-        experts, columns, _ = weight.shape
-        strides = (weight.stride(0), weight.stride(1))
-        dense = experts == 1 or strides[0] == columns * strides[1]
-        addressable = begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
-        return self._has_tma and dense and addressable
+        return Shape(
+            counted(choices, programs),
+            size_class(choices),
+            columns,
+            k,
+            experts,
+            strides,
+            self.world_size,
+            programs,
+            weight.dtype,
+            weight.device,
+            tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
+            self._has_tma and lies_for_tma(weight),
+            self._upcasts,
+        )
 
     # ---- what went wrong
 

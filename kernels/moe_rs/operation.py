@@ -69,18 +69,20 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..moe.candidates import size_class
 from ..moe.checks import check_choices, check_experts
+from ..moe.launch import GroupedLauncher
 from ..moe.operation import ExpertOperation
 from ..moe.plan import Plan
 from ..moe.words import NOT_COMPUTED
-from ..operation import check_tensor, launch
+from ..operation import check_tensor
 from ..signals import Failure
 from ..symm import SymmetricTensor
 from .kernel import moe_reduce_scatter
 from .pusher import SumPusher
 
 INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
+
+_LAUNCHER = GroupedLauncher(moe_reduce_scatter)
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -217,13 +219,11 @@ class MoEReduceScatter(ExpertOperation):
     def _launch(
         self, y: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int
     ) -> None:
-        (choices, k), (experts, columns, _) = y.shape, weight.shape
-        launch(
-            moe_reduce_scatter[self._grid(choices, weight, INTERPRETED_PROGRAMS)],
+        tensors = (
             y.detach(),
             weight.detach(),
             out,
-            y.new_empty((choices, columns)),
+            y.new_empty((y.shape[0], self._n)),
             self._partial,
             self._staged.local,
             self._weights.local,
@@ -235,23 +235,11 @@ class MoEReduceScatter(ExpertOperation):
             plan.counters,
             self._words.local,
             self._errors,
-            size_class(choices),
-            columns,
-            k,
-            experts,
-            topk,
-            self._capacity,
-            plan.capacity,
-            y.stride(0),
-            weight.stride(0),
-            weight.stride(1),
-            out.stride(0),
-            self.rank,
-            self._patience_ticks,
-            WORLD=self.world_size,
-            TMA_LEGAL=self._can_use_tma(weight),
-            UPCAST=self._upcasts,
         )
+        strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
+        shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
+        own = (topk, self._capacity, plan.capacity, *strides, self.rank, self._patience_ticks)
+        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_COMPUTED.value:

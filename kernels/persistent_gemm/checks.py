@@ -13,6 +13,8 @@ OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     """Raise unless a @ b is a product that the kernels can compute."""
     for name, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; persistent_matmul takes tensors")
         if tensor.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; persistent_matmul takes matrices")
         if tensor.dtype not in INPUT_DTYPES:
@@ -31,6 +33,8 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 def check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
     """Raise unless the product can be written to `out`."""
     wanted = (a.shape[0], b.shape[1])
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; persistent_matmul writes to tensors")
     if tuple(out.shape) != wanted:
         raise ValueError(f"out has shape {tuple(out.shape)}; a @ b has {wanted}")
     if out.device != a.device:
@@ -48,6 +52,14 @@ def check_out_dtype(dtype: torch.dtype) -> None:
     """Raise unless the product can be written as that type."""
     if dtype not in OUT_DTYPES:
         raise TypeError(f"out is {dtype}; persistent_matmul writes {_texts(OUT_DTYPES)}")
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise unless it is a whole number of at least 1."""
+    if not isinstance(count, int):
+        raise TypeError(f"{name} is {count!r}; it must be a whole number")
+    if count < 1:
+        raise ValueError(f"{name} is {count}; it must be at least 1")
 
 
 def check_name(kind: str, name: str, known: Iterable[str]) -> None:

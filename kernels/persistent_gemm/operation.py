@@ -11,7 +11,7 @@ import triton
 from ..configs import INTERPRETED
 from ..matrices import Matrix, as_matrix
 from .candidates import CUT_SCHEDULES, NAMES
-from .checks import check_name, check_operands, check_out, check_out_dtype
+from .checks import check_count, check_name, check_operands, check_out, check_out_dtype
 from .launch import Shape, counter_of, launch
 from .plain import plain_gemm
 from .splits import sum_splits, workspace_of
@@ -55,10 +55,9 @@ def persistent_matmul(
             f"stream_k shares out tiles itself; scheduler is {scheduler!r}, not one of {CUT_SCHEDULES}"
         )
     check_operands(a, b)
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; at least one program must do the work")
-    if splits < 1:
-        raise ValueError(f"splits is {splits}; K is at least one part")
+    if programs is not None:
+        check_count("programs", programs)
+    check_count("splits", splits)
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)

@@ -1,0 +1,81 @@
+"""The way to a launch of a grouped GEMM: by the tuner at first, then the short one of `settled_launch`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..operation import begin_at_16_bytes, launch
+from ..settled_launch import SettledLaunches
+from .candidates import HIGHEST_HEIGHT
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on."""
+
+    choices: int  # as far as the grid depends on them, see `counted`
+    size_class: int
+    n: int
+    k: int
+    experts: int
+    strides: tuple[int, ...]  # those among the kernel's parameters
+    world_size: int
+    programs: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
+    tma_legal: bool
+    upcasts: bool
+
+    def sizes(self) -> dict[str, int]:
+        """Return the arguments that are in the key of the tuning."""
+        return {"size_class": self.size_class, "N": self.n, "K": self.k, "experts": self.experts}
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constexprs of any of the kernels that no config sets."""
+        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs run under a config: no more than SMs, nor than there may be tiles.
+
+        There is one even without tiles: it waits for what the peers push in every call.
+        """
+        blocks = min(self.choices, triton.cdiv(self.choices, meta["BLOCK_M"]) + self.experts + 1)
+        return max(1, min(self.programs, blocks * triton.cdiv(self.n, meta["BLOCK_N"]))), 1, 1
+
+
+def counted(choices: int, programs: int) -> int:
+    """Return the number of choices, or one with the same grids that is the same for all large calls.
+
+    The number changes from call to call; from one full block for each program on, the grid is all programs.
+    """
+    return min(choices, programs * HIGHEST_HEIGHT)
+
+
+def lies_for_tma(weight: torch.Tensor) -> bool:
+    """Return whether TMA can load the weight [experts, N, K] as one matrix, expert below expert."""
+    experts, columns, _ = weight.shape
+    strides = (weight.stride(0), weight.stride(1))
+    dense = experts == 1 or strides[0] == columns * strides[1]
+    return dense and begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
+
+
+class GroupedLauncher:
+    """Launches one tuned kernel over experts; `constants`: constexprs that no other kernel has."""
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        self._kernel, self._constants = kernel, constants
+        self._settled: SettledLaunches[Shape] = SettledLaunches(kernel, lambda constants: {})
+
+    def launch(self, shape: Shape, tensors: tuple[torch.Tensor, ...], scalars: tuple[int, ...]) -> None:
+        """Enqueue the kernel with these arguments, in the order of its parameters."""
+        settled = self._settled.find(shape)
+        if settled is not None:
+            launch(settled.run, *tensors, *scalars, *settled.constants)
+            return
+        constants = {**shape.constants(), **self._constants}
+        compiled = launch(self._kernel[shape.grid], *tensors, *scalars, **constants)
+        dtypes = tuple(str(tensor.dtype) for tensor in tensors)
+        self._settled.remember(shape, compiled, shape.grid, shape.sizes(), constants, dtypes)
