@@ -24,7 +24,8 @@ class Duel:
         self.defaults = defaults
         self.winners = {context.name: context.winner for context in self.contexts}
         self.run = 0
-        self.idle_runs = 0  # in a row that launched none of the contexts
+        self.was_launched = True  # whether the run that is timed launched any of the contexts
+        self.idle_runs = 0  # in a row that launched none of them
         self.waiting = False  # online: its last run's time is not read yet on some rank
         self.ms: dict[str, float | None] = {"tuned": None, "default": None}
         self._turn()

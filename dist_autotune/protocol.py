@@ -314,11 +314,13 @@ class Tuning:
         duel = self.duel
         assert duel is not None
         is_turn = duel.waiting or not self.on_hold
+        if not duel.waiting:  # else what is told now is of an earlier run
+            parts = [merged.parts.get(context.name) for context in duel.contexts]
+            duel.was_launched = any(part is not None and part.ran is not None for part in parts)
         duel.waiting = bool(merged.run.pending)
         if duel.waiting or not is_turn:
             return
-        parts = [merged.parts.get(context.name) for context in duel.contexts]
-        if all(part is None or part.ran is None for part in parts):
+        if not duel.was_launched:
             duel.idle_runs += 1
             if duel.idle_runs < STARVED_RUNS[self.rules.mode]:
                 return  # a run that launches nothing of what is compared compares nothing

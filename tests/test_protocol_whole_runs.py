@@ -115,3 +115,21 @@ def test_max_runs_holds_for_run_times_and_the_final_comparison(max_runs):
     plans = simulation.session()
     assert len(plans) <= max_runs
     assert plans[-1] == simulation.winners()
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_run_that_launches_nothing_of_what_is_compared_is_no_part_of_the_comparison(mode):
+    simulation = Simulation(
+        {"k": ["k0", "k1"]},
+        {"k0": 2.0, "k1": 1.0},
+        run_ms=lambda plan: 5.0,
+        launches=lambda run, rank, name: run % 2 == 0,
+        objective="thunk",
+        mode=mode,
+    )
+    simulation.tuning.open()
+    while any(simulation.tuning.unsettled) or simulation.tuning.duel is not None or not simulation.plans:
+        simulation.run()
+        assert len(simulation.plans) < 100
+    assert (simulation.statuses(), simulation.tuning.remark) == ({"k": "tuned"}, "")
+    assert simulation.tuning.winner_digest("k") == "k1"
