@@ -318,7 +318,7 @@ def _check_error(fault: Fault, rank: int, call: Call) -> None:
         assert call.error == own.get(fault.kind, "AgreementTimeout"), f"rank {rank}: {call}"
     elif fault.kind in (*own, "quit"):
         assert call.error == "PeerFailed", f"rank {rank}: {call}"
-        assert f"Rank {fault.rank} failed" in call.text, call.text
+        assert f"rank {fault.rank} failed" in call.text, call.text
         assert own.get(fault.kind, "SystemExit") in call.text, call.text
     else:
         assert call.error == "AgreementTimeout", f"rank {rank}: {call}"

@@ -77,7 +77,10 @@ def test_a_mistake_is_told_with_its_values_and_costs_nothing(arguments, message)
 @pytest.mark.parametrize(
     ("m_per_rank", "k", "dtype", "message"),
     [
-        pytest.param(0, 8, HALF, r"shape \[1, 0, 8\]: every dimension must be at least 1", id="m_per_rank=0"),
+        pytest.param(
+            0, 8, HALF, "m_per_rank=0 rows and k=8 columns: both must be at least 1", id="m_per_rank=0"
+        ),
+        pytest.param(8, 0, HALF, "m_per_rank=8 rows and k=0 columns: both must be at least 1", id="k=0"),
         pytest.param(8, 8, torch.float64, "torch.float64 is not supported on cpu; use one of", id="dtype"),
     ],
 )
