@@ -59,8 +59,8 @@ class CommonStart:
         """
         if not self._told_ns:
             return None
-        now_ns = time.monotonic_ns()
-        self._lag_ns = now_ns - self._told_ns
+        # Containers of one host may shift their clocks: then this is no common moment, but soon all the same.
+        self._lag_ns = max(0, time.monotonic_ns() - self._told_ns)
         if not self._lags_ns:
             return None
         expected_ms = min(MARGIN * max(self._lags_ns) * 1e-6, MOST_LAG_MS)

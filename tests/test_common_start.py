@@ -74,6 +74,15 @@ def test_a_rank_that_is_much_later_begins_at_once_and_nobody_waits_for_it_for_lo
     assert ranks.run([0.3, 0.5]) == [pytest.approx(MOST_LAG_MS + RUN_MS)] * 2
 
 
+def test_a_peer_whose_clock_is_far_ahead_keeps_no_device_busy_for_long(monkeypatch):
+    ranks = Ranks(2, monkeypatch)
+    ranks.run([0.3, 0.5])
+    start = ranks.starts[0]
+    start.take(Payload("run", told_ns=ranks.now_ns + 10**15, lag_ns=MS // 2))
+    assert start.lead_ms() <= MOST_LAG_MS + RUN_MS
+    assert start.told(Payload("run")).lag_ns == 0
+
+
 def test_a_late_run_is_forgotten(monkeypatch):
     ranks = Ranks(2, monkeypatch)
     ranks.run([0.3, 50.0])
