@@ -32,9 +32,9 @@ import torch
 
 from .device_errors import told_as_ours
 
-LENGTHS_MS = (0.05, 0.1, 0.2)
+LENGTHS_MS = (0.05, 0.1, 0.2, 0.4)
 LONGEST_MS = LENGTHS_MS[-1]
-MARGIN = 1.5  # of the host's usual time for the launch
+MARGIN = 1.5  # of what the host took for the last launches: of the longest but one, as one may be an outlier
 FIRST_MS = 0.1  # before that time is known
 RUN_MS = 1.0  # the filler of a whole run, and the longest time of the host for a run that is fed
 CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz; at lower clocks a filler lasts longer
@@ -69,7 +69,7 @@ class Feeder:
     def learn(self, mark: Any) -> None:
         """Take in how the launch went: `mark.host_ms` and `mark.was_fed`, as `EventClock` leaves them."""
         self._host_ms.append(mark.host_ms)
-        wanted_ms = MARGIN * statistics.median(self._host_ms)
+        wanted_ms = MARGIN * sorted(self._host_ms)[-2:][0]
         self.length_ms = next((length for length in LENGTHS_MS if length >= wanted_ms), LONGEST_MS)
         if self._passed and not mark.was_fed:
             self._always = True
