@@ -49,9 +49,9 @@ class AgreedTimes:
         return judged.total_fs / (judged.measured * FS_PER_MS)
 
     def fastest(self, banned: Container[int]) -> int | None:
-        """Return the fastest candidate, the first of equal ones; None: none has a time."""
-        usable = [index for index in self.ms if index not in banned]
-        return min(usable, key=lambda index: (self.ms[index], index)) if usable else None
+        """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""
+        usable = [(ms, index) for index, ms in tuple(self.ms.items()) if index not in banned]
+        return min(usable)[1] if usable else None
 
     def host_ms(self, index: int) -> float:
         """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count.

@@ -20,11 +20,20 @@ import torch.distributed as dist
 from . import attendant, settings
 from .attendant import Attendant
 from .board import BoardLost, End
-from .errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig, TuningError, name_ranks
+from .errors import (
+    AgreementTimeout,
+    InvalidOption,
+    NoValidConfig,
+    PeerFailed,
+    PeerHasNoConfig,
+    TuningError,
+    name_ranks,
+)
 from .exchange import Exchange, Merge
 from .hub_messages import bytes_of
 from .line import HubLost, HubSilent
 from .peers import Peers
+from .text import described
 
 FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
 
@@ -159,7 +168,7 @@ class GroupAgreement:
         return self._sequence - 1
 
     def _fail_at(self, sequence: int, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}".rstrip(": ")[:2000]
+        text = described(error)[:2000]
         end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
         with contextlib.suppress(BoardLost):  # for who has not found the hub yet, or finds it gone
             self.peers.board.publish(sequence, end)
@@ -212,7 +221,7 @@ class Agreements:
             return self.alone()
         if group is None:
             group = dist.group.WORLD
-        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        if group is dist.GroupMember.NON_GROUP_MEMBER or _rank_in(group) < 0:
             raise TuningError(
                 f"Rank {dist.get_rank()} called a tuned function whose group= it is not a member of. "
                 "Call it on members only, or give each rank its own group."
@@ -226,6 +235,14 @@ class Agreements:
             known = self._by_group[group] = GroupAgreement(group)
             weakref.finalize(group, known.peers.close).atexit = False
         return known
+
+
+def _rank_in(group: Any) -> int:
+    """Return this process's rank in a process group, below 0 if it is no member; InvalidOption: no group."""
+    try:
+        return dist.get_rank(group)
+    except ValueError as error:  # never made, or destroyed
+        raise InvalidOption(f"group={group!r}: {error}") from None
 
 
 AGREEMENTS = Agreements()

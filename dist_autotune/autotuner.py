@@ -39,7 +39,7 @@ class ContextualAutotuner(Generic[P, R]):
             raise InvalidOption(f"put @{type(fn).__name__} above @contextual_autotune, not below it")
         if not callable(fn):
             raise InvalidOption(f"contextual_autotune decorates a function, not {fn!r}")
-        if inspect.iscoroutinefunction(inspect.unwrap(_bare(fn))) or inspect.isasyncgenfunction(_bare(fn)):
+        if _is_asynchronous(_bare(fn)):
             raise InvalidOption(
                 f"{fn!r} is asynchronous: its launches happen after the call has returned. "
                 "Decorate the synchronous function that launches the kernels."
@@ -52,7 +52,7 @@ class ContextualAutotuner(Generic[P, R]):
         self._log_dir = options.resolved_log_dir()
         self._calls: Calls | None = None  # made for the first call
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         mode = settings.run_mode()
         if mode == "off" or (INTERCEPTION.active and _joins_active_call()):
             return self.fn(*args, **kwargs)
@@ -170,6 +170,12 @@ def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
+
+
+def _is_asynchronous(fn: Callable[..., Any]) -> bool:
+    """Return whether `fn`, a function or an object that can be called, is an `async def`."""
+    kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(kind(called) for kind in kinds for called in (inspect.unwrap(fn), type(fn).__call__))
 
 
 def _joins_active_call() -> bool:

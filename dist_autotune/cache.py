@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import warnings
@@ -58,7 +59,7 @@ class EntryKey:
 
 @dataclass(frozen=True)
 class Entry:
-    """A settled context: the winner among the candidates of `key`."""
+    """A settled context: the winner among the candidates of `key`. What no search finds is a ValueError."""
 
     key: EntryKey
     winner: str  # digest of the candidate
@@ -67,6 +68,12 @@ class Entry:
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
+
+    def __post_init__(self) -> None:
+        if self.winner not in self.key.candidates:
+            raise ValueError(f"winner: {self.winner!r} is none of its {len(self.key.candidates)} candidates")
+        if not 0 < self.ms < math.inf:
+            raise ValueError(f"ms: expected a positive number, found {self.ms}")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-representable form, without the schema version."""

@@ -50,7 +50,8 @@ class Calls:
     @property
     def report(self) -> TuningReport | None:
         """What the last session found, or has found so far; None before the first."""
-        return self._report if self._session is None else self._session.report()
+        session = self._session  # read once: another thread may ask
+        return self._report if session is None else session.report()
 
     @property
     def settled(self) -> bool:

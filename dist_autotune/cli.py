@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -26,7 +28,10 @@ app.add_typer(cache_commands.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; characters of keys that the output's encoding lacks are written as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="dist-autotune")
 
 

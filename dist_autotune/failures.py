@@ -11,6 +11,7 @@ from .device_errors import DeviceFailed, diagnosis, is_reported, listed
 from .domain import Domain
 from .errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
 from .records import RunFailed
+from .text import described
 
 
 class Failures:
@@ -77,7 +78,7 @@ def diagnosis_to(note: Callable[[str], None]) -> Callable[[str], None]:
 
     def write(text: str) -> None:
         note(text)
-        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
             sys.stderr.write(f"dist_autotune: {text}\n")
             sys.stderr.flush()
 
@@ -87,4 +88,4 @@ def diagnosis_to(note: Callable[[str], None]) -> Callable[[str], None]:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, PeerFailed):
         return f"rank {error.rank}: {error.error}"
-    return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(": ")[:500]
+    return described(error).replace("\n", " ")[:500]

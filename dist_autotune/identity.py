@@ -25,7 +25,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 def digest(text: str) -> str:
     """Return 16 hexadecimal digits that stand for `text`."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import errno
 import json
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Journal:
         self._path: Path | None = None
         self._descriptor = -1
         self._pid = os.getpid()
+        self._lock = threading.RLock()
         self.is_dropped = False
         self._lines: list[dict[str, Any]] = []  # to be written when there is something to try
         self._run = 0
@@ -137,11 +139,14 @@ class Journal:
             self._set_mark(RUNNING)
 
     def launching(self, context: str, tried: Try) -> None:
-        """Say that a launch of a candidate on trial begins."""
-        if self._tries.get(context) != tried:  # a kernel that is new in this run
-            self._tries[context] = tried
-            self._write_tries()
-        self._set_mark(context)
+        """Say that a launch of a candidate on trial begins; threads may say so at once."""
+        if os.getpid() != self._pid:  # and another thread of the parent may have had the lock at the fork
+            return
+        with self._lock:
+            if self._tries.get(context) != tried:  # a kernel that is new in this run
+                self._tries[context] = tried
+                self._write_tries()
+            self._set_mark(context)
 
     def launched(self) -> None:
         """Say that it has returned."""
@@ -211,7 +216,7 @@ class Journal:
         self.mark = mark
         if self._path is None or os.getpid() != self._pid:
             return
-        with self._stopping_at_errors():
+        with self._lock, self._stopping_at_errors():
             os.pwrite(self._descriptor, first_line(mark, self._run), 0)
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -50,6 +50,11 @@ class KernelNames:
             self._taken.setdefault(kernel, set()).add(ordinal)
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
+    def launched(self, tuner: Autotuner) -> None:
+        """Keep the name of an Autotuner that this run launches from those that are new in it."""
+        kernel, ordinal = self._ordinals[tuner]
+        self._taken.setdefault(kernel, set()).add(ordinal)
+
     def name_of_choice(self, name: str, options: Iterable[str]) -> str:
         """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
         family = digest(f"tunable|{name}")

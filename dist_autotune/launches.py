@@ -87,7 +87,7 @@ class Launches:
             return intercept.launch(tuner, config, args, kwargs)
         binding = self._binding(tuner, args, kwargs)
         local = binding.local
-        candidate = self._candidate(local)
+        candidate = self._candidate(binding)
         while True:
             try:
                 result = self._launch_once(tuner, binding, candidate, args, kwargs)
@@ -95,26 +95,32 @@ class Launches:
                     self.settled.learn(tuner, binding.key, binding.configs[candidate])
                 return result
             except Exception as error:
-                if not self._replaces(tuner, args, kwargs, error):
+                if not self._replaces(tuner, binding.configs[candidate], args, kwargs, error):
                     raise
-            candidate = local.choice or local.stand_in()
+            candidate = local.chosen(binding)
 
     def _replaces(
-        self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+        self,
+        tuner: Autotuner,
+        config: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
     ) -> bool:
         """Return whether a launch failed because of its config; then that is banned and another chosen."""
-        binding = self._binding(tuner, args, kwargs)
-        local = binding.local
-        candidate = local.choice or local.choose()
-        hook = binding.configs[candidate].pre_hook
-        reason = config_failure(error, kwargs.get("grid"), hook)
-        if reason is None:
+        reason = config_failure(error, kwargs.get("grid"), config.pre_hook)
+        local = self._binding(tuner, args, kwargs).local
+        candidate = identity.candidate_digest(config.all_kwargs())
+        if reason is None or candidate not in dict(local.order):
             return False
-        self._contexts.ban(local, candidate, reason)
+        with self._lock:  # threads may launch it at once; what stands in for it since then has not failed
+            if candidate not in local.bans:
+                self._contexts.ban(local, candidate, reason)
+            if local.choice in (candidate, None):
+                local.choice = local.stand_in()
         self.settled.forget()
         if not self.tunes:
             self.met.add(local.name)  # the peers are to know
-        local.choice = local.stand_in()
         return True
 
     def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
@@ -127,7 +133,7 @@ class Launches:
             by_text = dict(zip(texts, options, strict=True))
             local = self._admission.choice(name, key, identity.key_text(key), by_text)
         is_capturing = intercept.is_capturing()
-        candidate = local.stand_in() if is_capturing else self._candidate(local)
+        candidate = local.stand_in() if is_capturing else self._candidate(local.bindings[0])
         place = texts.index(dict(local.order)[candidate])
         if not is_capturing:
             local.ran.add(candidate)
@@ -136,13 +142,12 @@ class Launches:
                 self._known_choices.learn(name, options, key, place)
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
-    def _candidate(self, local: Local) -> str:
+    def _candidate(self, binding: Binding) -> str:
         """Return the candidate of this run, the same for all launches of it."""
-        if local.choice is None:
-            local.choice = local.choose()
-        if not self.tunes and not local.is_settled:
-            self.met.add(local.name)
-        return local.choice
+        candidate = binding.local.chosen(binding)
+        if not self.tunes and not binding.local.is_settled:
+            self.met.add(binding.local.name)
+        return candidate
 
     def _launch_once(
         self,
@@ -200,18 +205,20 @@ class Launches:
         """Return the incumbent's config without admitting a context."""
         key = self._admission.key_of(tuner, args, kwargs)
         binding = self._admission.find(tuner, key) or self._admission.look(tuner, key, args, kwargs)
-        candidate = binding.local.stand_in()
-        return binding.configs.get(candidate) or next(iter(binding.configs.values()))
+        return binding.configs[binding.local.stand_in(binding.configs)]
 
     def _binding(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
         """Return what the launch belongs to; a context that is new is to be preflighted after the run."""
         key = self._admission.key_of(tuner, args, kwargs)
         binding = self._admission.find(tuner, key)
         if binding is not None:
+            self._names.launched(tuner)
             return binding
         with self._lock:
             binding = self._admission.find(tuner, key)
             if binding is None:
+                for known in self.settled.launched():
+                    self._names.launched(known)
                 binding = self._admission.admit(tuner, key, args, kwargs)
                 if self.tunes and binding.local.measures and not intercept.is_interpreted():
                     self._pending_preflight.append((binding, args, kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ class Local:
 
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""
-        if len(self.order) == 1:
+        if len(self.order) == 1 or candidate not in dict(self.order):
             return False
         if self.context is None:
             return self.claim is None
@@ -110,26 +110,35 @@ class Local:
         self.ran.clear()
         self.stopwatch.begin_run()
 
-    def choose(self) -> str:
+    def chosen(self, binding: Binding) -> str:
+        """Return the candidate of this run; what stands in for it where an Autotuner has pruned it away."""
+        if self.choice is None:
+            self.choice = self._choose()
+        return self.choice if self.choice in binding.configs else self.stand_in(binding.configs)
+
+    def _choose(self) -> str:
         """Return the candidate for all launches of this run."""
         if self.context is not None:
             planned = self.context.digests[self.context.planned]
-            if self._is_usable(planned):
+            if planned not in self.bans and planned in dict(self.order):
                 return planned
         return self.stand_in()
 
-    def stand_in(self) -> str:
-        """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig."""
+    def stand_in(self, among: Collection[str] | None = None) -> str:
+        """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig.
+
+        among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
+        """
+        order = dict(self.order)
+        known = order if among is None else among
         banned = set(self.bans)
         if self.context is not None:
             incumbent = self.context.digests[self.context.incumbent]
             banned |= {self.context.digests[index] for index in self.context.banned}
         else:
             incumbent = self.claim.candidate if self.claim is not None else self.order[0][0]
-        if self._is_usable(incumbent):
-            return incumbent
-        for candidate, _ in self.order:
-            if candidate not in banned:
+        for candidate in (incumbent, *order, *known):
+            if candidate not in banned and candidate in known:
                 return candidate
         raise NoValidConfig(
             f"{self.title}: all {len(self.order)} configs failed on some rank. {' '.join(self._reasons())}"
@@ -140,11 +149,14 @@ class Local:
             if candidate in self.bans:
                 yield f"Rank {self.rank}, {text}: {self.bans[candidate]}."
             elif self.context is not None and candidate in self.context.digests:
-                rank, reason = self.context.banned[self.context.digests.index(candidate)]
+                index = self.context.digests.index(candidate)
+                rank, reason = self.context.banned.get(index, (self.rank, "pruned away"))
                 yield f"Rank {rank}, {text}: {reason}."
 
-    def _is_usable(self, candidate: str) -> bool:
-        return candidate not in self.bans and candidate in self.bindings[0].configs
+    def config_of(self, candidate: str) -> Any:
+        """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
+        holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
+        return next(holders, {}).get(candidate)
 
     def announcement(self, kernel_id: str, siblings: int, place: int) -> Announcement:
         claim = self.claim

@@ -47,10 +47,10 @@ class LogLines:
 
     def line(self, record: records.Record) -> str:
         """Return the line for `record`, without its end; never more than one line."""
-        subject, text = self._describe(record)
+        subject, text = map(one_line, self._describe(record))
         self._subject_width = max(self._subject_width, len(subject))
         prefix = f"[{record.elapsed_s:6.1f}s] rank {record.rank:<3}"
-        return f"{prefix} {subject:<{self._subject_width}}  {one_line(text)}"
+        return f"{prefix} {subject:<{self._subject_width}}  {text}"
 
     def _describe(self, record: records.Record) -> tuple[str, str]:
         """Return what the record is about and what it says."""

@@ -56,7 +56,8 @@ class Options:
         _at_least("n_warmup", self.n_warmup, 0)
         _at_least("max_runs", self.max_runs, 1)
         _positive("timeout_s", self.timeout_s)
-        _positive("budget_s", self.budget_s)
+        if self.budget_s is not None:
+            _positive("budget_s", self.budget_s)
         for name in ("is_dist", "share", "watch"):
             _one_of(name, getattr(self, name), (True, False), bool)
         _one_of("progress", self.progress, (True, False, None), bool | None)
@@ -66,6 +67,8 @@ class Options:
         for method in ("start", "stop", "read_ms"):
             if self.clock is not None and not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
+        if isinstance(self.clock, type):
+            raise InvalidOption(f"clock={self.clock!r}: give a clock, not its class: {self.clock.__name__}()")
         if isinstance(self.preserve, str) or not isinstance(self.preserve, Sequence):
             raise InvalidOption(
                 f"preserve={self.preserve!r}: give a sequence of tensors or state_dict holders"
@@ -132,7 +135,5 @@ def _at_least(name: str, value: Any, least: int) -> None:
 
 
 def _positive(name: str, value: Any) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise InvalidOption(f"{name}={value!r}: expected a positive number of seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -25,7 +26,7 @@ class Progress:
             from rich.progress import Progress as Bar
 
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),  # a key may look like it
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("runs"),
@@ -60,4 +61,11 @@ class Progress:
 
 def is_shown(wanted: bool | None, rank: int) -> bool:
     """Return whether this rank shows a bar: rank 0 when stderr is a terminal, unless told otherwise."""
-    return rank == 0 and (sys.stderr.isatty() if wanted is None else wanted)
+    return rank == 0 and (_is_terminal(sys.stderr) if wanted is None else wanted)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Return whether `stream`, which a program may have closed or replaced, is a terminal."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return bool(stream.isatty())
+    return False

@@ -79,7 +79,7 @@ class Tuning:
     def planned_runs(self) -> int:
         """Return how many runs the search plans, the final one included."""
         together, in_turn = 0, 0
-        for name, run in self._admitted.items():
+        for name, run in tuple(self._admitted.items()):
             context = self.contexts.get(name)
             if context is None:
                 continue
@@ -92,7 +92,8 @@ class Tuning:
     @property
     def outlook(self) -> Outlook:
         """Return how far the session has come."""
-        contexts = [context for name in self._admitted if (context := self.contexts.get(name)) is not None]
+        admitted = map(self.contexts.get, tuple(self._admitted))  # a copy: any thread may ask for a report
+        contexts = [context for context in admitted if context is not None]
         return Outlook(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in contexts),
             candidates=sum(len(context.digests) for context in contexts),
@@ -289,11 +290,16 @@ class Tuning:
             context.start()
 
     def _take_turns(self) -> None:
-        """Let the next context be judged by the whole run, when all kernels are done; last comes the duel."""
+        """Let the next context be judged by the whole run, when all kernels are done; last comes the duel.
+
+        What is new while plans are compared waits until that is over: a whole run is timed for one thing.
+        """
+        if self.duel is not None:
+            return
         self._turns.pass_on(self.contexts)
         if any(self.unsettled):
             return
-        if self.rules.objective == "thunk" and self.duel is None and self._defaults and not self.closing:
+        if self.rules.objective == "thunk" and self._defaults and not self.closing:
             self.duel = Duel(self._undecided(), self._defaults)
             if self._left is not None:
                 self.duel.takes_up(self._left)

@@ -169,7 +169,7 @@ def tuned_contexts(
             TunedContext(
                 kernel=context.kernel,
                 key=local.key,
-                config=local.bindings[0].configs.get(context.digests[context.incumbent]),
+                config=local.config_of(context.digests[context.incumbent]),
                 ms=context.times.ms.get(context.incumbent),
                 fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
                 launch_bound=context.is_launch_bound,

@@ -297,10 +297,10 @@ class Context:
         elif tied is not None and (incumbent in tied or self.times.are_equal(winner, incumbent)):
             winner = incumbent
         self.settle("tuned", winner)
+        self._flow, self._asked, self._times_asked = None, None, {}
         if len(self._judges) > 1:
             del self._judges[0]
-            self.status, self._flow, self._asked = "", None, None
-            self._times_asked = {}
+            self.status = ""
             self.times.forget_samples()
             self._ran.clear()
 

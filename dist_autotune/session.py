@@ -212,7 +212,7 @@ class Session:
         trials = [
             self._chronicle.trial(run, local, outcomes[local.name])
             for local in told
-            if local.launches or local.stopwatch.sample_ms is not None
+            if local.launches or local.stopwatch.is_read
         ]
         domain.local_contexts.take(tuning.contexts, outcomes)
         counts = decisions.counts_whole_run(duel_sample, outcomes)

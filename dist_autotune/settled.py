@@ -11,6 +11,16 @@ from triton.runtime.autotuner import Autotuner
 from .intercept import Handler, Key, key_of
 
 
+class _Known:
+    """What is settled of one Autotuner, and the last call that launched it here."""
+
+    __slots__ = ("by_key", "call")
+
+    def __init__(self) -> None:
+        self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
+        self.call = 0
+
+
 class SettledLaunches:
     """Stands in for `Autotuner.run` in settled calls.
 
@@ -21,34 +31,41 @@ class SettledLaunches:
     def __init__(
         self,
         slow: Handler,
-        fails: Callable[[Autotuner, tuple[Any, ...], dict[str, Any], Exception], bool],
+        fails: Callable[[Autotuner, Any, tuple[Any, ...], dict[str, Any], Exception], bool],
         *,
         passes_single: bool,
     ) -> None:
         self._slow = slow
         self._passes_single = passes_single  # leave a kernel with one config to stock
-        self._fails = fails  # whether an exception means that the config does not work here: it is replaced
-        self._ready: weakref.WeakKeyDictionary[Autotuner, dict[Key, tuple[Any, dict[str, Any]]]]
-        self._ready = weakref.WeakKeyDictionary()
+        self._fails = fails  # whether an exception means that a config does not work here: it is replaced
+        self._ready: weakref.WeakKeyDictionary[Autotuner, _Known] = weakref.WeakKeyDictionary()
+        self._call = 0
 
     def learn(self, tuner: Autotuner, key: Key, config: Any) -> None:
-        self._ready.setdefault(tuner, {})[key] = (config, config.all_kwargs())
+        self._ready.setdefault(tuner, _Known()).by_key[key] = (config, config.all_kwargs())
 
     def forget(self) -> None:
         self._ready.clear()
 
+    def launched(self) -> list[Autotuner]:
+        """Return what the call under way has launched here."""
+        return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
+
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to put in place of `stock`."""
+        """Return the function to put in place of `stock` for one call."""
+        self._call += 1
+        call = self._call
         ready, slow, fails, passes_single = self._ready, self._slow, self._fails, self._passes_single
 
         def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
-            by_key = ready.get(tuner)
-            if by_key is None:
+            known = ready.get(tuner)
+            if known is None:
                 if passes_single and len(tuner.configs) == 1:
                     return stock(tuner, *args, **kwargs)
                 return slow(stock, tuner, args, kwargs)
+            known.call = call
             try:
-                config, options = by_key[key_of(tuner, args, kwargs)]
+                config, options = known.by_key[key_of(tuner, args, kwargs)]
             except (KeyError, TypeError):  # new, or a key that cannot be hashed
                 return slow(stock, tuner, args, kwargs)
             if kwargs.get("warmup"):
@@ -60,7 +77,7 @@ class SettledLaunches:
                     config.pre_hook({**named, **kwargs, **options})
                 return tuner.fn.run(*args, **kwargs, **options)
             except Exception as error:
-                if not fails(tuner, args, kwargs, error):
+                if not fails(tuner, config, args, kwargs, error):
                     raise
             return slow(stock, tuner, args, kwargs)
 

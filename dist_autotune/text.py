@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
 LAUNCH_BOUND_NOTE = (
     "launch-bound: the device waited for the host, whose part is in these times; candidates no further from "
@@ -39,8 +40,20 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with its line ends as ` | `: an error of a compiler often has several lines."""
-    return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+    """Return `text` with its line ends as ` | `: an error of a compiler often has several lines.
+
+    Other control characters, which a terminal would obey, are written as Python writes them.
+    """
+    line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
+
+
+def described(error: BaseException) -> str:
+    """Return `Type: message`; of a user's exception that cannot say its message, the type."""
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except Exception as other:
+        return f"{type(error).__name__} (its text cannot be told: {type(other).__name__})"
 
 
 def context_label(kernel: str, key: str) -> str:

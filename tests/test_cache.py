@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,27 @@ def test_bytes_that_are_no_text_are_a_miss(tmp_path: Path) -> None:
         assert DiskCache(tmp_path).load_all() == {}
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"winner": "c7"}, "winner: 'c7' is none of its 2 candidates"),
+        ({"ms": "nan"}, "ms: expected a positive number, found nan"),
+        ({"ms": float("nan")}, "ms: expected a positive number, found nan"),
+        ({"ms": -1}, "ms: expected a positive number, found -1.0"),
+    ],
+    ids=["unknown winner", "nan", "bare nan", "negative"],
+)
+def test_what_no_search_can_have_found_is_damaged(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put(entry())
+    path = tmp_path / KEY.file_name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.warns(CacheWarning, match=f"Ignored {path}: {reason}"):
+        assert cache.get(KEY) is None
+
+
 def test_a_file_under_the_name_of_another_entry_is_a_miss(tmp_path: Path) -> None:
     DiskCache(tmp_path).put(entry())
     other = dataclasses.replace(KEY, world_size=4)
@@ -188,35 +210,40 @@ def test_one_damaged_file_does_not_hide_the_others(tmp_path: Path) -> None:
 # ---- many writers
 
 
+WRITERS = 16
+
+
 def put_all(
     directory: Path, writer: int, keys: list[str], start: multiprocessing.synchronize.Barrier
 ) -> None:
     cache = DiskCache(directory)
     start.wait(60)
     for key in keys:
-        cache.put(entry(key=key, winner=f"c{writer}"))
+        cache.put(
+            entry(key=key, winner=f"c{writer}", candidates=tuple(f"c{each}" for each in range(WRITERS)))
+        )
 
 
 def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
-    writers, own, shared = 16, 8, 4
-    start = fork.Barrier(writers)
+    own, shared = 8, 4
+    start = fork.Barrier(WRITERS)
     shared_keys = [f"shared {i}" for i in range(shared)]
     processes = [
         fork.Process(
             target=put_all,
             args=(tmp_path, writer, [f"{writer}.{i}" for i in range(own)] + shared_keys, start),
         )
-        for writer in range(writers)
+        for writer in range(WRITERS)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
-    assert [process.exitcode for process in processes] == [0] * writers
+    assert [process.exitcode for process in processes] == [0] * WRITERS
     found = DiskCache(tmp_path).load_all()  # warnings are errors: every file is valid
     assert {each.key.key for each in found.values()} == {
         *shared_keys,
-        *(f"{writer}.{i}" for writer in range(writers) for i in range(own)),
+        *(f"{writer}.{i}" for writer in range(WRITERS) for i in range(own)),
     }
     assert list(tmp_path.glob("*.tmp")) == []
 
@@ -227,7 +254,7 @@ def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
 def put_forever(directory: Path) -> None:
     cache = DiskCache(directory)
     for number in range(1_000_000):
-        cache.put(entry(key=f"{number % 5}", winner=f"c{number}"))
+        cache.put(entry(key=f"{number % 5}", winner=f"c{number % 2}"))
 
 
 def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: Path) -> None:

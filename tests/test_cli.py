@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,20 @@ def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
     DiskCache(tmp_cache).put(entry())
     rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
     assert f"{KEY.digest[:8]} matmul 4096, 'fp16' BLOCK=128 0.2500 test device 2 2026-01-02T03:04:05Z" in rows
+
+
+def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:
+    DiskCache(tmp_cache).put(entry(key="caf\u00e9 \udc80"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_autotune", "cache", "list"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"caf\xe9 \udc80" in done.stdout
 
 
 def test_cache_list_of_an_empty_cache_says_where_it_looked(tmp_cache: Path) -> None:

@@ -6,8 +6,10 @@ import gc
 import itertools
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -154,6 +156,27 @@ def test_a_config_that_fails_in_a_later_launch_of_a_run_is_replaced_there(bench)
     assert bench.blocks()[:6] == [16] * 3 + [32, 16, 16]
     assert block_of(only(tuned.report).config) == 16
     assert list(only(tuned.report).timings.values()) == [3.0]
+
+
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+def test_a_config_that_fails_on_two_threads_at_once_is_the_only_one_banned(bench, is_settled):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    both = threading.Barrier(2)
+
+    def fail():
+        both.wait(60)
+        return out_of_resources()
+
+    with ThreadPoolExecutor(2) as pool:
+        tuned = bench.tune(lambda: list(pool.map(lambda x: launch(kernel, x), [numbers(), numbers()])))
+        if is_settled:
+            bench.tune(lambda: launch(kernel, numbers()))()
+            tuned()
+        kernel.fn.failures[32] = fail
+        for _ in range(3):
+            assert all(torch.equal(y, numbers() + 1) for y in tuned())
+    assert tuned.settled
+    assert list(only(tuned.report).banned) == [str(kernel.configs[1])]
 
 
 def test_the_hook_of_the_config_that_stands_in_runs_once_per_launch(bench):

@@ -1,7 +1,10 @@
 """The journals of sessions under way: whose they are, when one is written, and what the command line says."""
 
+import json
 import os
 import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
@@ -95,6 +98,28 @@ def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(
     assert found.crash.kind == EXACT
     assert found.crash.suspects == {"d" * 16: "deadly"}
     found.remove()
+
+
+def test_what_many_threads_launch_first_at_once_is_in_one_journal(tmp_path):
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for session in range(20):
+                directory = tmp_path / str(session)
+                directory.mkdir()
+                written = Journal(directory, {}, "f", 0, lambda directory, reason: pytest.fail(reason))
+                written.begin("abc", "cpu")
+                written.run(0, {})
+                contexts = [f"{context:016}" for context in range(16)]
+                list(pool.map(lambda name, to=written: to.launching(name, Try("d", "text")), contexts))
+                (path,) = directory.iterdir()
+                lines = map(json.loads, path.read_text().splitlines())
+                assert sorted([line["tries"] for line in lines if "tries" in line][-1]) == contexts
+                written.discard()
+                assert not directory.exists()
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 @pytest.mark.parametrize("options", [{"cache": False}, {}], ids=["no cache", "cached mode"])

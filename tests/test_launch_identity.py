@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from kernels_for_tests import (
     Probe,
     accumulate,
     add,
+    block_of,
     grid_of,
     launch,
     numbers,
@@ -89,6 +91,38 @@ def test_kernels_that_share_everything_are_told_apart_by_the_order_of_first_laun
     tuned()
     assert len(tuned.report.contexts) == 2
     assert (one.best_config.kwargs["BLOCK"], other.best_config.kwargs["BLOCK"]) == (16, 32)
+
+
+@pytest.mark.parametrize(
+    "first_run", [1, 3, 4, 5, 6], ids=lambda run: f"run {run}"
+)  # the third is the final one
+def test_a_kernel_that_joins_its_twin_in_a_later_run_is_a_kernel_of_its_own(bench, first_run):
+    one, other = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({16: 2.0, 32: 1.0})
+    runs = itertools.count()
+    tuned = bench.tune(
+        lambda: [launch(kernel, numbers()) for kernel in (one, other)[: 1 + (next(runs) >= first_run)]]
+    )
+    for _ in range(8):
+        tuned()
+    assert len(tuned.report.contexts) == 2
+    assert (one.best_config.kwargs["BLOCK"], other.best_config.kwargs["BLOCK"]) == (16, 32)
+
+
+def test_an_autotuner_that_has_pruned_the_planned_config_away_launches_another(bench):
+    runs = itertools.count()
+
+    def thunk():
+        kept = next(runs) % 2
+        pruning = {"early_config_prune": lambda configs, named, **rest: configs[kept:]}
+        return launch(bench.kernel({16: 1.0, 32: 2.0, 64: 3.0}, prune_configs_by=pruning), numbers())
+
+    tuned = bench.tune(thunk, n_repeat=2)
+    for _ in range(3):
+        assert torch.equal(tuned(), numbers() + 1)
+    assert tuned.settled
+    assert block_of(only(tuned.report).config) == 16
+    assert bench.blocks()[:3] == [16, 32, 16]  # the run between, of an Autotuner without it, did not count
+    assert set(bench.blocks()[-2:]) == {16, 32}  # settled: the winner, and what stands in for it
 
 
 def test_autotuners_made_anew_for_every_call_share_one_context_and_are_let_go(bench):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dist_autotune import tunable
 from dist_autotune.progress import is_shown
 from kernels_for_tests import Bench, launch, numbers
 
@@ -42,6 +43,26 @@ def test_it_is_shown_by_rank_0_on_a_terminal_unless_told_otherwise(
 ):
     monkeypatch.setattr(sys, "stderr", Terminal() if is_terminal else io.StringIO())
     assert is_shown(wanted, rank) is shown
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stderr", [None, closed(), object()], ids=["none", "closed", "no stream"])
+def test_a_program_may_have_no_stderr(monkeypatch, stderr):
+    tuned = tune()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    tuned()
+    assert tuned.settled
+
+
+def test_brackets_in_a_key_are_no_markup(terminal):
+    with contextlib.redirect_stderr(terminal):
+        tune(lambda: tunable("layout", [1, 2], key=("[/row]",)))()
+    assert "layout[[/row]]" in terminal.getvalue()
 
 
 def tune(thunk: Any = lambda: None, **options: Any) -> Any:

@@ -21,6 +21,18 @@ def tuned_step(rank_ms, function=None, **options):
     return tune(bench, lambda: launch(kernel, x), **options), bench
 
 
+def test_what_torch_does_not_know_as_a_group_is_an_error_with_its_value():
+    def program(rank):
+        destroyed = dist.new_group([0, 1])
+        dist.barrier(destroyed)
+        dist.destroy_process_group(destroyed)
+        for group in (3, destroyed):
+            with pytest.raises(TuningError, match=f"group={group!r}: .*not registered"):
+                tuned_step({16: 1.0, 32: 2.0}, group=group)[0]()
+
+    assert_all_ok(run_ranks(program, 2))
+
+
 @pytest.mark.parametrize("init", ["file", "tcp"])
 def test_a_group_of_some_ranks_tunes_without_the_others(init):
     def program(rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -117,6 +118,25 @@ def test_what_a_cached_result_leads_to_is_recomputed_too(tmp_path: Path) -> None
         kernel = bench.kernel({16: 3.0, 32: 1.0})
         bench.tune(lambda kernel=kernel: launch(kernel, numbers()), cache=tmp_path / "cache")()
     assert_as_recorded(sessions=2)
+
+
+def test_a_late_reading_that_is_no_sample_is_no_difference() -> None:
+    bench, calls = Bench(), itertools.count()
+    kernel, every = (
+        bench.kernel({16: 3.0, 32: float("nan"), 64: 2.0}),
+        bench.kernel({16: 1.0, 32: 2.0}, double),
+    )
+    bench.clock.ready = lambda mark: False  # type: ignore[attr-defined]  # of every run, two runs later
+
+    def thunk() -> None:
+        launch(every, numbers())
+        if next(calls) % 3 == 0:
+            launch(kernel, numbers())
+
+    tuned = bench.tune(thunk, mode="online")
+    while not tuned.settled:
+        tuned()
+    assert_as_recorded(sessions=1)
 
 
 def test_a_session_goes_on_from_the_contexts_that_earlier_ones_have_settled() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 import triton
@@ -289,6 +292,33 @@ def test_the_report_can_be_read_while_the_session_is_under_way(bench):
     assert second == (2, [("tuning", {texts[0]: 3.0})], False)
     assert final == (3, [("tuned", {texts[0]: 3.0, texts[1]: 1.0})], False)
     assert tuned.settled
+
+
+def test_any_thread_may_read_the_report_at_any_moment(bench):
+    kernel = bench.kernel({block: float(block) for block in range(16, 16 * 120, 16)})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), cache=False, log_dir=None)
+    is_over, errors = threading.Event(), []
+
+    def read():
+        while not is_over.is_set():
+            try:
+                str(tuned.report)
+            except RuntimeError as error:
+                errors.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(5):
+            tuned()
+            tuned.retune()
+    finally:
+        sys.setswitchinterval(interval_s)
+        is_over.set()
+        reader.join()
+    assert errors == []
 
 
 def test_online_the_report_grows_from_call_to_call(bench):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dist_autotune
-from dist_autotune import ContextualAutotuner, TuningError, contextual_autotune, settings
+from dist_autotune import ContextualAutotuner, TuningError, WallClock, contextual_autotune, settings
 from dist_autotune.flows import exhaustive
 from dist_autotune.options import Options
 from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
@@ -42,9 +42,11 @@ def thunk() -> str:
         ({"timeout_s": 0}, "timeout_s=0: expected a positive number of seconds"),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"timeout_s": "60"}, "timeout_s='60'"),
+        ({"timeout_s": None}, "timeout_s=None"),
         ({"budget_s": -1.0}, "budget_s=-1.0"),
         ({"budget_s": float("nan")}, "budget_s=nan"),
         ({"clock": object()}, r"has no method start\(\)"),
+        ({"clock": WallClock}, r"give a clock, not its class: WallClock\(\)"),
         ({"preserve": "weights"}, "preserve='weights': give a sequence"),
         ({"preserve": torch.zeros(2)}, "give a sequence of tensors"),
         ({"preserve": (torch.zeros(2),), "mode": "online"}, "preserve= belongs to mode='replay'"),
@@ -208,6 +210,11 @@ async def async_generator():
     yield 1
 
 
+class Asynchronous:
+    async def __call__(self):
+        pass
+
+
 @contextual_autotune
 def by_name(x):
     return 3 * x
@@ -236,6 +243,7 @@ def test_a_module_that_holds_a_decorated_function_can_be_copied():
         (coroutine, "is asynchronous"),
         (async_generator, "is asynchronous"),
         (functools.partial(coroutine), "is asynchronous"),
+        (Asynchronous(), "is asynchronous"),
         (classmethod(thunk), "put @classmethod above @contextual_autotune"),
         (staticmethod(thunk), "put @staticmethod above"),
     ],
@@ -244,6 +252,7 @@ def test_a_module_that_holds_a_decorated_function_can_be_copied():
         "async def",
         "async generator",
         "partial of async",
+        "async object",
         "classmethod below",
         "staticmethod below",
     ],
@@ -275,6 +284,13 @@ def test_a_module_can_be_decorated():
 @pytest.mark.parametrize("value", [None, (), (1, "two"), 3.5], ids=["None", "()", "tuple", "float"])
 def test_any_result_is_passed_through(value):
     assert contextual_autotune(lambda: value)() is value
+
+
+def test_any_argument_is_passed_on_whatever_its_name():
+    def keywords(**given):
+        return given
+
+    assert contextual_autotune(keywords)(self=1, fn=2, mode=3) == {"self": 1, "fn": 2, "mode": 3}
 
 
 def test_a_generator_is_passed_through_untouched():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from dist_autotune import tunable
@@ -112,3 +115,18 @@ def test_settled_each_call_of_a_tunable_gets_one_of_its_own_options(bench):
 @pytest.mark.parametrize("option", [None, True, 1.5, "text", [1, 2], {"a": 1}], ids=repr)
 def test_any_json_option_comes_back_as_it_was_given(bench, option):
     assert bench.tune(lambda: tunable("any", [option]))() is option
+
+
+@pytest.mark.parametrize("text", ["", "a\nb", "[/red]", "\x1b[31m", "\udc80", "x" * 5000], ids=ascii)
+def test_name_options_and_key_may_hold_any_text(bench, text):
+    def thunk():
+        chosen = tunable(text, [text, text + "2"], key=(text,))
+        bench.spend(2.0 if chosen == text else 1.0)
+        return chosen
+
+    bench.tune(thunk, name=text)()
+    again = bench.tune(thunk, name="another function")
+    assert (again(), again.report.runs) == (text + "2", 1)
+    for line in Path(".autotune_logs/rank-0.log").read_text().split("\n")[:-1]:
+        assert re.match(r"\[ *\d+\.\ds\] rank 0 ", line)
+        assert line.isprintable()

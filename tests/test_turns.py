@@ -149,6 +149,27 @@ def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
     assert simulation.statuses() == {"kernel": "tuned", "detail": "tuned", "way": "tuned"}
 
 
+@pytest.mark.parametrize("max_runs", [None, 10], ids=["in one session", "cut short"])
+def test_a_choice_that_is_new_while_plans_are_compared_waits_for_the_end_of_that(bench, max_runs):
+    kernel, chosen = bench.kernel({16: 2.0, 32: 1.0}), []
+    cost = {"first": 3.0, "second": 1.0, "third": 2.0}
+
+    def step():
+        launch(kernel, numbers())
+        if len(bench.blocks()) > 8:  # by launches: 2 runs; by whole runs: 2; then the comparison
+            chosen.append(tunable("late", list(cost)))
+            bench.spend(cost[chosen[-1]])
+
+    tuned = bench.tune(step, objective="thunk", max_runs=max_runs, cache=False)
+    for _ in range(6):
+        tuned()
+    assert tuned.settled
+    if max_runs is None:
+        assert chosen[:11] == ["first"] * 9 + ["second", "third"]  # the comparison's last runs, and one trial
+    assert chosen[-1] == "second"
+    assert kernel.best_config is kernel.configs[1]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_in_a_session_too(world):
     def program(rank):

@@ -49,6 +49,32 @@ def test_what_the_function_raises_reaches_the_caller_and_the_next_call_goes_on(b
     assert [record.by_rank for record in records(RunFailed)] == [0]
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise AttributeError("no such field")
+
+
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+def test_an_exception_that_cannot_say_its_text_reaches_the_caller(bench, is_settled):
+    kernel, errors = bench.kernel({16: 3.0, 32: 1.0}), [Mute()]
+
+    def thunk():
+        launch(kernel, numbers())
+        if is_tuning() is not is_settled and errors:
+            raise errors.pop()
+
+    tuned = bench.tune(thunk)
+    if is_settled:
+        tuned()
+    with pytest.raises(Mute):
+        tuned()
+    assert [record.error for record in records(RunFailed)] == (
+        [] if is_settled else ["Mute (its text cannot be told: AttributeError)"]
+    )
+    tuned()
+    assert tuned.settled
+
+
 def test_an_exception_before_any_launch_leaves_a_session_to_go_on(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     runs = itertools.count()
