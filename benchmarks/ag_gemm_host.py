@@ -4,12 +4,13 @@
     ./launch.sh --cpu --nproc 1 benchmarks/ag_gemm_host.py            # without: the part that is Python's
 
 On GPUs the device sleeps while a burst of calls is enqueued, so nothing is waited for: the figure is how long
-the host takes to return from a call, median of all bursts, slowest rank. Without GPUs one process pretends to
-be rank 0 of 2: kernels are compiled for Hopper, the driver's functions and the launcher return at once, and
-what is left is our Python and Triton's. `nothing` is the same call whose consumer launches nothing.
+the host takes to return from a call, median of all bursts, slowest rank. Then the same without its launch,
+and without launch and exchange: the differences are what those two cost. Without GPUs one process pretends to
+be rank 0 of 2: kernels are compiled for Hopper, the functions of the driver return at once, and what is left
+is our Python and Triton's. `any` leaves the choices to each call, which is how operations are opened.
 
 Traps: a queue that is full makes the host wait, so a burst is short; a busy machine adds, so the lowest of
-the medians of five parts is taken.
+the medians of five parts is taken. Calls without an exchange come last: no peer is in the middle of one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import time
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,11 +45,11 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm, plain, specialized
 from dist_autotune.kernels.symm.base import SymmetricMemory, SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory
 from dist_autotune.kernels.symm.ranks import RankGroup
-from pretended_device import PretendedDevice
+from pretended_device import DeviceUnderTriton
 from render import summary
 
 ROWS, COLUMNS, K = (4096, 3584, 8192) if ON_GPU else (512, 256, 256)
-CONSUMERS = ("specialized", "plain", "matmul")
+CONSUMERS = ("specialized", "plain", "matmul", "any")
 PARTS, BURSTS, CALLS = 5, 4, 20  # a call is about ten commands; queues hold a thousand
 SLEEP_MS = 20.0
 AIM_US = 60.0
@@ -64,6 +66,13 @@ class _Stream:
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
+
+
+class _Operation:
+    """The driver's form of an operation on a stream; whoever writes it down sets what he likes."""
+
+    def __init__(self) -> None:
+        self.writeValue = self.waitValue = types.SimpleNamespace()
 
 
 class _PretendedRanks(RankGroup):
@@ -84,8 +93,16 @@ class _PretendedMemory(CudaMemory):
 
     def __init__(self) -> None:
         SymmetricMemory.__init__(self, _PretendedRanks(), torch.device("cpu"), "there is no GPU")
-        names = ("cuMemcpyAsync", "cuStreamWriteValue32", "cuStreamWaitValue32")
-        self._driver = types.SimpleNamespace(**dict.fromkeys(names, lambda *args: (0,)))
+        names = ("cuMemcpyAsync", "cuStreamBatchMemOp", "cuStreamWriteValue32", "cuStreamWaitValue32")
+        self._driver = types.SimpleNamespace(
+            **dict.fromkeys(names, lambda *args: (0,)),
+            CUdeviceptr=int,
+            CUstream=int,
+            CUstreamBatchMemOpParams=_Operation,
+            CUstreamBatchMemOpType=types.SimpleNamespace(
+                CU_STREAM_MEM_OP_WAIT_VALUE_32=1, CU_STREAM_MEM_OP_WRITE_VALUE_32=2
+            ),
+        )
 
     def side_stream(self) -> Any:
         return _Stream()
@@ -109,8 +126,10 @@ def pretend() -> None:
     from dist_autotune.kernels.ag_gemm import matmul
     from dist_autotune.kernels.symm import cuda
 
-    PretendedDevice().install()
+    torch.set_num_threads(1)  # or a copy now and then waits for a busy core
+    DeviceUnderTriton(lambda *args: None).install()
     operation.Operation._read_device = _read_hopper  # type: ignore[method-assign]
+    operation._allocate_scratch = lambda size, *_: torch.empty(size, dtype=torch.int8)  # type: ignore[assignment]
     operation.open_symmetric_memory = lambda *args, **kwargs: _PretendedMemory()  # type: ignore[assignment]
     cuda._handle = lambda stream: stream.handle  # type: ignore[attr-defined]
     specialized.capability = lambda device: 9  # type: ignore[assignment]
@@ -139,41 +158,62 @@ def call_us(call: Callable[[], object], sleep: Callable[[], None], wait: Callabl
     return min(medians)
 
 
-def rows_of(consumer: str, ranks: Ranks) -> list[tuple[str, str, float]]:
-    """Return (consumer, how it is called, us) for the ways to call an operation."""
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of a call on the host, of the slowest rank, and what of them its parts are."""
+
+    consumer: str
+    way: str
+    call_us: float
+    without_launch_us: float
+    rest_us: float  # without launch and exchange
+
+    def row(self) -> tuple[str, ...]:
+        parts = (self.call_us - self.without_launch_us, self.without_launch_us - self.rest_us, self.rest_us)
+        return (self.consumer, self.way, *(f"{us:.1f}" for us in (self.call_us, *parts)))
+
+
+def costs_of(consumer: str, ranks: Ranks) -> list[Cost]:
+    """Return the costs of the ways to call an operation."""
     options = {"dtype": torch.bfloat16, "device": ranks.device}
     weight, a_shard = torch.randn(COLUMNS, K, **options), torch.randn(ROWS, K, **options)
-    chosen = None if consumer == "nothing" else consumer
-    with AllGatherGemm(
-        ROWS, K, torch.bfloat16, timeout_s=60.0, graphs=False, consumer=chosen, pieces=1, programs=132
-    ) as op:
+    fixed = {} if consumer == "any" else {"consumer": consumer, "pieces": 1, "programs": 132}
+    with AllGatherGemm(ROWS, K, torch.bfloat16, timeout_s=60.0, graphs=False, **fixed) as op:
         op.shard.normal_()
         out = torch.empty(op.world_size * ROWS, COLUMNS, **options)
-        if consumer == "nothing":
-            op._consumers = dict.fromkeys(op._consumers, lambda *args, **kwargs: None)
-        ways = {
+        ways: dict[str, Callable[[], object]] = {
             "in place, out given": lambda: op(op.shard, weight, out),
             "in place": lambda: op(op.shard, weight),
             "copied, out given": lambda: op(a_shard, weight, out),
         }
-        if consumer == "nothing":
-            del ways["in place"], ways["copied, out given"]
-        found = []
-        for name, call in ways.items():
-            for _ in range(5):
-                call()
-            op.check()
-            sleep = (lambda: torch.cuda._sleep(int(SLEEP_MS * 2_000_000))) if ON_GPU else (lambda: None)
-            found.append((consumer, name, max(ranks.gather(call_us(call, sleep, ranks.synchronize)))))
+        columns = [times_of(op, ways, ranks)]
+        op._launch = lambda *args: None
+        columns.append(times_of(op, ways, ranks))
+        op._producer.start = op._producer.join = lambda *args: None
+        columns.append(times_of(op, ways, ranks))
+    times = zip(*columns, strict=True)
+    return [Cost(consumer, way, *figures) for way, figures in zip(ways, times, strict=True)]
+
+
+def times_of(op: AllGatherGemm, ways: dict[str, Callable[[], object]], ranks: Ranks) -> list[float]:
+    """Return the microseconds of each way on the slowest rank."""
+    found = []
+    for call in ways.values():
+        for _ in range(5):
+            call()
+        op.check()
+        sleep = (lambda: torch.cuda._sleep(int(SLEEP_MS * 2_000_000))) if ON_GPU else (lambda: None)
+        found.append(max(ranks.gather(call_us(call, sleep, ranks.synchronize))))
     return found
 
 
-def table(rows: list[tuple[str, str, float]]) -> dict[str, Any]:
+def table(costs: list[Cost]) -> dict[str, Any]:
     notes = [f"The aim for a settled eager call is {AIM_US:g} us." if ON_GPU else _PYTHON_ONLY]
+    figures = ("host us", "launch", "exchange", "rest")
     return {
-        "columns": ("consumer", "call", "host us"),
-        "figures": ("host us",),
-        "rows": [(consumer, name, f"{us:.1f}") for consumer, name, us in rows],
+        "columns": ("consumer", "call", *figures),
+        "figures": figures,
+        "rows": [cost.row() for cost in costs],
         "notes": notes,
     }
 
@@ -199,9 +239,9 @@ def main() -> None:
         record = describe_run(ranks, op="ag_gemm_host", title=title, commit=options.commit, plan=plan)
         if not ON_GPU:
             record["hardware"]["device"] = "CPU, a pretended Hopper"
-        consumers = ("plain", "nothing") if ON_GPU and torch.cuda.get_device_capability()[0] < 9 else None
-        rows = [row for consumer in consumers or (*CONSUMERS, "nothing") for row in rows_of(consumer, ranks)]
-        record["table"], record["clocks"] = table(rows), clocks_seen(ranks)
+        consumers = CONSUMERS[1:] if ON_GPU and torch.cuda.get_device_capability()[0] < 9 else CONSUMERS
+        costs = [cost for consumer in consumers for cost in costs_of(consumer, ranks)]
+        record["table"], record["clocks"] = table(costs), clocks_seen(ranks)
         if options.json is not None and ranks.rank == 0:
             write_json(options.json, record)
         ranks.say(f"\n{summary(record)}")

@@ -38,7 +38,9 @@ from common import (
     write_json,
 )
 from dist_autotune import ContextualAutotuner, contextual_autotune
+from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
+from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
 from render import summary
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -187,9 +189,22 @@ def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
     return arms
 
 
-def what_was_tuned(tuned: list[ContextualAutotuner[..., Any]]) -> dict[str, Any]:
+def what_was_copied(kernel: str, key: tuple[Any, ...], problem: Problem) -> list[str]:
+    """Return which matrices passed through scratch memory: those that the kernel found better aligned."""
+    if kernel != "gemm":
+        return []
+    found = dict(zip(tuned_gemm.keys, key, strict=False))  # the key ends with types
+    copied = []
+    for name, tensor in (("a", problem.a), ("b", problem.b)):
+        matrix = as_matrix(tensor)
+        if matrix is None or matrix.alignment() < int(found[f"{name}_alignment"]):
+            copied.append(name)
+    return [*copied, "out"] if as_matrix(problem.out) is None else copied
+
+
+def what_was_tuned(problem: Problem) -> dict[str, Any]:
     """Return what the record says of the tuning of all arms of a shape."""
-    reports = [each.report for each in tuned if each.report is not None]
+    reports = [each.report for each in problem.tuned if each.report is not None]
     contexts = [
         {
             "kernel": context.kernel,
@@ -199,6 +214,7 @@ def what_was_tuned(tuned: list[ContextualAutotuner[..., Any]]) -> dict[str, Any]
             "status": context.status,
             "timed": len(context.timings),
             "banned": len(context.banned),
+            "copied": what_was_copied(context.kernel, context.key, problem),
         }
         for report in reports
         for context in report.contexts
@@ -216,7 +232,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         "dtype": options.dtype,
         "b": "rows" if options.b_rows else "columns",
         **measured,
-        "tuned": what_was_tuned(problem.tuned),
+        "tuned": what_was_tuned(problem),
         "clocks": clocks_seen(ranks),
         "trouble_at_closing": [],
     }

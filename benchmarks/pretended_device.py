@@ -5,10 +5,12 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -63,3 +65,31 @@ class PretendedDevice(DriverBase):
 
     def get_benchmarker(self) -> Any:
         raise AssertionError("nothing is benchmarked by stock Triton")
+
+
+class DeviceUnderTriton(PretendedDevice):
+    """The same below Triton's own launcher for CUDA; `hand` is called in place of its function in C."""
+
+    def __init__(self, hand: Callable[..., None]) -> None:
+        super().__init__()
+        self.hand = hand
+        self.utils.fill_tma_descriptor = lambda *given: ("tensor map", *given)
+        # From 3.7 on the launcher finds its functions here, and types in its module.
+        self.utils.fill_tma_descriptor_tiled = self.utils.fill_tma_descriptor
+        self.utils.build_signature_metadata = tuple
+        self.utils.launch = hand
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        module = types.SimpleNamespace(launch=self.hand)
+        names = {
+            "compile_module_from_src": lambda **_: module,
+            "library_dirs": list,
+            "PyKernelArg": _annotation,
+        }
+        known = {name: value for name, value in names.items() if hasattr(nvidia, name)}
+        with mock.patch.multiple(nvidia, **known):
+            return nvidia.CudaLauncher(source, metadata)
+
+
+def _annotation(**parts: Any) -> tuple[Any, ...]:
+    return tuple(parts.values())

@@ -120,7 +120,9 @@ def _tuned(record: dict[str, Any]) -> str:
         nothing = {"config": "one candidate: nothing to tune", "timed": 0, "status": ""}
         for context in case["tuned"]["contexts"] or [nothing]:
             figures = (str(context["timed"]), str(case["tuned"]["runs"]), context["status"])
-            rows.append((case["case"], context["config"], *figures, clocks))
+            copied = context.get("copied")  # operands that passed through scratch memory
+            config = f"{context['config']}; copied: {', '.join(copied)}" if copied else context["config"]
+            rows.append((case["case"], config, *figures, clocks))
     return f"## What was tuned\n\n{_markdown(columns, rows)}"
 
 

@@ -7,19 +7,19 @@ given to another tensor of the same place and shape is described by it just as w
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TMA_BYTES = 16  # what addresses and the distance of rows are multiples of
+LINE_BYTES = 128  # of the caches: rows that begin at multiples of it are loaded fastest
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 DESCRIPTORS_KEPT = 1024
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Rows that TMA can address: `rows` of `columns` elements, `pitch` elements apart."""
 
     address: int
@@ -38,6 +38,17 @@ class Matrix:
         quantum = TMA_BYTES // self.dtype.itemsize
         return self.address % TMA_BYTES == 0 and self.pitch >= self.columns and self.pitch % quantum == 0
 
+    def alignment(self) -> int:
+        """Return the most bytes, a power of two up to LINE_BYTES, of which every row begins at a multiple."""
+        steps = self.address if self.rows == 1 else self.address | self.pitch * self.dtype.itemsize
+        return min(steps & -steps, LINE_BYTES)
+
+
+def matrix_of_rows(rows: torch.Tensor, *, transposed: bool = False) -> Matrix:
+    """Return a tensor's rows, known to be as TMA wants them; `transposed` if they are another's columns."""
+    number, length = rows.shape
+    return Matrix(rows.data_ptr(), number, length, rows.stride(0), rows.dtype, transposed)
+
 
 def as_matrix(tensor: torch.Tensor) -> Matrix | None:
     """Return the tensor's rows, or else its columns, as TMA can address them; None if it can do neither."""
@@ -52,12 +63,6 @@ def as_matrix(tensor: torch.Tensor) -> Matrix | None:
         if (column_stride == 1 or columns == 1) and matrix.is_addressable():
             return matrix
     return None
-
-
-@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
-def described(matrix: Matrix, block: tuple[int, int]) -> TensorDescriptor:
-    """Return the descriptor whose copies move that block; the same object each time, not to be changed."""
-    return describe(matrix, block)
 
 
 def describe(matrix: Matrix, block: tuple[int, int]) -> TensorDescriptor:

@@ -9,6 +9,7 @@ one that was remembered, so a later tuning is followed at once.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import triton
 
 from dist_autotune import is_tuning
 
+from .matrices import DESCRIPTORS_KEPT, Matrix, describe
+from .prepared_launch import PreparedLaunch
+
 KEPT = 512
 
 Shape = TypeVar("Shape", bound=Hashable)
@@ -25,7 +29,7 @@ BlocksOf = Callable[[dict[str, Any]], dict[str, tuple[int, int]]]  # descriptors
 Grid = Callable[[dict[str, Any]], tuple[int, int, int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Settled:
     """How a shape is launched as long as `config` is the tuner's choice for `key`."""
 
@@ -33,7 +37,18 @@ class Settled:
     key: tuple[Any, ...]
     blocks: tuple[tuple[int, int], ...]  # of the descriptors
     constants: tuple[Any, ...]  # in the order of the kernel's parameters, which end with them
-    run: Callable[..., Any]  # the compiled kernel, with its grid
+    compiled: Any
+    grid: tuple[int, int, int]
+
+    def launch(self, matrices: tuple[Matrix, ...], *arguments: Any) -> None:
+        """Launch the kernel; descriptors of `matrices`, with the config's blocks, are its first arguments."""
+        _prepared(self, matrices)(*arguments)
+
+
+@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
+def _prepared(settled: Settled, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
+    descriptors = tuple(map(describe, matrices, settled.blocks))
+    return PreparedLaunch(settled.compiled, settled.grid, descriptors, settled.constants)
 
 
 class SettledLaunches(Generic[Shape]):
@@ -75,8 +90,8 @@ class SettledLaunches(Generic[Shape]):
             return
         named = {**constants, **config.kwargs}
         ordered = tuple(named[name] for name in tuner.arg_names if name in named)
-        blocks = tuple(self._blocks_of(named).values())
-        self._of[shape] = Settled(config, key, blocks, ordered, compiled[grid(config.kwargs)])
+        blocks = tuple(self._blocks_of({**sizes, **named}).values())
+        self._of[shape] = Settled(config, key, blocks, ordered, compiled, grid(config.kwargs))
         if len(self._of) > self._kept:
             self._of.popitem(last=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.choices import Choice
+from dist_autotune.kernels.ag_gemm.operands import Operands
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from operation_runs import device
 
@@ -81,10 +81,15 @@ def begin(rank: int, candidate: int | None = None) -> None:
     all_gather_gemm.configs = [CANDIDATES[(rank if candidate is None else candidate) % len(CANDIDATES)]]
 
 
+def operands_of(op: AllGatherGemm, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Operands:
+    """Return what a call with these tensors is chosen by."""
+    return op._operands.find(weight, out, rows, op._options_of)
+
+
 def force(op: AllGatherGemm, **chosen: Any) -> None:
     """Let this rank's calls take these of the choices, whatever its peers take."""
     choose = op._choose
-    op._choose = lambda *shape: dataclasses.replace(choose(*shape), **chosen)
+    op._choose = lambda *shape: choose(*shape)._replace(**chosen)
 
 
 def choose_at_random(op: AllGatherGemm, seed: object) -> None:

@@ -82,8 +82,9 @@ class Machine:
 
     running: ClassVar[Machine | None] = None
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, haste: float | None = None) -> None:
         self.random = random.Random(seed)
+        self.haste = haste  # how likely the hardware goes on before a task; None: each thing is as likely
         self.tasks: list[Task] = []
         self.copies: list[Callable[[], None]] = []  # TMA loads in flight
         self.queues: dict[int, list[Callable[[], None]]] = {}  # tcgen05 of each program, in order
@@ -107,14 +108,14 @@ class Machine:
             if not ready and not operations:
                 self.failure = Deadlock(self._stuck())
                 break
-            choice = self.random.randrange(len(ready) + len(operations))
             self.turns += 1
-            if choice < len(ready):
-                self.now = ready[choice]
+            share = len(operations) / (len(ready) + len(operations)) if self.haste is None else self.haste
+            if operations and (not ready or self.random.random() < share):
+                self.random.choice(operations)()
+            else:
+                self.now = self.random.choice(ready)
                 self.now.go.release()
                 self.back.acquire()
-            else:
-                operations[choice - len(ready)]()
         for task in self.tasks:
             while not task.done:
                 task.go.release()

@@ -46,8 +46,8 @@ class Buffer:
 
     dtype = None
 
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
+    def __init__(self, array: np.ndarray, slice_of: Buffer | None = None) -> None:
+        self.array, self.slice_of = array, slice_of
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,10 +55,13 @@ class Buffer:
 
     @property
     def memory(self) -> int:
-        return self.array.__array_interface__["data"][0]
+        return self.slice_of.memory if self.slice_of else self.array.__array_interface__["data"][0]
 
     def index(self, i: int) -> Buffer:
         return Buffer(self.array[i])
+
+    def slice(self, start: int, length: int, dim: int) -> Buffer:
+        return Buffer(self.array[(slice(None),) * dim + (slice(start, start + length),)], self)
 
     def permute(self, order: tuple[int, ...]) -> Buffer:
         return Buffer(self.array.transpose(order))
@@ -79,7 +82,7 @@ class Buffer:
 
 
 class TensorMemory(Buffer):
-    def slice(self, start: int, length: int) -> TensorMemory:
+    def slice(self, start: int, length: int) -> TensorMemory:  # type: ignore[override]
         return TensorMemory(self.array[:, start : start + length])
 
     def index(self, i: int) -> TensorMemory:

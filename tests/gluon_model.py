@@ -72,14 +72,13 @@ def _must_be_fenced(buf: Buffer, what: str) -> None:
 
 
 def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, pred: bool = True) -> None:
-    _must_be_fenced(buf, "load")
-    desc.may_load(coord)
-
     def copy() -> None:
         buf.array[...] = desc.read(coord)
         bar.transfer(-desc.block_type.nbytes)
 
     if pred:
+        _must_be_fenced(buf, "load")
+        desc.may_load(coord)
         buf.array[...] = np.nan  # from now on nobody may count on what was there
         machine().copies.append(copy)
     now().pause()
@@ -101,7 +100,7 @@ def _store_wait(pendings: int) -> None:
     now().pause()
 
 
-def _multiply(a: Buffer, b: Buffer, acc: Tensor, *, is_async: bool) -> Tensor:
+def _multiply(a: Buffer | Tensor, b: Buffer, acc: Tensor, *, is_async: bool) -> Tensor:
     assert is_async
 
     def finish() -> None:
@@ -231,6 +230,8 @@ def _fakes() -> dict[str, types.ModuleType]:
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
         NVMMADistributedLayout=nothing,
+        DotOperandLayout=nothing,
+        convert_layout=lambda tensor, layout: tensor,
         atomic_add=_atomic_add,
         atomic_xchg=_atomic_xchg,
         load=lambda pointer: pointer.get(),
@@ -313,11 +314,15 @@ def launch(
     *args: Any,
     seed: int,
     warps: int = 4,
+    haste: float | None = None,
     beside: Sequence[Callable[[], None]] = (),
     **options: Any,
 ) -> None:
-    """Run all programs of a launch, and what runs `beside` them, to their ends, in an order of that seed."""
-    Machine.running = Machine(seed)
+    """Run all programs of a launch, and what runs `beside` them, to their ends, in an order of that seed.
+
+    haste: how likely what the hardware does on its own goes on before a program does.
+    """
+    Machine.running = Machine(seed, haste)
     machine().programs = programs
     for body in beside:
         machine().start(getattr(body, "__name__", "other"), -1, 1, body)

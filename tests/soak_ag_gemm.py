@@ -32,10 +32,11 @@ if not torch.cuda.is_available():
 
 import triton
 
-from ag_gemm_runs import error_ratio, poison
+from ag_gemm_runs import error_ratio, operands_of, poison
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialized, specialized_candidates
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.choices import Choice
+from dist_autotune.kernels.ag_gemm.operands import Operands
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 
 ON_GPU = torch.cuda.is_available()
@@ -82,7 +83,7 @@ class Graph:
         self.out = like.new_zeros((m * op.world_size, n))
         self._graph: torch.cuda.CUDAGraph | None = None
         if ON_GPU:
-            choose, chosen = op._choose, op._choose(self.weight, self.out, m)
+            choose, chosen = op._choose, op._choose(operands_of(op, self.weight, self.out, m))
             op._choose = lambda *shape: chosen  # in the capture too: nothing may be loaded there
             op(self.a_shard, self.weight, self.out)
             self._graph = torch.cuda.CUDAGraph()
@@ -193,8 +194,8 @@ class Soak:
     def _choose_at_random(self, op: AllGatherGemm) -> None:
         """Let each call take one of the options that it has on this rank, at random."""
 
-        def choose(*shape: object) -> Choice:
-            options = op._options_of(*shape)
+        def choose(operands: Operands) -> Choice:
+            options = operands.kind.options
             return Choice(*map(self._own.choice, (options.consumers, options.pieces, options.programs)))
 
         op._choose = choose

@@ -16,6 +16,7 @@ from ag_gemm_runs import (
     error_ratio,
     force,
     gathered_by_torch,
+    operands_of,
     poison,
     tensors,
 )
@@ -276,7 +277,7 @@ def fixed(rank):
 
         step()
         weight = tensors(64, 24, 16, HALF)[1]
-        choice = op._choose(weight, weight.new_empty(128, 24), 64)
+        choice = op._choose(operands_of(op, weight, weight.new_empty(128, 24), 64))
         found = {context.kernel for context in step.report.contexts if context.kernel.startswith("ag_gemm ")}
     return errors, found, (choice.consumer, choice.pieces, choice.programs)
 
@@ -356,7 +357,7 @@ def tune(rank, producer, columns_of_rank):
         step()
         found = sorted(context.kernel for context in step.report.contexts)
         _, weight = tensors(48, columns_of_rank[rank], 16, HALF)
-        outside = op._choose(weight, weight.new_empty(96, columns_of_rank[rank]), 48)
+        outside = op._choose(operands_of(op, weight, weight.new_empty(96, columns_of_rank[rank]), 48))
         settled = {context.kernel: context.config for context in step.report.contexts}
     mine = [settled[f"ag_gemm {name}"] for name in ("consumer", "pieces", "programs")]
     return errors, tuned_runs, found, [outside.consumer, outside.pieces, outside.programs] == mine

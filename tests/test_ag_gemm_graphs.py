@@ -23,6 +23,7 @@ from ag_gemm_runs import (
     call_in_lane,
     error_ratio,
     gathered_by_torch,
+    operands_of,
     poison,
     tensors,
 )
@@ -158,7 +159,8 @@ def dead_peer(rank, last):
     out = torch.empty(8 * op.world_size, 16, dtype=HALF)
     op._patience_ticks = as_patience(600.0)
     for _ in range(2):  # what graphs that are enqueued already would do
-        op._run_in_lane(weight, out, 8, op._choose(weight, out, 8))
+        operands = operands_of(op, weight, out, 8)
+        op._run_in_lane(weight, out, operands, op._choose(operands))
     return message, message_of(op.check) == message
 
 

@@ -189,11 +189,12 @@ def gather_and_multiply(
     product = scene.c.reshape(scene.world, scene.m, scene.n)
     alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
     np.testing.assert_array_equal(product[alive], scene.a[alive] @ scene.b.T)
-    # Rows of the last two rows of tiles may be stored twice, with the same values; no others.
-    once = np.ones(scene.m, dtype=int)
-    once[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
+    # What the last tiles share with those before them is stored twice, with the same values; nothing else.
+    rows, columns = np.ones((scene.m, 1), dtype=int), np.ones((1, scene.n), dtype=int)
+    rows[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
+    columns[:, max(scene.n - width, 0) : (-(-scene.n // width) - 1) * width] = 2
     writes = c_desc.writes.reshape(scene.world, scene.m, scene.n)
-    np.testing.assert_array_equal(writes, np.broadcast_to(once[None, :, None], writes.shape))
+    np.testing.assert_array_equal(writes, np.broadcast_to(rows * columns, writes.shape))
     failed = {chunk for chunk in range(scene.world) if scene.errors[chunk]}
     assert failed == ({scene.dead} if scene.dead is not None else set())
     return written

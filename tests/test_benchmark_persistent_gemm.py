@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import common
 import elementwise_add
@@ -102,6 +103,31 @@ def test_means_are_of_cases_in_which_both_ran():
         {"arms": [{"name": "cuBLAS", "ms": 1.0}, {"name": "ours", "unavailable": "no"}]},
     ]
     assert benchmark.geometric_means(cases) == {"cuBLAS / ours": {"mean": 1.0, "least": 0.5, "cases": 2}}
+
+
+def test_a_record_says_which_operands_were_copied():
+    values = dict.fromkeys(benchmark.tuned_gemm.keys, 0) | {"a_alignment": 128, "b_alignment": 16}
+    problem = benchmark.Problem(
+        benchmark.Shape(64, 72, 520), torch.bfloat16, torch.device("cpu"), b_rows=False
+    )
+
+    def copied(**changed: int) -> list[str]:
+        key = (*(values | changed).values(), "torch.int32", "torch.float32")
+        return benchmark.what_was_copied("gemm", key, problem)
+
+    assert copied() == ["a"]
+    assert copied(a_alignment=16) == []
+    assert copied(b_alignment=128) == ["a", "b"]
+    assert benchmark.what_was_copied("plain_gemm", (64, 72, 520), problem) == []
+    problem.out = problem.out[:, 1:]
+    assert copied() == ["a", "out"]
+
+
+def test_a_page_names_what_was_copied():
+    context = {"kernel": "gemm", "config": "BLOCK_M: 64", "timed": 3, "status": "tuned", "copied": ["a", "b"]}
+    case = {"case": "1 x 2 x 3", "clocks": {}, "tuned": {"contexts": [context], "runs": 4}}
+    page = render._tuned({"case_title": "M x N x K", "cases": [case]})
+    assert "| BLOCK_M: 64; copied: a, b | 3 | 4 | tuned |" in page
 
 
 @pytest.mark.gpu

@@ -34,9 +34,14 @@ def multiply(
     splits: int = 1,
     stream_k: int = 0,
     stagger: bool = False,
+    pieces: tuple[int, int, int] = (1, 1, 1),
+    warps: int = 4,
     seed: int = 0,
 ) -> None:
-    """Check one launch: that it ends, writes a @ b and nothing twice, and puts the counter back."""
+    """Check one launch: that it ends, writes a @ b everywhere, and puts the counter back.
+
+    pieces: in how many loads rows of A, of B and of B's further columns come.
+    """
     (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
     numbers = np.random.default_rng(seed)
     a = numbers.integers(-3, 4, (m, k)).astype(float)
@@ -44,13 +49,12 @@ def multiply(
     split_rows = -(-m // block_m) * block_m if splits > 1 else m
     c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
-    a_desc = (
-        Descriptor(a.T.copy(), [block_k, block_m]) if transposed[0] else Descriptor(a, [block_m, block_k])
-    )
+    a_block = [block_k, block_m] if transposed[0] else [block_m // pieces[0], block_k]
+    a_desc = Descriptor(a.T.copy() if transposed[0] else a, a_block)
     b_rows = b.T.copy() if transposed[1] else b
 
-    def b_descriptor(width: int) -> Descriptor:
-        return Descriptor(b_rows, [width, block_k] if transposed[1] else [block_k, width])
+    def b_descriptor(width: int, pieces: int) -> Descriptor:
+        return Descriptor(b_rows, [width // pieces, block_k] if transposed[1] else [block_k, width])
 
     c_desc = Descriptor(c, [block_m, store_n])
     tiles = -(-m // block_m) * -(-n // (block_n + extra_n)) * splits
@@ -58,8 +62,8 @@ def multiply(
         BODY.gemm,
         tiles if variant == "pipelined" else programs,
         a_desc,
-        b_descriptor(block_n),
-        b_descriptor(extra_n or block_n),
+        b_descriptor(block_n, pieces[1]),
+        b_descriptor(extra_n or block_n, pieces[2]),
         c_desc,
         Pointer(counter),
         m,
@@ -69,8 +73,12 @@ def multiply(
         split_rows,
         0,
         programs,
+        16,
+        16,
         Pointer(parts),
         seed=seed,
+        haste=(None, 0.05, 0.9)[seed % 3],
+        warps=warps,
         TRANS_A=transposed[0],
         TRANS_B=transposed[1],
         TENSOR_MEMORY=tensor_memory,
@@ -92,7 +100,11 @@ def multiply(
     products = c.reshape(splits, split_rows, n)
     np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
     np.testing.assert_array_equal(np.nan_to_num(products[:, m:]), 0)
-    assert (c_desc.writes == (1 if k else 0)).all()
+    writes = c_desc.writes.reshape(products.shape)[:, :m]
+    if stagger or stream_k or (m % block_m == n % (block_n + extra_n) == 0) or k == 0:
+        assert (writes == (1 if k else 0)).all()
+    else:  # the last tiles are moved back
+        assert ((writes >= 1) & (writes <= 4)).all()
     assert not counter.any()
 
 
@@ -210,6 +222,56 @@ def test_neighbours_that_begin_at_different_k_blocks(variant, tensor_memory, siz
         schedule=schedule,
         stagger=True,
         tensor_memory=tensor_memory,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
+@settings(max_examples=15)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
+    pieces=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 4])),
+    programs=st.integers(1, 3),
+    extra_n=st.sampled_from([0, 4]),
+    trans_a=st.booleans(),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 10**6),
+)
+def test_pieces_without_rows_are_not_waited_for(
+    variant, tensor_memory, sizes, pieces, programs, extra_n, trans_a, schedule, seed
+):
+    multiply(
+        variant,
+        *sizes,
+        pieces=pieces,
+        programs=programs,
+        extra_n=0 if tensor_memory else extra_n,
+        transposed=(trans_a, True),
+        schedule=schedule,
+        tensor_memory=tensor_memory,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("variant", ["pipelined", "persistent", "persistent_pipelined", "cooperative"])
+@settings(max_examples=30)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
+    programs=st.integers(1, 5),
+    buffers=st.integers(2, 4),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 10**6),
+)
+def test_rows_that_pass_through_registers(variant, sizes, programs, buffers, transposed, seed):
+    multiply(
+        variant,
+        *sizes,
+        programs=programs,
+        buffers=buffers,
+        transposed=transposed,
+        extra_n=4,
+        stream_k=2 if variant == "cooperative" else 0,
+        warps=8,
         seed=seed,
     )
 
@@ -396,7 +458,7 @@ def test_a_slot_given_back_under_its_product_is_found(part, variant):
     def release_at_once(self, operands, step, k):
         main = sys_multiply(operands.a(step), operands.b(step), self.main, is_async=True)
         arrive(operands.empty_bar(step))
-        return accumulator(main, main, self.BLOCK_N, self.EXTRA_N)
+        return accumulator(main, main, self.BLOCK_N, self.EXTRA_N, False)
 
     module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
     sys_multiply, accumulator = module.warpgroup_mma, module.WgmmaAccumulator
@@ -447,6 +509,25 @@ def test_a_kernel_that_ends_under_its_stores_is_found(part):
 def test_a_missing_proxy_fence_is_found(part):
     part("epilogue", "fence_async_shared", lambda: None)
     assert "proxy fence" in fails(variant="cooperative")
+
+
+def test_rows_that_are_read_and_not_fenced_are_found(part):
+    part("mma", "fence_async_shared", lambda: None)
+    assert "a load needs a proxy fence first" in fails(variant="cooperative", extra_n=4, warps=8)
+
+
+def test_a_half_that_is_given_back_before_its_products_is_found(part):
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
+    wait = module.warpgroup_mma_wait
+    part("mma", "warpgroup_mma_wait", lambda num_outstanding, deps: wait(num_outstanding * 2, deps))
+    assert "not equal" in fails(variant="cooperative", extra_n=4, warps=8, buffers=2).lower()
+
+
+def test_a_piece_that_is_loaded_and_not_expected_is_found(part):
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.operands")
+    names = vars(module.mbarrier) | {"expect": lambda bar, nbytes, pred=True: bar.arrive(1) if pred else None}
+    part("operands", "mbarrier", type("mbarrier", (), {n: staticmethod(v) for n, v in names.items()}))
+    assert fails(variant="cooperative", pieces=(2, 1, 1))
 
 
 def test_stolen_slots_that_are_loaded_too_early_are_found(part):

@@ -74,11 +74,11 @@ class HostAsPeer(CudaMemory):
     def _release(self) -> None:
         """Nothing to do."""
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+    def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
         if self.holds:  # each copy until the host has opened the gate for it
             self._held += 1
-            self.wait_signal(self.gate, self._held, stream)
-        super().copy(dst, src, stream)
+            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._held, 0))
+        super()._copy_bytes(dst, src, size, handle)
 
 
 @functools.cache

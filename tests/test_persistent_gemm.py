@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -18,6 +19,7 @@ from dist_autotune.kernels.persistent_gemm import (
     SCHEDULERS,
     VARIANTS,
     candidates,
+    copies,
     launch,
     operation,
     persistent_matmul,
@@ -30,8 +32,11 @@ from dist_autotune.kernels.persistent_gemm.candidates import (
     fits,
     is_wanted,
 )
+from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied
+from dist_autotune.kernels.persistent_gemm.launch import Shape
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
 from dist_autotune.kernels.persistent_gemm.splits import sum_splits, workspace_of
+from padded_rooms import poison_rooms
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -366,7 +371,7 @@ def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
     monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
     args = {"M": 8192, "N": 8192, "K": 512, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
     args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
-    args |= {"TRANS_A": False, "TRANS_B": True}
+    args |= {"TRANS_A": False, "TRANS_B": True, "a_alignment": 128, "b_alignment": 128}
     cut = [config.kwargs["STREAM_K"] > 0 for config in candidates.prune(GLUON_CANDIDATES, args)]
     assert cut
     assert set(cut) == {wanted == "stream_k"}
@@ -386,13 +391,28 @@ def each_candidate(variant: str, out_dtype: torch.dtype) -> list[Any]:
     ]
 
 
+def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, Shape]]:
+    """Return a plan by which what TMA cannot address is copied, and `further` operands."""
+
+    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+        wished = further(shape)
+        chosen = Copies(wished.a or shape.a_alignment == 0, wished.b or shape.b_alignment == 0, out)
+        return chosen, copied(shape, chosen)
+
+    return plan
+
+
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Return a function that leaves the Gluon body one candidate; a call that falls back then fails."""
+    """Return a function that leaves the Gluon body one candidate; a call that falls back then fails.
+
+    Copied is only what TMA cannot address.
+    """
 
     def choose(config: Any) -> None:
         monkeypatch.setattr(launch.tuned_gemm, "configs", [config])
         monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
+        monkeypatch.setattr(operation, "plan", plan_of(lambda shape: NOTHING))
 
     return choose
 
@@ -514,3 +534,148 @@ def test_back_to_back_calls_on_two_streams(only):
             persistent_matmul(a, b, out, scheduler="dynamic")
     torch.cuda.synchronize()
     assert max(error_ratio(out, a, b) for out in outs) < 1
+
+
+# ---- on a GPU, through scratch memory
+
+
+@pytest.fixture
+def poisoned_rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    return poison_rooms(monkeypatch)
+
+
+def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
+    """Return a GPU test that does nothing on other GPUs, as nothing is copied there."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        if torch.cuda.get_device_capability()[0] == 9:
+            test(**fixtures)
+
+    return pytest.mark.gpu(run)
+
+
+COPIED = [Copies(a, b) for a, b in itertools.product((False, True), repeat=2)]
+PAIRS = [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+@on_hopper
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("variant", ["pipelined", "warp_specialized"])
+@pytest.mark.parametrize("which", COPIED, ids=str)
+def test_copied_operands_give_the_product_on_a_gpu(
+    which, variant, layouts, only, poisoned_rooms, monkeypatch
+):
+    for dtype, out_dtype in PAIRS:
+        only(each_candidate(variant, out_dtype)[0])
+        monkeypatch.setattr(operation, "plan", plan_of(lambda shape: which))
+        for _ in range(2):  # the second by the short way, to other scratch memory
+            poisoned_rooms.clear()
+            check(1000, 1304, 520, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant)
+            assert len(poisoned_rooms) == which.a + which.b
+            assert all(room[:, -1].isnan().all() for room in poisoned_rooms)  # their padding
+
+
+ODD_SHAPES = [(1, 1, 1), (33, 45, 29), (999, 333, 501), (2001, 1003, 7), (257, 4099, 1030), (1030, 518, 66)]
+
+
+@on_hopper
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize(
+    ("variant", "splits"),
+    [("pipelined", 1), ("warp_specialized", 1), ("warp_specialized", 3), ("stream_k", 1)],
+)
+def test_what_tma_cannot_address_goes_through_scratch_memory_on_a_gpu(
+    variant, layouts, splits, only, poisoned_rooms
+):
+    for (dtype, out_dtype), shape in itertools.product(PAIRS, ODD_SHAPES):
+        only(each_candidate(variant, torch.float32 if splits > 1 else out_dtype)[0])
+        for _ in range(2):
+            check(*shape, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant, splits=splits)
+    assert poisoned_rooms
+
+
+@on_hopper
+def test_strides_of_all_kinds_go_through_scratch_memory_on_a_gpu(only, poisoned_rooms):
+    only(each_candidate("warp_specialized", torch.float16)[0])
+    a, b = matrix(700, 666, torch.float16)[::2, ::3], matrix(444, 900, torch.float16)[::2, 1::2]
+    for out in (poisoned(350, 450, torch.float16), poisoned(700, 1350, torch.float16)[::2, ::3]):
+        persistent_matmul(a, b, out)
+        assert error_ratio(out, a, b) < 1
+    row = matrix(1, 222, torch.float16).expand(350, 222)
+    assert error_ratio(persistent_matmul(row, b), row, b) < 1
+    surroundings = poisoned(401, 503, torch.float16)
+    out = surroundings[1:351, 2:452]
+    persistent_matmul(a, b, out)
+    assert error_ratio(out, a, b) < 1
+    out.fill_(math.nan)
+    assert surroundings.isnan().all()  # nothing beside the result was written
+    assert len(poisoned_rooms) == 2 * 3 + 3 + 3
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("shape", "number"),
+    [
+        pytest.param((4100, 4104, 4104), 1, id="one operand"),
+        pytest.param((12345, 1032, 2056), 1, id="the small operand"),
+        pytest.param((4096, 4096, 4096), 0, id="whole lines of cache"),
+        pytest.param((4001, 2003, 999), 3, id="odd sizes"),
+    ],
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_by_itself_a_call_copies_what_should_be_on_a_gpu(
+    shape, number, dtype, only, poisoned_rooms, monkeypatch
+):
+    only(each_candidate("warp_specialized", torch.float32)[0])
+    monkeypatch.setattr(operation, "plan", copies.plan)
+    for out_dtype in (dtype, torch.float32):
+        poisoned_rooms.clear()
+        check(*shape, dtype, layouts=("row", "column"), out_dtype=out_dtype)
+        assert len(poisoned_rooms) == number
+
+
+@on_hopper
+def test_a_small_product_of_odd_sizes_is_left_to_the_plain_body_on_a_gpu(poisoned_rooms):
+    check(1021, 1021, 1021, torch.bfloat16)
+    assert poisoned_rooms == []
+
+
+@on_hopper
+@pytest.mark.parametrize("shape", [(1000, 1304, 520), (999, 333, 501)], ids=str)
+def test_a_captured_call_copies_its_inputs_in_each_replay(shape, only, monkeypatch):
+    m, n, k = shape
+    only(each_candidate("warp_specialized", torch.bfloat16)[0])
+    monkeypatch.setattr(operation, "plan", plan_of(lambda shape: Copies(a=True, b=True)))
+    a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
+    outs = [poisoned(m, n, torch.bfloat16) for _ in range(3)]
+    persistent_matmul(a, b, outs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:  # in the graph's memory one room may follow the other
+            persistent_matmul(a, b, out)
+    for _ in range(3):
+        a.normal_()
+        b.normal_()
+        for out in outs:
+            out.fill_(math.nan)
+        others = [poisoned(m, k, torch.bfloat16) for _ in range(8)]
+        graph.replay()
+        assert max(error_ratio(out, a, b) for out in outs) < 1
+        assert all(other.isnan().all() for other in others)  # the scratch memory is the graph's own
+        del others
+
+
+@on_hopper
+def test_scratch_memory_of_two_streams_is_not_shared(only, monkeypatch):
+    only(each_candidate("warp_specialized", torch.float16)[0])
+    monkeypatch.setattr(operation, "plan", plan_of(lambda shape: Copies(a=True, b=True)))
+    inputs = [(matrix(999, 501, torch.float16), matrix(501, 1333, torch.float16)) for _ in range(2)]
+    outs = [poisoned(999, 1333, torch.float16) for _ in range(20)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number, out in enumerate(outs):
+        with torch.cuda.stream(streams[number % 2]):
+            persistent_matmul(*inputs[number % 2], out)
+    torch.cuda.synchronize()
+    assert max(error_ratio(out, *inputs[number % 2]) for number, out in enumerate(outs)) < 1

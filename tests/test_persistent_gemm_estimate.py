@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import candidates
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, MOST_TRIALS, prune
 from dist_autotune.kernels.persistent_gemm.estimate import (
@@ -20,6 +22,7 @@ from dist_autotune.kernels.persistent_gemm.estimate import (
 )
 
 RECORDS = Path(__file__).parents[1] / "docs" / "benchmarks"
+ALIGNMENTS = ("a_alignment", "b_alignment")
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +31,10 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
-    """Return what the kernel is called with: A by rows, a weight, all SMs."""
+    """Return what the kernel is called with: A by rows, a weight, all SMs; one row behind the other."""
     args = {"M": m, "N": n, "K": k, "splits": 1, "programs": 132, "wanted": candidates.NAMES.index("auto")}
     args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
+    args |= dict.fromkeys(ALIGNMENTS, math.gcd(2 * k, LINE_BYTES))
     return args | changed
 
 
@@ -41,7 +45,7 @@ def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
 
 
 def recorded_winners() -> list[Any]:
-    """Return (shape, arguments, config) of every choice of `auto` in the records that are kept."""
+    """Return (arguments, config) of every choice of `auto` in the records that are kept."""
     found = {}
     for path in sorted(RECORDS.glob("persistent_gemm_*1xH200_*.json")):
         for case in json.loads(path.read_text())["cases"]:
@@ -49,16 +53,17 @@ def recorded_winners() -> list[Any]:
                 if context["kernel"] == "gemm" and context["status"] != "partial":
                     m, n, k, splits, wanted = map(int, context["key"][:5])
                     if (splits, wanted) == (1, 0):
-                        found[path.stem, case["case"], context["config"]] = (m, n, k)
-    return [
-        pytest.param(*sizes, config, id=f"{stem} {case}") for (stem, case, config), sizes in found.items()
-    ]
+                        alignments = context["key"][6:8]  # not in records before operands were copied
+                        known = all(text.isdigit() for text in alignments)
+                        changed = dict(zip(ALIGNMENTS, map(int, alignments), strict=True)) if known else {}
+                        found[path.stem, case["case"], context["config"]] = call(m, n, k, **changed)
+    return [pytest.param(args, config, id=f"{stem} {case}") for (stem, case, config), args in found.items()]
 
 
-@pytest.mark.parametrize(("m", "n", "k", "winner"), recorded_winners())
-def test_no_config_that_has_won_is_left_out(m, n, k, winner):
+@pytest.mark.parametrize(("args", "winner"), recorded_winners())
+def test_no_config_that_has_won_is_left_out(args, winner):
     values = dict(part.split(": ") for part in winner.split(", "))
-    tried = [str(config).split(", ") for config in prune(GLUON_CANDIDATES, call(m, n, k))]
+    tried = [str(config).split(", ") for config in prune(GLUON_CANDIDATES, args)]
     assert any({f"{name}: {value}" for name, value in values.items()} <= set(parts) for parts in tried)
 
 
@@ -87,12 +92,10 @@ def test_a_k_block_takes_what_tensor_cores_or_shared_memory_take():
 def test_rows_that_begin_between_lines_or_sectors_take_longer():
     args = call(4096, 4096, 4096)
     assert load_clocks(tile(128, 256), args) == 2 * 384
-    assert load_clocks(tile(128, 256), args | {"K": 4096 + 16}) == pytest.approx(2 * 384 * BETWEEN_LINES)
-    assert load_clocks(tile(128, 256), args | {"K": 4096 + 8}) == pytest.approx(2 * 384 * BETWEEN_SECTORS)
-    by_columns = args | {"K": 4096 + 8, "TRANS_A": True, "TRANS_B": False}
-    assert load_clocks(tile(128, 256), by_columns) == 2 * 384
-    ragged = load_clocks(tile(128, 256), by_columns | {"N": 4096 + 8})
-    assert ragged == pytest.approx(2 * (128 + 256 * BETWEEN_SECTORS))
+    for alignment, slowed in ((64, BETWEEN_LINES), (32, BETWEEN_LINES), (16, BETWEEN_SECTORS)):
+        a, b = ({name: alignment} for name in ALIGNMENTS)
+        assert load_clocks(tile(128, 256), args | a) == pytest.approx(2 * (128 * slowed + 256))
+        assert load_clocks(tile(128, 256), args | a | b) == pytest.approx(2 * 384 * slowed)
 
 
 def test_rows_beyond_the_edge_are_not_loaded():

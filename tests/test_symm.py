@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune.kernels import symm
-from dist_autotune.kernels.symm import SymmetricMemoryError, nvshmem, open_symmetric_memory
+from dist_autotune.kernels.symm import (
+    Copy,
+    SymmetricMemoryError,
+    Wait,
+    Write,
+    nvshmem,
+    open_symmetric_memory,
+)
 from dist_autotune.kernels.symm import shm as shm_module
 from dist_autotune.kernels.symm.ranks import RankGroup
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
@@ -83,6 +90,47 @@ def pass_data_on(rank, backend):
 def test_a_stream_copies_only_after_the_peer_has_signalled(backend):
     _, got = ranks(pass_data_on, 2, backend)
     assert got == [[epoch] * 4 for epoch in (1, 2, 3)]
+
+
+def pass_data_on_prepared(rank, backend):
+    """As `pass_data_on`, in both directions at once, with steps that are prepared once."""
+    with open_symmetric_memory(backend=backend) as memory:
+        peer = 1 - rank
+        data, words = memory.allocate((4,), torch.int32), memory.allocate((3,), torch.int32)
+        got = torch.zeros_like(data.local)
+        stream = memory.side_stream()
+        run = memory.prepare(
+            [
+                Write(words.peers[peer][0], 0, plus=0),  # behind the other way round this would never end
+                Wait(words.local[0], 0, plus=0),
+                Copy(got, data.peers[peer]),
+                Write(words.local[1], 5, plus=1),
+                Write(words.local[2], 9),
+            ],
+            stream,
+        )
+        found = []
+        for epoch in range(1, 4):
+            if rank == 0:
+                time.sleep(0.05)
+            data.local.fill_(10 * rank + epoch)
+            stream.fork()
+            run(epoch, 100 * epoch)
+            stream.join()
+            found.append([*got.tolist(), *words.local.tolist()])
+            memory.barrier()
+        run(3, 2**31)  # numbers wrap
+        stream.join()
+        memory.barrier()
+        return found, int(words.local[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_that_are_prepared_happen_in_order_in_each_run(backend):
+    for rank, (found, wrapped) in enumerate(ranks(pass_data_on_prepared, 2, backend)):
+        theirs = [10 * (1 - rank) + epoch for epoch in (1, 2, 3)]
+        assert found == [[data] * 4 + [epoch, 100 * epoch + 5, 9] for epoch, data in enumerate(theirs, 1)]
+        assert wrapped == 5 - 2**31
 
 
 def wait_across_the_wrap(rank, backend):

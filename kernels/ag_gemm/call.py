@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call on one rank; every family launches from this alone."""
+class Call(NamedTuple):
+    """One call on one rank; every family launches from this alone. Made in each call: no dataclass."""
 
     rows: int  # of each rank's chunk
     rank: int
@@ -24,3 +23,17 @@ class Call:
     words: torch.Tensor  # int32, those of the lane that the call takes
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
+
+
+class Consumer(Protocol):
+    """Multiplies with a weight and into a result of one place and shape. It keeps neither, but their numbers.
+
+    gather [slots, capacity, K], weight [N, K] and out [world_size * rows, N], with contiguous rows, are those
+    that it was made for, or others in their place.
+    """
+
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        """Load what `launch` would run, and write nothing."""
+
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        """Write the product of all chunks to `out`, on the current stream."""

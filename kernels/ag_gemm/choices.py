@@ -18,7 +18,7 @@ What the caller has fixed is not chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dist_autotune import tunable
 
@@ -32,9 +32,8 @@ CONSUMERS = ("specialized", "plain", "matmul")
 T = TypeVar("T", int, str)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a call has chosen."""
+class Choice(NamedTuple):
+    """What a call has chosen. Made in each call: no dataclass."""
 
     consumer: str
     pieces: int

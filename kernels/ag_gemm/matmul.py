@@ -8,14 +8,14 @@ enqueued behind it. Peers may meanwhile do as they like: the exchange is the sam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..operation import load
+from ..prepared_launch import PreparedLaunch
 from .call import Call
 from .chunks import part_from
 
@@ -47,7 +47,7 @@ def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
 
 # The compiled kernel and its grid, by what is compiled in: ranks, device, alignment. (Integers are 32 bits
 # wide.) It is launched without asking the compiler again.
-_LOADED: dict[tuple[int, torch.device, bool, bool], Callable[..., Any]] = {}
+_LOADED: dict[tuple[int, torch.device, bool, bool], PreparedLaunch] = {}
 
 
 def wait_for_all(call: Call, *, only_load: bool = False) -> None:
@@ -64,7 +64,7 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
     if loaded is not None and only_load:
         return
     if loaded is not None:
-        loaded(words, errors, *scalars, call.world_size)
+        loaded(words, errors, *scalars)
         return
     grid = (call.world_size - 1, 1, 1)
     if only_load:
@@ -72,27 +72,29 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
         return
     compiled = await_chunks[grid](words, errors, *scalars, WORLD=call.world_size, num_warps=1)
     if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-        _LOADED[key] = compiled[grid]
+        _LOADED[key] = PreparedLaunch(compiled, grid, (), (call.world_size,))
 
 
-def launch(
-    gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call, *, only_load: bool = False
-) -> None:
-    """Enqueue the product of one call; `only_load`: one that is thrown away, and load the kernel that waits.
+class MatmulConsumer:
+    """Waits in a small kernel, then has cuBLAS multiply; the same for tensors of any place."""
 
-    cuBLAS loads what it chooses for a shape when it is first asked for it.
-    """
-    wait_for_all(call, only_load=only_load)
-    if only_load:
-        if gather.device.type == "cpu":
-            return  # there is nothing to load
-        out = torch.empty_like(out)
-    rows, right = call.rows, weight.detach().T
-    for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
-        left = gather[slot : slot + count, :rows]
-        product = out.detach()[chunk * rows : (chunk + count) * rows]
-        if count == 1 or rows == call.capacity:
-            torch.mm(left.flatten(0, 1), right, out=product)
-        else:
-            # The chunks lie apart: one batched product, whose right side is one matrix for all.
-            torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        """Compute a product that is thrown away: cuBLAS loads what it chooses when it is asked first."""
+        wait_for_all(call, only_load=True)
+        if gather.device.type != "cpu":  # there is nothing to load
+            self._multiply(gather, weight, torch.empty_like(out), call)
+
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        wait_for_all(call)
+        self._multiply(gather, weight, out, call)
+
+    def _multiply(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        rows, right, result = call.rows, weight.detach().T, out.detach()
+        for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
+            left = gather[slot : slot + count, :rows]
+            product = result[chunk * rows : (chunk + count) * rows]
+            if count == 1 or rows == call.capacity:
+                torch.mm(left.flatten(0, 1), right, out=product)
+            else:
+                # The chunks lie apart: one batched product, whose right side is one matrix for all.
+                torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))

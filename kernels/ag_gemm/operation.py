@@ -12,8 +12,8 @@ operations on two streams at once could fill the chip with kernels that wait for
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ import torch.distributed as dist
 from ..operation import Operation
 from ..signals import as_epoch
 from ..symm import SymmetricMemoryError
-from . import matmul, specialized
-from .call import Call
+from . import specialized
+from .call import Call, Consumer
 from .choices import Choice, Fixed, Options, options_for
 from .errors import check_tensors, failure_error
 from .lane import PushLane, slots_of
+from .matmul import MatmulConsumer, wait_for_all
+from .operands import KnownOperands, Operands, keep, place_of
 from .plain import PlainConsumer
 from .producer import ChunkProducer
 from .words import WORDS
@@ -99,18 +101,20 @@ class AllGatherGemm(Operation):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        plain = PlainConsumer(has_tma=self._has_tma, needs_fence=self._needs_fence, upcasts=self._upcasts)
-        self._consumers: dict[str, Callable[..., None]] = {
-            "specialized": specialized.launch,
-            "plain": plain.launch,
-            "matmul": matmul.launch,
+        plain = functools.partial(
+            PlainConsumer, has_tma=self._has_tma, needs_fence=self._needs_fence, upcasts=self._upcasts
+        )
+        consumers: dict[str, Callable[..., Consumer]] = {
+            "specialized": specialized.SpecializedConsumer,
+            "plain": plain,
+            "matmul": lambda *tensors: MatmulConsumer(),
         }
-        self._options: dict[tuple[int, ...], Options] = {}  # by shape
-        self._loaded: set[tuple[Any, ...]] = set()
+        self._operands = KnownOperands(self._gather.local, consumers)
+        self._known: dict[Hashable, Operands] = {}  # by the places of three tensors that have been checked
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._gathered, self._words
-        del self._producer, self._lane
+        del self._producer, self._lane, self._operands
 
     def _failure(self) -> Exception | None:
         return failure_error(self._error_words, self.rank, self._calls)
@@ -131,50 +135,52 @@ class AllGatherGemm(Operation):
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_lane: bool
     ) -> torch.Tensor:
         self._check_usable()
-        check_tensors(a_shard, weight, out, self._shard, self.world_size)
+        places = given = place_of(a_shard), place_of(weight), place_of(out)
+        operands = self._known.get(places)
+        if operands is None:
+            check_tensors(a_shard, weight, out, self._shard, self.world_size)
         self._check_device()
         if in_lane and self._lane is None:
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
             out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
+            places = given[0], given[1], place_of(out)
+            operands = self._known.get(places)
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
         self._gathered = None
-        choice = self._choose(weight, out, rows)
-        self._load(weight, out, rows, choice, in_lane=in_lane)
-        (self._run_in_lane if in_lane else self._run)(weight, out, rows, choice)
+        if operands is None:
+            operands = self._operands.find(weight, out, rows, self._options_of)
+            for checked in (given, places):
+                keep(self._known, checked, operands)
+        choice = self._choose(operands)
+        self._load(weight, out, operands, choice, in_lane=in_lane)
+        (self._run_in_lane if in_lane else self._run)(weight, out, operands, choice)
         if self.device.type == "cpu":
             self._check_usable()
         return out
 
-    def _choose(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Choice:
-        return self._options_of(weight, out, rows).choose()
+    def _options_of(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Options:
+        key = (rows, weight.shape[0], self._k, str(self._dtype), self.world_size, self._producer_name)
+        can_run = specialized.can_run(self._gather.local, weight, out, rows)
+        options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
+        return options.narrowed(self._fixed)
+
+    def _choose(self, operands: Operands) -> Choice:
+        return operands.kind.options.choose()
 
     def _load(
-        self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice, *, in_lane: bool
+        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, in_lane: bool
     ) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `operation.load`."""
-        strides, address = (weight.stride(0), out.stride(0)), (weight.data_ptr() | out.data_ptr()) % 16
-        key = (rows, weight.shape[0], strides, address, choice.consumer, in_lane)
-        if key in self._loaded or self._is_capturing():
+        if (choice.consumer, in_lane) in operands.kind.loaded or self._is_capturing():
             return
-        call = self._call_of(rows, choice, self._words.local, epoch=1, base=0, pushed=int(in_lane))
-        self._consumers[choice.consumer](self._gather.local, weight, out, call, only_load=True)
-        matmul.wait_for_all(call, only_load=True)  # for a call that fails on the host
-        self._loaded.add(key)
-
-    def _options_of(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Options:
-        columns, address = weight.shape[0], (weight.data_ptr() | out.data_ptr()) % 16
-        shape = (rows, columns, weight.stride(0), out.stride(0), address)
-        options = self._options.get(shape)
-        if options is None:
-            key = (rows, columns, self._k, str(self._dtype), self.world_size, self._producer_name)
-            specialized_can = specialized.can_run(self._gather.local, weight, out, rows)
-            options = self._options[shape] = options_for(
-                rows, self._sms, world_size=self.world_size, specialized=specialized_can, key=key
-            ).narrowed(self._fixed)
-        return options
+        call = self._call_of(operands.rows, choice, self._words.local, epoch=1, base=0, pushed=int(in_lane))
+        consumer = self._operands.consumer(choice.consumer, weight, out, operands)
+        consumer.load(self._gather.local, weight, out, call)
+        wait_for_all(call, only_load=True)  # for a call that fails on the host
+        operands.kind.loaded.add((choice.consumer, in_lane))
 
     def trace(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
@@ -225,9 +231,9 @@ class AllGatherGemm(Operation):
 
     # ---- one call
 
-    def _run(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:
+    def _run(self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice) -> None:
         self._calls += 1
-        self._rows = rows
+        self._rows = rows = operands.rows
         epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
         call = self._call_of(rows, choice, self._words.local, epoch, base)
@@ -235,20 +241,23 @@ class AllGatherGemm(Operation):
             if self._lane is not None and self._lane_rows:
                 self._lane.note_eager_call()
             self._producer.start(rows, epoch, base, choice.pieces)
-            self._launch(weight, out, choice, call)
+            self._launch(weight, out, operands, choice, call)
             self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
             self._producer.finish_alone(call)
             raise
 
-    def _run_in_lane(self, weight: torch.Tensor, out: torch.Tensor, rows: int, choice: Choice) -> None:
+    def _run_in_lane(
+        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice
+    ) -> None:
         assert self._lane is not None
+        rows = operands.rows
         before, self._lane_rows = self._lane_rows, rows
         call = self._call_of(rows, choice, self._lane.words, epoch=1, base=0, pushed=1)
         try:
             self._lane.start(rows, choice.pieces)
-            self._launch(weight, out, choice, call)
+            self._launch(weight, out, operands, choice, call)
             self._lane.finish()
         except BaseException as error:
             if not self._is_capturing():
@@ -265,20 +274,23 @@ class AllGatherGemm(Operation):
     ) -> Call:
         slots, capacity, _ = self._gather.local.shape
         return Call(
-            rows=rows,
-            rank=self.rank,
-            world_size=self.world_size,
-            slots=slots,
-            capacity=capacity,
-            epoch=epoch,
-            base=base,
-            pushed=pushed,
-            patience_ticks=self._patience_ticks,
-            programs=choice.programs,
-            words=words,
-            errors=self._errors,
-            stamps=self._stamps,
+            rows,
+            self.rank,
+            self.world_size,
+            slots,
+            capacity,
+            epoch,
+            base,
+            pushed,
+            self._patience_ticks,
+            choice.programs,
+            words,
+            self._errors,
+            self._stamps,
         )
 
-    def _launch(self, weight: torch.Tensor, out: torch.Tensor, choice: Choice, call: Call) -> None:
-        self._consumers[choice.consumer](self._gather.local, weight, out, call)
+    def _launch(
+        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, call: Call
+    ) -> None:
+        consumer = self._operands.consumer(choice.consumer, weight, out, operands)
+        consumer.launch(self._gather.local, weight, out, call)

@@ -163,52 +163,50 @@ _SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_gemm, lambda const
 
 
 class PlainConsumer:
-    """Launches `all_gather_gemm` on a device of which it is told what does not change."""
+    """Multiplies in one kernel, which waits; on a device of which it is told what does not change."""
 
-    def __init__(self, *, has_tma: bool, needs_fence: bool, upcasts: bool) -> None:
-        self._has_tma, self._needs_fence, self._upcasts = has_tma, needs_fence, upcasts
-
-    def launch(
+    def __init__(
         self,
         gather: torch.Tensor,
         weight: torch.Tensor,
         out: torch.Tensor,
-        call: Call,
         *,
-        only_load: bool = False,
+        has_tma: bool,
+        needs_fence: bool,
+        upcasts: bool,
     ) -> None:
-        """Enqueue the product of one call; `only_load`: nothing, but load what would compute it."""
-        k, stride_bn, stride_cm = gather.shape[2], weight.stride(0), out.stride(0)
-        itemsize, aligned = weight.element_size(), (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
-        addressable = (k | stride_bn | stride_cm) * itemsize % 16 == 0
-        shape = Shape(
-            call.world_size * call.rows,
-            weight.shape[0],
-            k,
-            call.slots,
-            call.capacity,
-            stride_bn,
-            stride_cm,
-            call.world_size,
-            call.programs,
-            weight.dtype,
-            weight.device,
-            aligned,
-            self._has_tma and addressable and all(aligned),
-            self._needs_fence,
-            self._upcasts,
-        )
-        tensors = (gather, weight, out, call.words, call.errors)
-        scalars = (*shape[:7], call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
+        k, strides = gather.shape[2], (weight.stride(0), out.stride(0))
+        aligned = (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
+        addressable = (k | strides[0] | strides[1]) * weight.element_size() % 16 == 0
+        self._sizes = (out.shape[0], weight.shape[0], k, *gather.shape[:2], *strides)
+        self._place = (weight.dtype, weight.device, aligned)
+        self._device = (has_tma and addressable and all(aligned), needs_fence, upcasts)
+
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        shape = self._shape_of(call)
+        if _SETTLED.find(shape) is None:
+            arguments = self._arguments_of(gather, weight, out, call)
+            load(all_gather_gemm, shape.grid, *arguments, **shape.constants())
+
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        shape, arguments = self._shape_of(call), self._arguments_of(gather, weight, out, call)
         settled = _SETTLED.find(shape)
-        if only_load:
-            if settled is None:
-                load(all_gather_gemm, shape.grid, *tensors, *scalars, **shape.constants())
-            return
         if settled is not None:
-            launch(settled.run, *tensors, *scalars, *settled.constants)
+            launch(settled.launch, (), *arguments)
             return
         constants = shape.constants()
-        compiled = launch(all_gather_gemm[shape.grid], *tensors, *scalars, **constants)
-        sizes = {"M": shape.m, "N": shape.n, "K": k}
-        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, tuple(str(t.dtype) for t in tensors))
+        compiled = launch(all_gather_gemm[shape.grid], *arguments, **constants)
+        sizes = {"M": shape.m, "N": shape.n, "K": shape.k}
+        dtypes = tuple(str(tensor.dtype) for tensor in arguments[:5])
+        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
+
+    def _shape_of(self, call: Call) -> Shape:
+        return Shape._make((*self._sizes, call.world_size, call.programs, *self._place, *self._device))
+
+    def _arguments_of(
+        self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call
+    ) -> tuple[Any, ...]:
+        """Return the kernel's arguments before the constants: five tensors and the scalars."""
+        tensors = (gather, weight, out, call.words, call.errors)
+        scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
+        return (*tensors, *self._sizes, *scalars)

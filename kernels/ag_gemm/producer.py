@@ -64,16 +64,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ..signals import as_epoch
-from ..symm import SymmetricMemory, SymmetricTensor
+from ..symm import Copy, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from .call import Call
 from .matmul import wait_for_all
 from .pieces import piece_ends
 from .words import ARRIVED, FETCHED, READY, ROWS
+
+EPOCH, BASE = 0, 1  # the numbers of a call that its steps count from
+EXCHANGES_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,15 @@ class ChunkProducer:
     """Copies chunks rank + 1, rank + 2, ... on a side stream of the memory it is given.
 
     On GPUs the side stream is a CUDA stream and needs no SM; on the CPU it is a thread. The order of
-    operations, on which the proof above rests, is this one source for both.
+    operations, on which the proof above rests, is this one source for both: `start` and `steps`. However few
+    calls of a driver they become, they happen in that order (`SymmetricMemory.prepare`).
     """
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
         self._memory = memory
         self._stream = memory.side_stream()
         self._announced_rows = [0, 0]
-        self._cut = (0, 0)  # rows and pieces of `_copies`
-        self._copies: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []  # to, from, the row behind
+        self._exchanges: dict[tuple[int, int], Callable[..., None]] = {}  # by rows and pieces
         self._peers = []
         for step in range(1, memory.world_size):
             peer = (memory.rank + step) % memory.world_size
@@ -123,27 +126,32 @@ class ChunkProducer:
 
         base: what ARRIVED is before this call. pieces: in how many each chunk is fetched.
         """
-        memory, stream = self._memory, self._stream
-        if self._cut != (rows, pieces):
-            self._cut, ends = (rows, pieces), (0, *piece_ends(rows, pieces))
-            self._copies = [
-                [(peer.chunk_here[a:b], peer.chunk_there[a:b], b) for a, b in itertools.pairwise(ends)]
-                for peer in self._peers
-            ]
-        stream.fork()
+        self._stream.fork()
         parity = epoch & 1
         if self._announced_rows[parity] != rows:
             self._announced_rows[parity] = rows
             for peer in self._peers:
-                memory.write_signal(peer.our_rows[parity], rows, stream)
+                self._memory.write_signal(peer.our_rows[parity], rows, self._stream)
+        exchange = self._exchanges.get((rows, pieces)) or self._prepare(rows, pieces)
+        exchange(epoch, base)
+
+    def steps(self, rows: int, pieces: int) -> list[Step]:
+        """Return what follows the fork and the numbers of rows, in this order."""
+        steps: list[Step] = [Write(peer.our_ready, 0, plus=EPOCH) for peer in self._peers]
         for peer in self._peers:
-            memory.write_signal(peer.our_ready, epoch, stream)
-        for peer, copies in zip(self._peers, self._copies, strict=True):
-            memory.wait_signal(peer.ready, epoch, stream)
-            for here, there, end in copies:
-                memory.copy(here, there, stream)
-                memory.write_signal(peer.arrived, as_epoch(base + end), stream)
-            memory.write_signal(peer.our_fetched, epoch, stream)
+            steps.append(Wait(peer.ready, 0, plus=EPOCH))
+            for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
+                steps.append(Copy(peer.chunk_here[begin:end], peer.chunk_there[begin:end]))
+                steps.append(Write(peer.arrived, end, plus=BASE))
+            steps.append(Write(peer.our_fetched, 0, plus=EPOCH))
+        return steps
+
+    def _prepare(self, rows: int, pieces: int) -> Callable[..., None]:
+        if len(self._exchanges) == EXCHANGES_KEPT:
+            del self._exchanges[next(iter(self._exchanges))]
+        exchange = self._memory.prepare(self.steps(rows, pieces), self._stream)
+        self._exchanges[rows, pieces] = exchange
+        return exchange
 
     def join(self) -> None:
         """Order what the caller does next behind the exchange; on the CPU, raise what went wrong in it."""

@@ -10,7 +10,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import INTERPRETED, take_first
-from ..matrices import DESCRIPTORS_KEPT, Matrix, describe
+from ..matrices import Matrix, describe, matrix_of_rows
 from ..operation import load
 from ..persistent_gemm.blocks import blocks_of
 from ..settled_launch import SettledLaunches
@@ -67,21 +67,6 @@ class Shape(NamedTuple):
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned, blocks_of)
 
 
-class Addresses(NamedTuple):
-    """Where a launch reads and writes: rows that are `k` or `n` long and a pitch apart, in elements."""
-
-    gather: int
-    slots_rows: int
-    k: int
-    weight: int
-    n: int
-    weight_pitch: int
-    out: int
-    out_rows: int
-    out_pitch: int
-    dtype: torch.dtype
-
-
 @functools.lru_cache
 def capability(device: torch.device) -> int:
     """Return the major compute capability of an NVIDIA GPU on which kernels run, else 0."""
@@ -91,7 +76,7 @@ def capability(device: torch.device) -> int:
 
 
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
-    """Return whether `launch` takes these: a GPU that has a body, TMA's alignment, no chunk below a tile.
+    """Return whether `SpecializedConsumer` takes these: a GPU with a body, TMA's alignment, a tile's rows.
 
     gather [slots, capacity, K], weight [N, K] and out [world_size * rows, N] have contiguous rows. The answer
     depends on addresses and on N: it is this rank's own.
@@ -101,37 +86,60 @@ def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows:
         return False
     if rows < fewest_rows(tensor_memory=major == 10) or weight.shape[0] == 1:
         return False
-    return all(matrix.is_addressable() for matrix in _matrices(_addresses(gather, weight, out)))
+    return all(matrix.is_addressable() for matrix in _matrices(gather, weight, out))
 
 
-def launch(
-    gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call, *, only_load: bool = False
-) -> None:
-    """Write the product of all chunks to `out`, on the current stream; only where `can_run`.
+class SpecializedConsumer:
+    """Multiplies in one kernel, whose load warp waits; only where `can_run`."""
 
-    only_load: write nothing, but load what would.
-    """
-    addresses = _addresses(gather, weight, out)
-    m, n, k, stamps = addresses.out_rows, addresses.n, addresses.k, call.stamps
-    shape = Shape(m, n, k, addresses.dtype, call.world_size, call.programs, weight.device, stamps is not None)
-    words = (call.words, call.errors, call.errors if stamps is None else stamps)
-    scalars = (call.capacity, call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-    settled = _SETTLED.find(shape)
-    if settled is not None and only_load:
-        return
-    if settled is not None:
-        descriptors = _descriptors(addresses, settled.blocks)
-        settled.run(*descriptors, *words, m, n, k, *scalars, *settled.constants)
-        return
-    any_block = (8, 64)  # the config's `pre_hook` sets the right ones
-    made = [describe(matrix, any_block) for matrix in _matrices(addresses)]
-    sizes, constants = shape.sizes(), shape.constants()
-    if only_load:
-        load(tuned, shape.grid, *made, *words, *sizes.values(), *scalars, **constants)
-        return
-    compiled = tuned[shape.grid](*made, *words, *sizes.values(), *scalars, **constants)
-    dtypes = tuple(str(tensor.dtype) for tensor in words)
-    _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
+    def __init__(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self._matrices = _matrices(gather, weight, out)
+
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        shape = self._shape_of(weight, call)
+        if _SETTLED.find(shape) is None:
+            arguments = self._arguments_of(shape, call)
+            load(tuned, shape.grid, *self._describe(), *arguments, **shape.constants())
+
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        shape = self._shape_of(weight, call)
+        arguments = self._arguments_of(shape, call)
+        settled = _SETTLED.find(shape)
+        if settled is not None:
+            settled.launch(self._matrices, *arguments)
+            return
+        constants = shape.constants()
+        compiled = tuned[shape.grid](*self._describe(), *arguments, **constants)
+        dtypes = tuple(str(tensor.dtype) for tensor in arguments[:3])
+        _SETTLED.remember(shape, compiled, shape.grid, shape.sizes(), constants, dtypes)
+
+    def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
+        a, b, _, c = self._matrices
+        stamps = call.stamps is not None
+        return Shape(
+            c.rows, b.rows, a.columns, a.dtype, call.world_size, call.programs, weight.device, stamps
+        )
+
+    def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
+        """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
+        return (
+            call.words,
+            call.errors,
+            call.errors if call.stamps is None else call.stamps,
+            shape.m,
+            shape.n,
+            shape.k,
+            call.capacity,
+            call.rank,
+            call.epoch,
+            call.base,
+            call.pushed,
+            call.patience_ticks,
+        )
+
+    def _describe(self) -> list[TensorDescriptor]:
+        any_block = (8, 64)  # the config's `pre_hook` sets the right ones
+        return [describe(matrix, any_block) for matrix in self._matrices]
 
 
 def room_for_stamps(out: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -146,33 +154,11 @@ def room_for_stamps(out: torch.Tensor, world_size: int) -> torch.Tensor:
     return torch.full((tiles, STAMPS_PER_TILE), -1, dtype=torch.int64, device=out.device)
 
 
-def _addresses(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Addresses:
-    slots, capacity, k = gather.shape
-    n = weight.shape[0]
-    return Addresses(
-        gather.data_ptr(),
-        slots * capacity,
-        k,
-        weight.data_ptr(),
-        n,
-        weight.stride(0),
-        out.data_ptr(),
-        out.shape[0],
-        out.stride(0),
-        weight.dtype,
-    )
-
-
-@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
-def _matrices(at: Addresses) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+def _matrices(
+    gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+) -> tuple[Matrix, Matrix, Matrix, Matrix]:
     """Return A, B, B again for its further columns, and C."""
-    a = Matrix(at.gather, at.slots_rows, at.k, at.k, at.dtype, transposed=False)
-    b = Matrix(at.weight, at.n, at.k, at.weight_pitch, at.dtype, transposed=False)
-    c = Matrix(at.out, at.out_rows, at.n, at.out_pitch, at.dtype, transposed=False)
+    slots, capacity, k = gather.shape
+    a = Matrix(gather.data_ptr(), slots * capacity, k, k, gather.dtype, transposed=False)
+    b, c = matrix_of_rows(weight), matrix_of_rows(out)
     return a, b, b, c
-
-
-@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
-def _descriptors(at: Addresses, blocks: tuple[tuple[int, int], ...]) -> tuple[TensorDescriptor, ...]:
-    """Return the descriptors of a settled launch; not to be changed."""
-    return tuple(describe(matrix, block) for matrix, block in zip(_matrices(at), blocks, strict=True))

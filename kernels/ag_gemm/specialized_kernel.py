@@ -34,6 +34,7 @@ class Chunks:
     errors_ptr: gl.tensor
     stamps_ptr: gl.tensor
     m: gl.tensor
+    last_col: gl.tensor  # behind which no tile begins: loads from beyond the last column are slow
     tiles_m: gl.tensor  # of a chunk
     tiles_n: gl.tensor
     tiles: gl.tensor  # of all chunks
@@ -60,7 +61,8 @@ class Chunks:
         number = min(number, self.tiles - 1)
         chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.rank)
         pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.GROUP_M)
-        return chunk, min(pid_m * self.BLOCK_M, self.m - self.BLOCK_M), pid_n * self.WIDTH
+        row = min(pid_m * self.BLOCK_M, self.m - self.BLOCK_M)
+        return chunk, row, min(pid_n * self.WIDTH, self.last_col)
 
     @gluon.jit
     def place(self, number):
@@ -193,6 +195,7 @@ def specialized_all_gather_gemm(
         errors_ptr,
         stamps_ptr,
         m,
+        max(N - WIDTH, 0),
         tiles_m,
         tiles_n,
         WORLD * tiles_m * tiles_n,

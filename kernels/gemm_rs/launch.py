@@ -99,7 +99,7 @@ class ProductLauncher:
         scalars = (*shape[:7], self._rank, patience_ticks)
         settled = _SETTLED.find(shape)
         if settled is not None:
-            launch(settled.run, *tensors, *scalars, *settled.constants)
+            launch(settled.launch, (), *tensors, *scalars)
             return
         constants = shape.constants()
         compiled = launch(gemm_reduce_scatter[shape.grid], *tensors, *scalars, **constants)

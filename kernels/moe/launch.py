@@ -73,7 +73,7 @@ class GroupedLauncher:
         """Enqueue the kernel with these arguments, in the order of its parameters."""
         settled = self._settled.find(shape)
         if settled is not None:
-            launch(settled.run, *tensors, *scalars, *settled.constants)
+            launch(settled.launch, (), *tensors, *scalars)
             return
         constants = {**shape.constants(), **self._constants}
         compiled = launch(self._kernel[shape.grid], *tensors, *scalars, **constants)

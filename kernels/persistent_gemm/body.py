@@ -12,7 +12,12 @@ from .stream_k import StreamK
 
 
 # Sizes only count tiles: one binary serves all shapes.
-@gluon.jit(do_not_specialize=["M", "N", "K", "splits", "split_rows", "wanted", "programs"])
+@gluon.jit(
+    do_not_specialize=[
+        *("M", "N", "K", "splits", "split_rows", "wanted", "programs"),
+        *("a_alignment", "b_alignment"),
+    ]
+)
 def gemm(
     a_desc,
     b_desc,
@@ -26,6 +31,8 @@ def gemm(
     split_rows,
     wanted,  # which configs the tuner may try; no constexpr, as the code is the same
     programs,  # the most that run at once: what the best config depends on, no part of the code either
+    a_alignment,  # of how many bytes the rows of memory begin at multiples; for the tuner, too
+    b_alignment,
     parts_ptr,  # float32 [2 * programs, BLOCK_M, WIDTH] with STREAM_K
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,
@@ -52,8 +59,21 @@ def gemm(
     # As many for each split: the last one's may lie beyond K, where TMA reads zeros.
     k_blocks = gl.cdiv(gl.cdiv(K, BLOCK_K), splits)
     tiles = tiles_m * tiles_n * splits * min(k_blocks, 1)
+    STAYS: gl.constexpr = STAGGER or STREAM_K > 0
     problem = Problem(
-        tiles_m, tiles_n, tiles, k_blocks, split_rows, SCHEDULE, GROUP_M, BLOCK_M, WIDTH, NUM_BUFFERS, STAGGER
+        tiles_m,
+        tiles_n,
+        tiles,
+        M if STAYS else max(M - BLOCK_M, 0),
+        N if STAYS else max(N - WIDTH, 0),
+        k_blocks,
+        split_rows,
+        SCHEDULE,
+        GROUP_M,
+        BLOCK_M,
+        WIDTH,
+        NUM_BUFFERS,
+        STAGGER,
     )
     if STREAM_K > 0:
         gl.static_assert(not STAGGER, "a segment begins where it does")

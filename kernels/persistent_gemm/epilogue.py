@@ -84,9 +84,8 @@ class StolenBuffers:
     ):
         gl.static_assert(operands.B_SLOTS == operands.NUM_BUFFERS + 1, "B's ring needs one slot more")
         gl.static_assert(WIDTH // STORE_N <= 2, "no more than two of B's slots are free")
-        gl.static_assert(
-            c_desc.block_type.nbytes <= operands.b_desc.block_type.nbytes, "a piece must fit one slot of B"
-        )
+        slot_bytes: gl.constexpr = operands.B_PIECES * operands.b_desc.block_type.nbytes
+        gl.static_assert(c_desc.block_type.nbytes <= slot_bytes, "a piece must fit one slot of B")
         return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, WIDTH, STORE_N)
 
     @gluon.jit

@@ -24,10 +24,12 @@ import triton
 
 from ..tails import tail_share
 from ..tiles import on_host
+from .mma import WIDEST_FROM_REGISTERS
 
 L2_BYTES_PER_CLOCK = 64  # into one SM
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
 SHARED_BYTES_PER_CLOCK = 128
+FROM_REGISTERS = 0.95  # times that where the rows of two accumulators pass through registers
 MEMORY_BYTES_PER_CLOCK = 2020  # of the GPU: about 4 TB/s
 MEMORY_LATENCY = 3500  # clocks, under load
 START = 2500  # of a kernel with several partitions, over one without
@@ -73,24 +75,25 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
     instructions = kwargs["BLOCK_M"] // 64 * kwargs["BLOCK_K"] // 16  # of each width
     read = instructions * sum(64 + width for width in widths) * 16 * 2
     written = (kwargs["BLOCK_M"] + sum(widths)) * kwargs["BLOCK_K"] * 2
-    return max(instructions * sum(widths) / 2, (read + written) / SHARED_BYTES_PER_CLOCK)
+    shared = (read + written) / SHARED_BYTES_PER_CLOCK
+    if 0 < kwargs["EXTRA_N"] <= WIDEST_FROM_REGISTERS.value and kwargs["BLOCK_M"] >= 128:
+        shared *= 1 if kwargs["VARIANT"] == "pingpong" else FROM_REGISTERS
+    return max(instructions * sum(widths) / 2, shared)
 
 
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return what an SM takes to load one k block, whose rows beyond the edges cost nothing."""
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    # The rows of memory are those of K elements, or its columns.
-    a_bytes = 2 * (args["M"] if args["TRANS_A"] else args["K"])
-    b_bytes = 2 * (args["K"] if args["TRANS_B"] else args["N"])
-    rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(a_bytes) + min(width, args["N"]) * slowed(b_bytes)
+    a_rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(args["a_alignment"])
+    rows = a_rows + min(width, args["N"]) * slowed(args["b_alignment"])
     return rows * kwargs["BLOCK_K"] * 2 / L2_BYTES_PER_CLOCK
 
 
-def slowed(row_bytes: int) -> float:
-    """Return by how much loads take longer from a matrix of such rows, one behind the other."""
-    if row_bytes % 128 == 0:
+def slowed(alignment: int) -> float:
+    """Return by how much loads take longer from a matrix whose rows begin at multiples of so many bytes."""
+    if alignment % 128 == 0:
         return 1.0
-    return BETWEEN_LINES if row_bytes % 32 == 0 else BETWEEN_SECTORS
+    return BETWEEN_LINES if alignment % 32 == 0 else BETWEEN_SECTORS
 
 
 def part_clocks(kwargs: dict[str, Any], parts: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from ..matrices import Matrix, describe, described
+from ..matrices import Matrix, describe
 from ..settled_launch import SettledLaunches
 from .blocks import blocks_of
 from .body import gemm
@@ -24,7 +24,10 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
-    key=["M", "N", "K", "splits", "wanted", "programs", "TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"],
+    key=[
+        *("M", "N", "K", "splits", "wanted", "programs", "a_alignment", "b_alignment"),
+        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"),
+    ],
     prune_configs_by={"early_config_prune": prune},
 )(gemm)
 
@@ -45,6 +48,8 @@ class Shape:
     splits: int
     split_rows: int
     programs: int
+    a_alignment: int
+    b_alignment: int
     device: torch.device
     tensor_memory: bool
 
@@ -58,6 +63,8 @@ class Shape:
             "split_rows": self.split_rows,
             "wanted": NAMES.index(self.wanted),
             "programs": self.programs,
+            "a_alignment": self.a_alignment,
+            "b_alignment": self.b_alignment,
         }
 
     def constants(self) -> dict[str, Any]:
@@ -89,8 +96,7 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     settled = _SETTLED.find(shape)
     if settled is not None:
         counter, parts = scratch_of(shape, part_elements(settled.config))
-        kept = map(described, (a, b, b, c), settled.blocks)
-        settled.run(*kept, counter, *shape.sizes().values(), parts, *settled.constants)
+        settled.launch((a, b, b, c), counter, *shape.sizes().values(), parts)
         return
     largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
     counter, parts = scratch_of(shape, largest)  # for any config

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 import triton
 
 from ..configs import INTERPRETED
-from ..matrices import Matrix, as_matrix
+from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
 from .candidates import CUT_SCHEDULES, NAMES
 from .checks import check_count, check_name, check_operands, check_out, check_out_dtype
+from .copies import NOTHING, Copies, plan
 from .launch import Shape, counter_of, launch
+from .padded import copy, padded_copy, room_for, runs_along_columns
 from .plain import plain_gemm
 from .splits import sum_splits, workspace_of
 
@@ -46,7 +47,12 @@ def persistent_matmul(
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
     of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
     every variant is computed by the body in plain Triton: on other GPUs, with other strides, and on the CPU,
-    in Triton's interpreter. Raises TypeError or ValueError for arguments that cannot be multiplied.
+    in Triton's interpreter.
+
+    On Hopper, operands whose rows do not begin at multiples of 128 bytes, and all that TMA cannot address,
+    pass through scratch memory where that should take less time (see `copies`). It is torch's, for the time
+    of the call, and as large as the matrix would be with rows of whole 128 bytes.
+    Raises TypeError or ValueError for arguments that cannot be multiplied.
     """
     check_name("variant", variant, NAMES)
     check_name("scheduler", scheduler, SCHEDULERS)
@@ -115,40 +121,76 @@ def _run_gluon(
     *,
     tensor_memory: bool,
 ) -> bool:
-    """Compute with the Gluon body; return False, with nothing done, if TMA cannot address the tensors."""
+    """Compute with the Gluon body; return False, with nothing done, if the plain body is to run.
+
+    It is where TMA cannot address all tensors, and copies do not pay. On Blackwell nothing is copied.
+    """
     c = as_matrix(out)
-    if c is not None and c.transposed:  # the columns are what is contiguous: out.T = b.T @ a.T
+    if runs_along_columns(out) if c is None else c.transposed:  # out.T = b.T @ a.T
         a, b, out = b.mT, a.mT, out.mT
-        c = replace(c, transposed=False)  # the same memory, now the rows of `out`
+        c = c and c._replace(transposed=False)  # the same memory, now the rows of `out`
     left, right = as_matrix(a), as_matrix(b)
-    if c is None or left is None or right is None:
+    if tensor_memory and (c is None or left is None or right is None):
         return False
     (m, k), n = a.shape, b.shape[1]
     workspace, split_rows = out, 0
     if splits > 1:
         workspace, split_rows = workspace_of(out, splits)
-        rows, columns = workspace.shape
-        c = Matrix(workspace.data_ptr(), rows, columns, workspace.stride(0), torch.float32, transposed=False)
+        c = matrix_of_rows(workspace)
     shape = Shape(
         m=m,
         n=n,
         k=k,
-        trans_a=left.transposed,
-        trans_b=right.transposed,
+        trans_a=runs_along_columns(a) if left is None else left.transposed,
+        trans_b=runs_along_columns(b) if right is None else right.transposed,
         dtype=a.dtype,
-        out_dtype=c.dtype,
+        out_dtype=workspace.dtype,
         schedule="grouped" if scheduler == "auto" else scheduler,
         wanted=variant,
         splits=splits,
         split_rows=split_rows,
         programs=programs,
+        a_alignment=0 if left is None else left.alignment(),
+        b_alignment=0 if right is None else right.alignment(),
         device=a.device,
         tensor_memory=tensor_memory,
     )
-    launch(left, right, c, shape)
+    copies = NOTHING
+    if not tensor_memory and (c is None or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
+        planned = plan(shape, out=c is None)
+        if planned is None:
+            return False
+        copies, shape = planned
+    _launch(a, b, workspace, (left, right, c), shape, copies)
     if splits > 1:
         sum_splits(workspace, split_rows, splits, out)
     return True
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    matrices: tuple[Matrix | None, Matrix | None, Matrix | None],
+    shape: Shape,
+    copies: Copies,
+) -> None:
+    """Launch on the tensors as TMA reads them, or on copies: all that it cannot address are among those."""
+    left, right, c = matrices
+    room = out
+    if copies.a:
+        left, a = padded_copy(a, transposed=shape.trans_a)
+    if copies.b:
+        right, b = padded_copy(b, transposed=shape.trans_b)
+    if copies.out:
+        room = room_for(shape.m, shape.n, out.dtype, out.device)
+        c = matrix_of_rows(room)
+    assert left is not None
+    assert right is not None
+    assert c is not None
+    launch(left, right, c, shape)
+    if copies.out:
+        copy(room, out)
 
 
 def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: str, programs: int) -> None:

@@ -17,6 +17,8 @@ class Problem:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     tiles: gl.tensor  # of all splits
+    last_row: gl.tensor  # where no tile begins behind
+    last_col: gl.tensor
     k_blocks: gl.tensor  # of a split
     split_rows: gl.tensor  # from one split's rows of C to the next one's
     SCHEDULE: gl.constexpr
@@ -32,6 +34,10 @@ class Problem:
 
         Behind the last group the arithmetic would divide by a group of no rows.
 
+        A tile that would reach beyond the last row or column is moved back by so much: loads from beyond are
+        slow, see `operands`. What it shares with the tile before is computed and stored twice, to the same
+        values, as long as both add up the k blocks in the same order: tiles of STAGGER and of stream-K stay.
+
         STAGGER: rows that are a power of two apart lie in few of the memory's channels and of L2's slices, as
         far as one k block goes. Neighbours that are at different k blocks use more of them.
         """
@@ -41,11 +47,12 @@ class Problem:
         pid_m, pid_n = scheduled_tile(
             number - split * each, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M
         )
-        row = pid_m * self.BLOCK_M
+        row = min(pid_m * self.BLOCK_M, self.last_row)
+        col = min(pid_n * self.WIDTH, self.last_col)
         first_k = split * self.k_blocks
         if self.STAGGER:
             first_k += (pid_m + pid_n) % max(self.k_blocks, 1)  # without any there is no tile
-        return row, row + split * self.split_rows, pid_n * self.WIDTH, first_k
+        return row, row + split * self.split_rows, col, first_k
 
     @gluon.jit
     def k_block(self, first_k, k):

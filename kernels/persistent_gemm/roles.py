@@ -229,6 +229,7 @@ def run(
         1 if STEALS else 0,
         TRANS_A,
         TRANS_B,
+        BLOCK_M,
         BLOCK_N,
         EXTRA_N,
         BLOCK_K,

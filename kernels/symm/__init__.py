@@ -16,17 +16,21 @@ import torch
 import torch.distributed as dist
 
 from . import nvshmem
-from .base import SideStream, SymmetricMemory, SymmetricTensor
+from .base import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from .nvshmem import NvshmemMemory
 from .ranks import RankGroup, SymmetricMemoryError
 from .shm import ShmMemory
 from .torch_symm import TorchMemory
 
 __all__ = [
+    "Copy",
     "SideStream",
+    "Step",
     "SymmetricMemory",
     "SymmetricMemoryError",
     "SymmetricTensor",
+    "Wait",
+    "Write",
     "open_symmetric_memory",
 ]
 

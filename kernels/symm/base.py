@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 
@@ -34,6 +34,32 @@ class SideStream(Protocol):
 
     def join(self) -> None:
         """Order what the caller does from now on after all that was enqueued here so far."""
+
+
+class Copy(NamedTuple):
+    """As `SymmetricMemory.copy`."""
+
+    dst: torch.Tensor
+    src: torch.Tensor
+
+
+class Write(NamedTuple):
+    """As `SymmetricMemory.write_signal`, of `value` and, if there is such an index, a number of the run."""
+
+    word: torch.Tensor
+    value: int
+    plus: int | None = None
+
+
+class Wait(NamedTuple):
+    """As `SymmetricMemory.wait_signal`, for `value` and, if there is such an index, a number of the run."""
+
+    word: torch.Tensor
+    value: int
+    plus: int | None = None
+
+
+Step = Copy | Write | Wait
 
 
 class SymmetricMemory(abc.ABC):
@@ -124,6 +150,24 @@ class SymmetricMemory(abc.ABC):
         someone sets the word when patience ends. On the CPU the wait fails after `timeout_s`.
         """
 
+    def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
+        """Return a function that enqueues the steps in their order: what is the same in each run is done now.
+
+        It is called with the numbers that the steps' `plus` count, as positional arguments, as often as the
+        tensors of the steps are there.
+        """
+
+        def run(*numbers: int) -> None:
+            for step in steps:
+                if isinstance(step, Copy):
+                    self.copy(step.dst, step.src, stream)
+                elif isinstance(step, Write):
+                    self.write_signal(step.word, value_of(step, numbers), stream)
+                else:
+                    self.wait_signal(step.word, value_of(step, numbers), stream)
+
+        return run
+
     @abc.abstractmethod
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         """Return zeroed memory that all ranks agreed on; raise on all ranks or on none."""
@@ -150,3 +194,9 @@ class SymmetricMemory(abc.ABC):
             self.close()
         else:
             self.abandon()  # the peers may be anywhere: a rank that fails must not wait for them
+
+
+def value_of(step: Write | Wait, numbers: Sequence[int]) -> int:
+    """Return what a step writes or waits for in the run with these numbers: an int32, wrapped."""
+    value = step.value if step.plus is None else step.value + numbers[step.plus]
+    return (value + 2**31) % 2**32 - 2**31

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .base import SideStream, SymmetricMemory, SymmetricTensor
+from .base import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from .ranks import RankGroup, SymmetricMemoryError
 
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
+BATCH = 255  # operations that one cuStreamBatchMemOp takes
 WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a system-scope barrier comes before the write
 
 
@@ -21,19 +24,27 @@ class CudaStream:
     """A high-priority stream, ordered against the caller's current stream by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._driver = device, _load_driver()
         # High priority, or its copies could queue behind those of the stream it is to overtake.
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
         self.handle = self._stream.cuda_stream
+        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        for event in (self._forked, self._joined):
+            event.record(self._stream)  # until then an event of torch has no handle
 
     def fork(self) -> None:
-        self._forked.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(self._forked)
+        self._order(self._forked, self._current(), self.handle)
 
     def join(self) -> None:
-        self._joined.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._joined)
+        self._order(self._joined, self.handle, self._current())
+
+    def _current(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
+
+    def _order(self, event: torch.cuda.Event, first: int, then: int) -> None:
+        # The driver's calls, not torch's: no device guard and no stream objects, microseconds in each call.
+        _check(self._driver.cuEventRecord(event.cuda_event, first), self._device)
+        _check(self._driver.cuStreamWaitEvent(then, event.cuda_event, 0), self._device)
 
 
 class CudaMemory(SymmetricMemory):
@@ -53,9 +64,7 @@ class CudaMemory(SymmetricMemory):
         return CudaStream(self.device)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SideStream) -> None:
-        # The driver's call, not Tensor.copy_: no stream guard and no dispatch, microseconds for each peer.
-        size = dst.numel() * dst.element_size()
-        self._succeed(self._driver.cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), size, _handle(stream)))
+        self._copy_bytes(*_extent(dst, src), _handle(stream))
 
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         value %= 2**32
@@ -69,6 +78,54 @@ class CudaMemory(SymmetricMemory):
             self._driver.cuStreamWaitValue32(_handle(stream), word.data_ptr(), value, GREATER_OR_EQUAL)
         )
 
+    def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
+        """Return a function that enqueues the steps, with one call of the driver for signals between copies.
+
+        The driver enqueues the operations of such a batch in their order, and each write has its barrier: it
+        is as if they came one by one. (On an H200 a write and a wait take 1.7 us together, else 2.9.)
+        """
+        handle = self._driver.CUstream(_handle(stream))  # of a number the binding makes one in each call
+        enqueued = [
+            self._prepared_copy(part, handle)
+            if isinstance(part, Copy)
+            else self._prepared_batch(part, handle)
+            for part in _parts(steps)
+        ]
+
+        def run(*numbers: int) -> None:
+            for enqueue in enqueued:
+                enqueue(numbers)
+
+        return run
+
+    def _prepared_copy(self, step: Copy, handle: Any) -> Callable[[tuple[int, ...]], None]:
+        dst, src, size = _extent(step.dst, step.src)
+        places = self._driver.CUdeviceptr(dst), self._driver.CUdeviceptr(src)
+        return lambda numbers: self._copy_bytes(*places, size, handle)
+
+    def _prepared_batch(
+        self, steps: Sequence[Write | Wait], handle: Any
+    ) -> Callable[[tuple[int, ...]], None]:
+        batch = [_operation(self._driver, step) for step in steps]
+        operations = [whole for whole, _ in batch]
+        changing = [
+            (operand, step.value, step.plus)
+            for step, (_, operand) in zip(steps, batch, strict=True)
+            if step.plus is not None
+        ]
+        enqueue = functools.partial(self._driver.cuStreamBatchMemOp, handle, len(operations), operations, 0)
+
+        def run(numbers: tuple[int, ...]) -> None:
+            for operand, value, plus in changing:
+                operand.value = (value + numbers[plus]) % 2**32
+            self._succeed(enqueue())
+
+        return run
+
+    def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
+        # The driver's call, not Tensor.copy_: no stream guard and no dispatch, microseconds for each peer.
+        self._succeed(self._driver.cuMemcpyAsync(dst, src, size, handle))
+
     def abandon(self) -> None:
         if not self._is_closed:
             _abandoned.extend(self._allocations)
@@ -79,7 +136,45 @@ class CudaMemory(SymmetricMemory):
 
     def _succeed(self, result: tuple[Any, ...]) -> None:
         if result[0] != 0:
-            raise SymmetricMemoryError(f"{self._ranks}, {self.device}: the CUDA driver reports {result[0]!r}")
+            _check(result, f"{self._ranks}, {self.device}")
+
+
+def _check(result: tuple[Any, ...], who: object) -> None:
+    if result[0] != 0:
+        raise SymmetricMemoryError(f"{who}: the CUDA driver reports {result[0]!r}")
+
+
+def _extent(dst: torch.Tensor, src: torch.Tensor) -> tuple[int, int, int]:
+    """Return where a copy goes, where it comes from and how many bytes it has."""
+    return dst.data_ptr(), src.data_ptr(), dst.numel() * dst.element_size()
+
+
+def _parts(steps: Sequence[Step]) -> Iterator[Copy | list[Write | Wait]]:
+    """Return copies, and signals in as few batches as the driver takes, in the order of the steps."""
+    batch: list[Write | Wait] = []
+    for step in steps:
+        if batch and (isinstance(step, Copy) or len(batch) == BATCH):
+            yield batch
+            batch = []
+        if isinstance(step, Copy):
+            yield step
+        else:
+            batch.append(step)
+    if batch:
+        yield batch
+
+
+def _operation(driver: Any, step: Write | Wait) -> tuple[Any, Any]:
+    """Return the driver's form of a step, and the part of it that has the value."""
+    kinds, made = driver.CUstreamBatchMemOpType, driver.CUstreamBatchMemOpParams()
+    if isinstance(step, Write):
+        kind, operand, flags = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, made.writeValue, WITH_BARRIER
+    else:
+        kind, operand, flags = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, made.waitValue, GREATER_OR_EQUAL
+    made.operation = operand.operation = kind
+    operand.address = driver.CUdeviceptr(step.word.data_ptr())
+    operand.value, operand.flags = step.value % 2**32, flags
+    return made, operand
 
 
 def _handle(stream: SideStream) -> int:

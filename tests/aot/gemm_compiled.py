@@ -39,8 +39,9 @@ def compile_gemm(
     out: str = "bf16",
     trans_a: bool = False,
     trans_b: bool = True,
+    sizes: dict[str, int] | None = None,
 ) -> Any:
-    """Return the compiled Gluon body of a candidate."""
+    """Return the compiled Gluon body of a candidate; for whole tiles, or for M and N of `sizes`."""
     constants = {
         "TRANS_A": trans_a,
         "TRANS_B": trans_b,
@@ -51,9 +52,13 @@ def compile_gemm(
         **config.kwargs,
     }
     kinds = {"a_desc": dtype, "b_desc": dtype, "extra_desc": dtype, "c_desc": out}
-    types = {name: descriptor_type(kinds[name], block) for name, block in blocks_of(constants).items()}
+    types = {
+        name: descriptor_type(kinds[name], block)
+        for name, block in blocks_of({**constants, **(sizes or {})}).items()
+    }
     types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
-    types |= {"splits": "i32", "split_rows": "i32", "wanted": "i32", "programs": "i32", "parts_ptr": "*fp32"}
+    types |= dict.fromkeys(("splits", "split_rows", "wanted", "programs"), "i32")
+    types |= {"a_alignment": "i32", "b_alignment": "i32", "parts_ptr": "*fp32"}
     descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
     return compile_for(
         target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps

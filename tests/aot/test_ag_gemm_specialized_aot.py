@@ -230,13 +230,17 @@ def ask_no_tuner(monkeypatch: pytest.MonkeyPatch) -> Any:
     return forbid
 
 
+def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+    specialized.SpecializedConsumer(gather, weight, out).launch(gather, weight, out, call)
+
+
 def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_call(device, ask_no_tuner):
     operands, call = tensors(), a_call()
-    specialized.launch(*operands, call)
+    launch(*operands, call)
     ask_no_tuner()
-    specialized.launch(*operands, call)
+    launch(*operands, call)
     later = a_call(epoch=7, base=6 * ROWS, pushed=1, words=call.words, errors=call.errors)
-    specialized.launch(*operands, later)
+    launch(*operands, later)
     first, second, third = map(arguments, device.launched)
     assert first == second
     names = specialized.tuned.arg_names
@@ -247,11 +251,11 @@ def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_cal
 
 
 def test_other_tensors_take_the_short_way_with_their_own_addresses(device, ask_no_tuner):
-    specialized.launch(*tensors(), a_call())
+    launch(*tensors(), a_call())
     ask_no_tuner()
     gather, weight, out = tensors()
     call = a_call()
-    specialized.launch(gather, weight, out, call)
+    launch(gather, weight, out, call)
     launched = arguments(device.launched[-1])
     assert [value[0] for value in launched[:4]] == [t.data_ptr() for t in (gather, weight, weight, out)]
     assert launched[4:7] == [call.words.data_ptr(), call.errors.data_ptr(), call.errors.data_ptr()]
@@ -260,16 +264,16 @@ def test_other_tensors_take_the_short_way_with_their_own_addresses(device, ask_n
 def test_the_program_count_is_the_call_s(device):
     operands = tensors()
     for programs in (7, 5, 132):
-        specialized.launch(*operands, a_call(programs=programs))
+        launch(*operands, a_call(programs=programs))
     assert [launched[0] for launched in device.launched] == [7, 5, 24]
 
 
 def test_stamps_are_another_kernel_with_the_same_tuning(device):
     operands = tensors()
-    specialized.launch(*operands, a_call())
+    launch(*operands, a_call())
     stamps = torch.zeros(24, specialized.STAMPS_PER_TILE, dtype=torch.int64)
     for _ in range(2):
-        specialized.launch(*operands, a_call(stamps=stamps))
+        launch(*operands, a_call(stamps=stamps))
     at = specialized.tuned.arg_names.index("STAMPS")
     assert [arguments(launched)[at] for launched in device.launched] == [False, True, True]
     assert [arguments(launched)[6] for launched in device.launched[1:]] == [stamps.data_ptr()] * 2
@@ -277,17 +281,17 @@ def test_stamps_are_another_kernel_with_the_same_tuning(device):
 
 def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
     operands = tensors()
-    specialized.launch(*operands, a_call())
+    launch(*operands, a_call())
     asked = count_asking(monkeypatch, specialized.tuned)
     monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
-    specialized.launch(*operands, a_call())
+    launch(*operands, a_call())
     assert asked == [1]
 
 
 def test_nothing_keeps_the_callers_tensors(device):
     operands, call = [*tensors()], a_call()
     for _ in range(2):
-        specialized.launch(*operands, call)
+        launch(*operands, call)
     kept = [weakref.ref(tensor) for tensor in (*operands, call.words, call.errors)]
     device.launched.clear()
     operands.clear()
@@ -301,27 +305,27 @@ def test_it_is_tuned_in_context_and_then_settles(device, monkeypatch, ask_no_tun
     monkeypatch.setattr(specialized.tuned, "configs", [SMALL, SMALL_DEEP])
     operands, call = tensors(), a_call()
     options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-    tuned = contextual_autotune(lambda: specialized.launch(*operands, call), **options)
+    tuned = contextual_autotune(lambda: launch(*operands, call), **options)
     tuned()
     (context,) = tuned.report.contexts
     assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 2)
     blocks = {arguments(launched)[0][5:7] for launched in device.launched}
     assert blocks == {(64, 64), (64, 128)}  # of A, BLOCK_M x BLOCK_K
-    specialized.launch(*operands, call)  # outside: this one asks the tuner and remembers
+    launch(*operands, call)  # outside: this one asks the tuner and remembers
     ask_no_tuner()
-    specialized.launch(*operands, call)
+    launch(*operands, call)
     assert arguments(device.launched[-1]) == arguments(device.launched[-2])
 
 
 def test_a_settled_launch_is_microseconds_of_python(device):
     """With -s it prints how many. The bound is the budget of a whole call, far above what it takes."""
     operands, call = tensors(), a_call()
-    specialized.launch(*operands, call)
+    launch(*operands, call)
     best_us = math.inf
     for _ in range(7):
         begin = time.perf_counter()
         for _ in range(300):
-            specialized.launch(*operands, call)
+            launch(*operands, call)
         best_us = min(best_us, (time.perf_counter() - begin) / 300 * 1e6)
     print(f"settled launch: {best_us:.1f} us of Python, above Triton's launcher")
     assert best_us < 60

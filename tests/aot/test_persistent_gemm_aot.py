@@ -16,6 +16,7 @@ from launch_path import arguments, count_asking, only_compiling
 from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels import settled_launch
+from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
@@ -262,8 +263,14 @@ def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs: int = 13
     return operation._run_gluon(a, b, out, "auto", "auto", programs, tensor_memory=False)
 
 
+def zeros(rows: int, columns: int) -> torch.Tensor:
+    """Return a matrix that begins where a GPU's does, at a multiple of a cache line."""
+    room = torch.zeros(rows * columns + LINE_BYTES // 2, dtype=torch.float16)
+    return room[-room.data_ptr() % LINE_BYTES // 2 :][: rows * columns].view(rows, columns)
+
+
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (torch.zeros(shape, dtype=torch.float16) for shape in ((m, k), (k, n), (m, n)))
+    return (zeros(m, k), zeros(k, n), zeros(m, n))
 
 
 def test_a_settled_call_launches_what_the_first_one_launched_and_asks_no_tuner(device, monkeypatch):
@@ -330,7 +337,7 @@ def test_what_is_kept_is_bounded(device, monkeypatch):
 
 def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
     a, b, _ = operands(256, 192, 64)
-    out = torch.zeros(192, 256, dtype=torch.float16).T
+    out = zeros(192, 256).T
     call(a, b, out)
     launched = arguments(device.launched[-1])
     assert [descriptor[0] for descriptor in launched[:4]] == [t.data_ptr() for t in (b, a, a, out)]
@@ -403,4 +410,4 @@ def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its
     assert counter.numel() == 2 + 132
     for launched, room in zip((first, second), parts, strict=True):
         assert arguments(launched)[4] == counter.data_ptr()
-        assert arguments(launched)[12] == room.data_ptr()
+        assert arguments(launched)[14] == room.data_ptr()

@@ -1,0 +1,87 @@
+"""What an `AllGatherGemm` knows of the tensors that it is called with, by where they are and how they lie.
+
+The first call with tensors of some place and shape finds out whether they can be taken, by whom, and what is
+to be loaded; later ones look that up. No tensor is kept: another one in the same place is as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from .call import Consumer
+from .choices import Options
+
+KEPT = 512
+
+Known = TypeVar("Known")
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What all weights and results share that have the same shapes, strides and alignment."""
+
+    options: Options
+    loaded: set[tuple[str, bool]] = field(default_factory=set)  # consumers, and whether in the captured lane
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """A weight and a result of one place and shape, and how many rows each rank has."""
+
+    rows: int
+    kind: Kind
+    consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
+
+
+class KnownOperands:
+    """Keeps what is known, and finds out what is not."""
+
+    def __init__(self, gather: torch.Tensor, consumers: dict[str, Callable[..., Consumer]]) -> None:
+        self._gather, self._consumers = gather, consumers
+        self._operands: dict[Hashable, Operands] = {}
+        self._kinds: dict[Hashable, Kind] = {}
+
+    def find(
+        self,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        rows: int,
+        options_of: Callable[[torch.Tensor, torch.Tensor, int], Options],
+    ) -> Operands:
+        """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
+        place = rows, place_of(weight), place_of(out)
+        found = self._operands.get(place)
+        if found is None:
+            strides, address = (weight.stride(0), out.stride(0)), (weight.data_ptr() | out.data_ptr()) % 16
+            alike = rows, weight.shape[0], strides, address
+            kind = self._kinds.get(alike)
+            if kind is None:
+                kind = keep(self._kinds, alike, Kind(options_of(weight, out, rows)))
+            found = keep(self._operands, place, Operands(rows, kind))
+        return found
+
+    def consumer(self, name: str, weight: torch.Tensor, out: torch.Tensor, operands: Operands) -> Consumer:
+        """Return the consumer of that name for these tensors, of which `operands` is known."""
+        found = operands.consumers.get(name)
+        if found is None:
+            found = operands.consumers[name] = self._consumers[name](self._gather, weight, out)
+        return found
+
+
+def place_of(tensor: Any) -> Hashable:
+    """Return all that a call with a tensor depends on but its elements; of what is no tensor, its type."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(type(tensor))
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def keep(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
+    """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten."""
+    if len(known) >= KEPT and key not in known:
+        del known[next(iter(known))]
+    known[key] = value
+    return value

@@ -1,0 +1,220 @@
+"""Copies in padded scratch memory, compiled for Hopper, and their way to a launch beside the product's."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiled import CDNA3, HOPPER, compile_for, resources
+from launch_path import CompilingDevice, arguments, only_compiling
+from settled_path import matrix
+
+from dist_autotune.kernels.matrices import DESCRIPTORS_KEPT
+from dist_autotune.kernels.persistent_gemm import copies, operation, padded
+from dist_autotune.kernels.persistent_gemm import launch as launching
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.copies import Copies, copied
+from dist_autotune.kernels.persistent_gemm.launch import Shape
+
+pytestmark = pytest.mark.aot
+
+
+# ---- the code
+
+
+def compile_copy(dtype: str, vector: int, *, aligned: bool, target: Any = HOPPER) -> Any:
+    types = {"source_ptr": f"*{dtype}", "target_ptr": f"*{dtype}"}
+    sizes = dict.fromkeys(("rows", "columns", "from_row", "to_row"), "i32")
+    elements = padded.BLOCK_ELEMENTS if vector > 1 else padded.NARROW_BLOCK_ELEMENTS
+    block = {"BLOCK_ROWS": elements // padded.WIDEST_BLOCK, "BLOCK_COLUMNS": padded.WIDEST_BLOCK}
+    constants = {"from_column": 1, "to_column": 1, "VECTOR": vector, **block}
+    any_value = (*sizes, *(() if aligned else ("source_ptr",)))
+    return compile_for(
+        target, padded.copy_rows, types | sizes, constants, any_value=any_value, num_warps=padded.WARPS
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vector", "aligned", "load", "store"),
+    [
+        pytest.param("bf16", 8, True, "LDG.E.128", "STG.E.128", id="halves, 16 bytes"),
+        pytest.param("fp32", 4, True, "LDG.E.128", "STG.E.128", id="fp32, 16 bytes"),
+        pytest.param("bf16", 2, True, "LDG.E", "STG.E", id="halves, 4 bytes"),
+        pytest.param("fp16", 1, False, "LDG.E.U16", "STG.E.U16", id="halves at any address"),
+        pytest.param("fp32", 1, False, "LDG.E", "STG.E", id="fp32 at any address"),
+    ],
+)
+def test_as_much_is_moved_at_a_time_as_rows_are_multiples_of(dtype, vector, aligned, load, store):
+    compiled = compile_copy(dtype, vector, aligned=aligned)
+    found = re.findall(r"\b(LDG|STG|LDL|STL)([.\w]*)", compiled.asm["sass"])
+    kinds = [kind + options for kind, options in found]
+    elements = padded.BLOCK_ELEMENTS if vector > 1 else padded.NARROW_BLOCK_ELEMENTS
+    each = elements // (32 * padded.WARPS * vector)
+    assert kinds.count(load) == kinds.count(store) == each
+    assert len(kinds) == 2 * each
+    last_load, first_store = len(kinds) - 1 - kinds[::-1].index(load), kinds.index(store)
+    assert last_load < first_store  # all loads are in flight together
+    used = resources(compiled, HOPPER)
+    assert used["spilled"] == used["shared_bytes"] == 0
+    assert used["registers"] <= 80  # 24 warps of an SM
+
+
+def test_the_copy_compiles_for_amd():
+    assert "global_load" in compile_copy("bf16", 8, aligned=True, target=CDNA3).asm["amdgcn"]
+
+
+# ---- the path to its launch, on a device that compiles and does not run
+
+PIPELINED = next(
+    c for c in GLUON_CANDIDATES if c.kwargs["VARIANT"] == "pipelined" and c.kwargs["BLOCK_N"] == 64
+)
+COPY_ARGUMENTS = len(padded.copy_rows.arg_names)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
+    monkeypatch.setattr(padded, "_LAUNCHES", OrderedDict())
+    padded.copy_rows.device_caches.clear()
+    copies.plan.cache_clear()
+    with only_compiling(monkeypatch, launching, launching.tuned_gemm, PIPELINED) as made:
+        yield made
+        padded._LAUNCHES.clear()
+        padded.copy_rows.device_caches.clear()
+        gc.collect()  # kernels unload themselves from the device they were loaded on: now
+    copies.plan.cache_clear()
+
+
+@pytest.fixture
+def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have everything copied that may be."""
+
+    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+        chosen = Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
+        return chosen, copied(shape, chosen)
+
+    monkeypatch.setattr(operation, "plan", plan)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return the list of all scratch memory; kept, so that no two have one address."""
+    made: list[torch.Tensor] = []
+    room_for = padded.room_for
+
+    def kept(*args: Any) -> torch.Tensor:
+        made.append(room_for(*args))
+        return made[-1]
+
+    monkeypatch.setattr(padded, "room_for", kept)
+    monkeypatch.setattr(operation, "room_for", kept)
+    return made
+
+
+def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    return operation._run_gluon(a, b, out, "auto", "auto", 132, tensor_memory=False)
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (matrix(m, k, torch.float16), matrix(n, k, torch.float16).T, matrix(m, n, torch.float16))
+
+
+def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all_copied, rooms, monkeypatch):
+    a, b, out = operands(250, 333, 67)
+    assert call(a, b, out)
+    for tuner in (type(launching.tuned_gemm), type(padded.copy_rows)):
+        monkeypatch.setattr(tuner, "run", lambda *args, **kwargs: pytest.fail("the dispatch was asked"))
+    assert call(a, b, out)
+    shapes = [room.shape for room in rooms]
+    assert shapes == [(250, 67), (333, 67), (250, 333)] * 2
+    launches = [arguments(launched) for launched in device.launched]
+    for number in range(2):
+        of_a, of_b, product, of_out = launches[4 * number : 4 * number + 4]
+        left, right, result = rooms[3 * number : 3 * number + 3]
+        assert of_a[:2] == [a.data_ptr(), left.data_ptr()]
+        assert of_b[:2] == [b.data_ptr(), right.data_ptr()]
+        assert of_out[:2] == [result.data_ptr(), out.data_ptr()]
+        descriptors = [(left.data_ptr(), 250, 67, 128, 1), *[(right.data_ptr(), 333, 67, 128, 1)] * 2]
+        assert [given[:5] for given in product[:4]] == [*descriptors, (result.data_ptr(), 250, 333, 384, 1)]
+        assert product[5:8] == [250, 333, 67]
+        assert product[11:14] == [132, 128, 128]  # programs, alignments
+    for number in range(4):
+        assert launches[number][2:] == launches[4 + number][2:] or number == 2
+        assert device.launched[number][:3] == device.launched[4 + number][:3]  # the grid
+
+
+@pytest.mark.parametrize(
+    ("make", "vector"),
+    [
+        pytest.param(lambda: matrix(64, 520, torch.float16), 8, id="16 bytes"),
+        pytest.param(lambda: matrix(64, 520, torch.float16, pad=8), 8, id="16 bytes, a slice"),
+        pytest.param(lambda: matrix(64, 522, torch.float16, pad=6), 2, id="a row's end"),
+        pytest.param(lambda: matrix(64, 520, torch.float16, pad=4), 4, id="the distance of rows"),
+        pytest.param(lambda: matrix(64, 520, torch.float16, shift=2), 2, id="the address"),
+        pytest.param(lambda: matrix(64, 521, torch.float16), 1, id="odd"),
+        pytest.param(lambda: matrix(64, 520, torch.float32), 4, id="fp32"),
+        pytest.param(lambda: matrix(64, 1040, torch.float16)[:, ::2], 1, id="every second element"),
+    ],
+)
+def test_how_many_elements_are_moved_at_a_time(device, make, vector):
+    source = make()
+    padded.padded_copy(source, transposed=False)
+    given = arguments(device.launched[-1])
+    names = padded.copy_rows.arg_names
+    assert len(given) == len(names)
+    assert dict(zip(names, given, strict=True))["VECTOR"] == vector
+
+
+def test_copies_of_one_place_to_another_are_told_apart(device):
+    """One shape, but an address that allows for less: the same binary must not be taken."""
+    for shift in (0, 1, 0, 4, 1):
+        padded.padded_copy(matrix(64, 520, torch.float16, shift=shift), transposed=False)
+    place = padded.copy_rows.arg_names.index("VECTOR")
+    assert [arguments(launched)[place] for launched in device.launched] == [8, 1, 8, 4, 1]
+    assert len(padded._LAUNCHES) == 3
+
+
+def test_what_is_kept_of_copies_is_bounded(device, monkeypatch):
+    monkeypatch.setattr(padded, "LAUNCHES_KEPT", 3)
+    for rows in range(1, 8):
+        padded.padded_copy(matrix(rows, 64, torch.float16), transposed=False)
+    assert [key[4][0] for key in padded._LAUNCHES] == [5, 6, 7]
+
+
+def test_scratch_memory_at_many_addresses_leaves_no_more_descriptors_than_are_kept(device, all_copied, rooms):
+    from dist_autotune.kernels.settled_launch import _prepared
+
+    _prepared.cache_clear()
+    tensors = operands(8, 8, 72)
+    for _ in range(DESCRIPTORS_KEPT + 20):
+        call(*tensors)
+    assert len({room.data_ptr() for room in rooms}) > 2 * DESCRIPTORS_KEPT
+    assert _prepared.cache_info().currsize <= DESCRIPTORS_KEPT
+    _prepared.cache_clear()
+
+
+def test_nothing_keeps_scratch_memory(device, all_copied, rooms):
+    for _ in range(2):
+        call(*operands(250, 333, 67))
+    kept = [weakref.ref(room) for room in rooms]
+    device.launched.clear()
+    rooms.clear()
+    gc.collect()
+    assert len(kept) == 6
+    assert {ref() for ref in kept} == {None}
+
+
+def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, monkeypatch):
+    tuner = launching.tuned_gemm
+    a, b, out = operands(256, 192, 72)
+    call(a, b, out)
+    monkeypatch.setattr(operation, "plan", lambda shape, *, out: (copies.NOTHING, shape))
+    call(a, b, out)
+    places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
+    keys = [settled.key for settled in launching._SETTLED._of.values()]
+    assert [[key[place] for place in places] for key in keys] == [[128, 128], [16, 16]]

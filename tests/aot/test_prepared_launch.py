@@ -1,0 +1,269 @@
+"""That a prepared launch hands to the driver what Triton's own way does, and knows when to leave it to that.
+
+The compiler, Triton's launcher and its encoding of descriptors are real; the function in C is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from launch_path import count_asking
+from triton import knobs
+from triton.runtime.driver import driver
+
+from dist_autotune.kernels import compat, operation, prepared_launch, settled_launch
+from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
+from dist_autotune.kernels.ag_gemm.call import Call, Consumer
+from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
+from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
+from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
+from dist_autotune.kernels.compat import bare_launch
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
+from dist_autotune.kernels.settled_launch import SettledLaunches
+from pretended_device import DeviceUnderTriton
+
+pytestmark = pytest.mark.aot
+
+IS_KNOWN = triton.__version__.startswith("3.6.")
+NEEDS_BARE = pytest.mark.skipif(
+    not IS_KNOWN, reason="Triton prepares launches in C++; only of 3.6 it is known how"
+)
+ROWS, CAPACITY, N, K, WORLD = 192, 256, 512, 128, 2
+
+
+class Device(DeviceUnderTriton):
+    """Writes down what the function in C gets, tensors as addresses, and what is encoded and allocated."""
+
+    def __init__(self) -> None:
+        super().__init__(self._hand)
+        self.handed: list[tuple[Any, ...]] = []
+        self.hooked: list[bool] = []  # whether hooks were handed over: the function in C calls them
+        self.encoded: list[int] = []  # addresses
+        self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment, stream
+        self.stream = 0
+        self._scratch = torch.zeros(1, dtype=torch.int8)
+        self.utils.fill_tma_descriptor = self.utils.fill_tma_descriptor_tiled = self._encode
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def allocate(self, size: int, alignment: int, stream: int) -> torch.Tensor:
+        self.allocated.append((size, alignment, stream))
+        return self._scratch
+
+    def _hand(self, *given: Any) -> None:
+        self.hooked.append(any(map(callable, given)))
+        self.handed.append(tuple(map(plain_value, given)))
+
+    def _encode(self, address: int, *given: Any) -> tuple[Any, ...]:
+        self.encoded.append(address)
+        return ("tensor map", address, *map(plain_value, given))
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value that can be compared: hooks and what they are told are not the kernel's."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, list | tuple):
+        return tuple(map(plain_value, value))
+    is_for_hooks = callable(value) or isinstance(value, triton.compiler.compiler.LazyDict)
+    return None if is_for_hooks else value
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(operation, "_allocate_scratch", made.allocate)
+    monkeypatch.setattr(matmul, "_LOADED", {})
+    monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
+    monkeypatch.setattr(plain, "_SETTLED", SettledLaunches(plain.all_gather_gemm, lambda constants: {}))
+    for tuner in (specialized.tuned, plain.all_gather_gemm):
+        monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
+        monkeypatch.setattr(tuner, "cache", {})
+    kernels = (specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks)
+    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *(k.device_caches.clear for k in kernels))
+    for clear in caches:
+        clear()
+    yield made
+    for clear in caches:
+        clear()
+
+
+def plain_by(tma: bool) -> Callable[..., Consumer]:
+    return lambda *tensors: PlainConsumer(*tensors, has_tma=tma, needs_fence=True, upcasts=False)
+
+
+CONSUMERS = {
+    "specialized, with descriptors": SpecializedConsumer,
+    "plain, with scratch memory": plain_by(tma=True),
+    "plain, with neither": plain_by(tma=False),
+    "matmul's wait": lambda *tensors: MatmulConsumer(),
+}
+consumers = pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS)
+
+
+class Caller:
+    """Calls a consumer with tensors of its own; each call has another epoch and base."""
+
+    def __init__(self, consumer: Callable[..., Consumer]) -> None:
+        shapes = ((2 * WORLD - 1, CAPACITY, K), (N, K), (WORLD * ROWS, N))
+        self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+        self.consumer = consumer(*self.tensors)
+        self.words = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+        self.epoch = 0
+
+    def call(self) -> None:
+        self.epoch += 1
+        base = (self.epoch - 1) * ROWS
+        call = Call(ROWS, 1, WORLD, 3, CAPACITY, self.epoch, base, 0, 99, 132, *self.words)
+        self.consumer.launch(*self.tensors, call)
+
+
+def calls(device: Device, caller: Caller, count: int) -> list[tuple[Any, ...]]:
+    """Return what so many calls hand to the driver."""
+    before = len(device.handed)
+    for _ in range(count):
+        caller.call()
+    return device.handed[before:]
+
+
+@consumers
+def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consumer, monkeypatch):
+    caller = Caller(consumer)
+    calls(device, caller, 1)  # the tuner's
+    prepared = calls(device, caller, 3)
+    monkeypatch.setattr(prepared_launch, "_are_watched", lambda: True)
+    caller.epoch = 1
+    assert prepared == calls(device, caller, 3)
+    assert len(set(prepared)) == 3  # epochs
+
+
+@NEEDS_BARE
+@consumers
+def test_the_own_way_is_asked_no_more_when_a_launch_is_prepared(device, consumer, monkeypatch):
+    caller = Caller(consumer)
+    calls(device, caller, 2)
+    monkeypatch.setattr(
+        triton.compiler.CompiledKernel,
+        "launch_metadata",
+        lambda *args: pytest.fail("Triton's own way was taken"),
+    )
+    assert len(calls(device, caller, 2)) == 2
+
+
+@NEEDS_BARE
+def test_descriptors_are_encoded_once_for_each_address(device):
+    first, second = Caller(SpecializedConsumer), Caller(SpecializedConsumer)
+    calls(device, first, 1)
+    device.encoded.clear()
+    calls(device, first, 5)
+    assert len(device.encoded) == 4
+    calls(device, second, 5)
+    assert len(device.encoded) == 8
+    gather, weight, out = (tensor.data_ptr() for tensor in second.tensors)
+    assert device.encoded[4:] == [gather, weight, weight, out]
+
+
+@consumers
+def test_each_launch_goes_to_the_stream_that_is_current_then(device, consumer):
+    caller = Caller(consumer)
+    for device.stream in (0, 7, 7, 8, 0):
+        calls(device, caller, 1)
+    assert [handed[3] for handed in device.handed] == [0, 7, 7, 8, 0]
+    assert {stream for *_, stream in device.allocated} in ({0, 7, 8}, set())
+
+
+def test_scratch_memory_is_allocated_for_each_launch_as_the_own_way_does(device, monkeypatch):
+    caller = Caller(plain_by(tma=True))
+    calls(device, caller, 1)
+    device.allocated.clear()
+    calls(device, caller, 2)
+    monkeypatch.setattr(prepared_launch, "_are_watched", lambda: True)
+    calls(device, caller, 2)
+    assert len(device.allocated) == 4
+    ((size, _, _),) = set(device.allocated)
+    assert size > 0
+
+
+@NEEDS_BARE
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@consumers
+def test_hooks_are_handed_over_while_there_are_any(device, consumer, name):
+    caller, hook = Caller(consumer), lambda told: None
+    calls(device, caller, 2)
+    chain = getattr(knobs.runtime, name)
+    chain.add(hook)
+    try:
+        calls(device, caller, 2)
+    finally:
+        chain.remove(hook)
+    calls(device, caller, 1)
+    assert device.hooked == [True, False, True, True, False]  # the first launch is the tuner's
+
+
+@NEEDS_BARE
+def test_a_hook_that_is_no_chain_is_a_hook_too(device, monkeypatch):
+    caller = Caller(SpecializedConsumer)
+    calls(device, caller, 2)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda told: None)
+    calls(device, caller, 1)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
+    calls(device, caller, 1)
+    assert device.hooked == [True, False, True, False]
+
+
+def compiled_by(device: Device) -> Any:
+    """Return a compiled kernel without descriptors, and its first launch."""
+    tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+    return matmul.await_chunks[(1, 1, 1)](*tensors, *[0] * 6, WORLD=WORLD, num_warps=1)
+
+
+@NEEDS_BARE
+def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monkeypatch):
+    compiled = compiled_by(device)
+    assert bare_launch(compiled, (1, 1, 1), ()) is not None
+    with monkeypatch.context() as changed:
+        changed.setattr(compat.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO")
+        assert bare_launch(compiled, (1, 1, 1), ()) is None
+    with monkeypatch.context() as changed:
+        changed.setattr(compiled.run, "profile_scratch_size", 16)
+        assert bare_launch(compiled, (1, 1, 1), ()) is None
+    with monkeypatch.context() as changed:
+        changed.setattr(compat, "nvidia", None)
+        assert bare_launch(compiled, (1, 1, 1), ()) is None
+    compiled._run = lambda *args: None  # another backend's
+    assert bare_launch(compiled, (1, 1, 1), ()) is None
+
+
+def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypatch):
+    monkeypatch.setattr(prepared_launch, "bare_launch", lambda *args: None)
+    caller = Caller(SpecializedConsumer)
+    first, second, third = calls(device, caller, 3)
+    assert first[:3] == second[:3] == third[:3]
+    assert device.hooked == [True] * 3
+    assert len(device.encoded) == 12
+
+
+def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
+    caller = Caller(SpecializedConsumer)
+    calls(device, caller, 2)
+    other = specialized.CANDIDATES[-1]
+    monkeypatch.setattr(specialized.tuned, "configs", [other])
+    device.encoded.clear()
+    after = calls(device, caller, 2)
+    assert len({handed[:3] for handed in after}) == 1
+    assert settled_configs() == [other]
+    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    asked = count_asking(monkeypatch, specialized.tuned)
+    calls(device, caller, 2)
+    assert asked == [1, 1]
+
+
+def settled_configs() -> list[triton.Config]:
+    return [settled.config for settled in specialized._SETTLED._of.values()]

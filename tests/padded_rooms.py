@@ -1,0 +1,24 @@
+"""Scratch memory of `persistent_matmul` full of NaN: whoever reads what nobody has written is found out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dist_autotune.kernels.persistent_gemm import operation, padded
+
+
+def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Have scratch memory full of NaN; return the list of what is made, padding included."""
+    made: list[torch.Tensor] = []
+
+    def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pitch = padded.pitch_of(columns, dtype.itemsize)
+        made.append(torch.full((rows, pitch), math.nan, dtype=dtype, device=device))
+        return made[-1][:, :columns]
+
+    patched.setattr(padded, "room_for", room_for)
+    patched.setattr(operation, "room_for", room_for)
+    return made

@@ -1,0 +1,109 @@
+"""What an `AllGatherGemm` takes for known, and that nothing is taken for known that is not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ag_gemm_runs import error_ratio
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, operands, operation
+from dist_autotune.kernels.ag_gemm.operands import place_of
+
+CAPACITY, K, N = 16, 32, 24
+
+
+@pytest.fixture
+def op() -> Iterator[AllGatherGemm]:
+    """An operation of this process alone."""
+    with AllGatherGemm(CAPACITY, K, torch.float32, consumer="matmul") as opened:
+        yield opened
+
+
+def weight_of(columns: int = N) -> torch.Tensor:
+    return torch.randn(columns, K)
+
+
+def is_right(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, **options: torch.Tensor) -> bool:
+    out = op(a_shard, weight, **options)
+    return error_ratio(out, a_shard, weight) < 1
+
+
+def test_what_is_known_is_not_checked_again(op, monkeypatch):
+    a_shard, weight, out = torch.randn(8, K), weight_of(), torch.empty(8, N)
+    assert is_right(op, a_shard, weight, out=out)
+    assert is_right(op, a_shard, weight)
+    monkeypatch.setattr(operation, "check_tensors", lambda *args: pytest.fail("checked again"))
+    for elements in (a_shard, weight):
+        elements.normal_()
+        assert is_right(op, a_shard, weight, out=out)
+        assert is_right(op, a_shard, weight)
+
+
+CHANGES = {
+    "another type": (lambda tensor: tensor.view(torch.int32), ValueError, "was opened for torch.float32"),
+    "another shape": (lambda tensor: tensor.view(K, -1), ValueError, "must both have K=32 columns"),
+    "other strides": (lambda tensor: tensor.as_strided((N, K), (1, N)), ValueError, "are not contiguous"),
+    "three dimensions": (lambda tensor: tensor[None], ValueError, "two dimensions are needed"),
+    "no tensor": (lambda tensor: tensor.tolist(), TypeError, "weight is a list; a tensor is needed"),
+    "nothing": (lambda tensor: None, TypeError, "weight is a NoneType; a tensor is needed"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "text"), CHANGES.values(), ids=CHANGES)
+def test_what_lies_in_the_same_place_in_another_way_is_checked(op, change, error, text):
+    a_shard, weight = torch.randn(8, K), weight_of()
+    for _ in range(2):
+        assert is_right(op, a_shard, weight)
+        with pytest.raises(error, match=text):
+            op(a_shard, change(weight))
+
+
+def test_a_result_that_is_no_tensor_is_told_though_the_call_without_one_is_known(op):
+    a_shard, weight = torch.randn(8, K), weight_of()
+    op(a_shard, weight)
+    for out, error in (("text", TypeError), (torch.empty(9, N), ValueError), (torch.empty(8, N), None)):
+        if error is None:
+            assert is_right(op, a_shard, weight, out=out)
+        else:
+            with pytest.raises(error, match="out "):
+                op(a_shard, weight, out)
+
+
+def test_calls_with_other_rows_weights_and_results_are_each_their_own(op):
+    weights, shards = [weight_of(), weight_of(), weight_of(40)], [torch.randn(16, K), torch.randn(5, K)]
+    for _ in range(2):
+        for weight in weights:
+            for a_shard in shards:
+                assert is_right(op, a_shard, weight)
+                assert is_right(op, a_shard, weight, out=torch.empty(len(a_shard), len(weight)))
+                assert is_right(op, a_shard[:3], weight[:7])
+
+
+def test_no_tensor_of_a_caller_is_kept(op):
+    tensors = [torch.randn(8, K), weight_of(), torch.empty(8, N)]
+    for _ in range(2):
+        op(*tensors)
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    tensors.clear()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+
+
+def test_what_is_known_is_bounded(op, monkeypatch):
+    monkeypatch.setattr(operands, "KEPT", 2)
+    a_shard, weights = torch.randn(8, K), [weight_of(columns) for columns in (8, 16, 24, 32)]
+    for weight in (*weights, weights[-1], weights[0]):
+        assert is_right(op, a_shard, weight, out=torch.empty(8, len(weight)))
+        known = (op._known, op._operands._operands, op._operands._kinds)
+        assert all(len(entries) <= 2 for entries in known)
+
+
+def test_a_place_is_address_shape_strides_type_and_device():
+    tensor = weight_of()
+    assert place_of(tensor) == place_of(tensor.detach())
+    others = (tensor[1:], tensor[:, :8], tensor.T, tensor.view(torch.int32), tensor.clone(), [tensor], None)
+    assert len({place_of(other) for other in (tensor, *others)}) == 1 + len(others)
