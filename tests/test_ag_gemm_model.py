@@ -21,6 +21,9 @@ from gluon_model import Deadlock
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 WORDS = importlib.import_module("kernels_in_the_model.ag_gemm.words")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
+importlib.import_module(
+    "kernels_in_the_model.persistent_gemm.problem"
+).ALIGNED = 1  # tiles are a few columns wide
 GIVEN_UP = 1 << 30
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
 EPOCH = 5

@@ -14,6 +14,9 @@ import gluon_model
 from gluon_model import Deadlock, Descriptor, Pointer
 
 BODY = gluon_model.load_kernel_module("persistent_gemm.body")
+PROBLEM = importlib.import_module("kernels_in_the_model.persistent_gemm.problem")
+TMA_BEGINS_AT = PROBLEM.ALIGNED
+PROBLEM.ALIGNED = 1  # tiles are a few columns wide here
 SCHEDULES = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
 
 
@@ -274,6 +277,15 @@ def test_rows_that_pass_through_registers(variant, sizes, programs, buffers, tra
         warps=8,
         seed=seed,
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "inside_rows", "expected"),
+    [(336, True, 80), (333, True, 333), (333, False, 77), (256, True, 0), (16, True, 0), (15, True, 15)],
+)
+def test_a_tile_is_moved_only_to_where_tma_can_begin(size, inside_rows, expected, monkeypatch):
+    monkeypatch.setattr(PROBLEM, "ALIGNED", TMA_BEGINS_AT)
+    assert PROBLEM.last_start(size, 256, inside_rows) == expected
 
 
 STREAM_K = {

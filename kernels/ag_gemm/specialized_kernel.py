@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
+from ..persistent_gemm.problem import last_start
 from ..persistent_gemm.roles import run
 from ..stamps import multiprocessor, nanoseconds
 from ..tiles import grouped_tile, rotated_chunk
@@ -195,7 +196,7 @@ def specialized_all_gather_gemm(
         errors_ptr,
         stamps_ptr,
         m,
-        max(N - WIDTH, 0),
+        last_start(N, WIDTH, True),
         tiles_m,
         tiles_n,
         WORLD * tiles_m * tiles_n,

@@ -6,7 +6,7 @@ No `from __future__ import annotations`: Triton 3.6 compares the fields of an ag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .problem import Problem
+from .problem import Problem, last_start
 from .roles import run
 from .stream_k import StreamK
 
@@ -64,8 +64,8 @@ def gemm(
         tiles_m,
         tiles_n,
         tiles,
-        M if STAYS else max(M - BLOCK_M, 0),
-        N if STAYS else max(N - WIDTH, 0),
+        M if STAYS else last_start(M, BLOCK_M, TRANS_A),
+        N if STAYS else last_start(N, WIDTH, True),
         k_blocks,
         split_rows,
         SCHEDULE,

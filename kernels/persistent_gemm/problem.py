@@ -9,6 +9,22 @@ from triton.experimental.gluon import language as gl
 from ..compat import aggregate
 from ..tiles import scheduled_tile
 
+ALIGNED = gl.constexpr(
+    8
+)  # halves; TMA stores that begin elsewhere in a row are illegal instructions on an H200
+
+
+@gluon.jit
+def last_start(size, BLOCK: gl.constexpr, INSIDE_ROWS: gl.constexpr):
+    """Return where the last tile begins: where it ends with the matrix, if TMA can begin there.
+
+    INSIDE_ROWS: tiles begin inside rows of memory. `size`, behind all tiles, says that none is moved.
+    """
+    last = max(size - BLOCK, 0)
+    if INSIDE_ROWS:
+        last = gl.where(size % ALIGNED == 0, last, size)
+    return last
+
 
 @aggregate
 class Problem:
@@ -17,7 +33,7 @@ class Problem:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     tiles: gl.tensor  # of all splits
-    last_row: gl.tensor  # where no tile begins behind
+    last_row: gl.tensor  # behind which no tile begins
     last_col: gl.tensor
     k_blocks: gl.tensor  # of a split
     split_rows: gl.tensor  # from one split's rows of C to the next one's
