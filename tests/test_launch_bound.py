@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from dist_autotune.flows import STRATEGIES
 from dist_autotune.history import load
 from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
 from dist_autotune.records import Agreed, ContextSettled, Trial
-from dist_autotune.search import Context, Rules
+from dist_autotune.rules import Rules
+from dist_autotune.search import Context
 from dist_autotune.tables import session_tables
 from fake_device import FakeDevice
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, only, records
@@ -181,12 +183,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice().install(monkeypatch)
 
 
-def on_device(device: FakeDevice, times_ms: dict[int, float], host_ms: float, **options: Any) -> Any:
+def on_device(
+    device: FakeDevice, times_ms: dict[int, float], host_ms: float | Callable[[], float], **options: Any
+) -> Any:
     """Return a tuned function of one kernel whose launches take so long on the device and on the host."""
     bench = Bench()
 
     def ms(block: int) -> Any:
-        return lambda launched: device.launch(times_ms[block], host_ms) or 0.0
+        return lambda launched: (
+            device.launch(times_ms[block], host_ms() if callable(host_ms) else host_ms) or 0.0
+        )
 
     kernel = bench.kernel({block: ms(block) for block in times_ms})
 
@@ -211,6 +217,22 @@ def test_a_host_bound_function_is_tuned_by_the_kernels_own_times(device, mode):
     assert list(found.timings.values()) == pytest.approx([0.012, 0.010, 0.011])
     assert len(bench.blocks()) == (tuned.report.runs if mode == "replay" else calls)  # the user's, no more
     assert device.synchronized == 0
+
+
+def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_it_is_slower(device):
+    hosts_ms = itertools.chain([0.04, 0.04, 0.6], itertools.repeat(0.04))  # 0.6: longer than any filler
+    _, tuned = on_device(
+        device,
+        {16: 0.084, 32: 0.058},
+        hosts_ms.__next__,
+        search="exhaustive",
+        n_warmup=1,
+        n_repeat=2,
+    )
+    tuned()
+    gaps_ms = [trial.gap_ms for trial in records(Trial) if trial.config.startswith("BLOCK: 16,")][:3]
+    assert [gap_ms > 0 for gap_ms in gaps_ms] == [False, False, True]
+    assert only(tuned.report).config.kwargs["BLOCK"] == 32
 
 
 def test_without_feeding_the_same_function_is_flagged_and_keeps_its_incumbent(device):

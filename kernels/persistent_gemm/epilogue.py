@@ -33,7 +33,7 @@ class OwnBuffers:
         BUFFERS: gl.constexpr,
         STORERS: gl.constexpr,
     ):
-        bufs = allocate_ring(c_desc, STORERS * BUFFERS)
+        bufs = allocate_ring(c_desc, STORERS * BUFFERS, c_desc.block_type.shape[0])
         gl.static_assert(WIDTH // STORE_N % BUFFERS == 0, "each tile must use every buffer equally often")
         return OwnBuffers(c_desc, bufs, BUFFERS, WIDTH, STORE_N)
 
@@ -84,7 +84,7 @@ class StolenBuffers:
     ):
         gl.static_assert(operands.B_SLOTS == operands.NUM_BUFFERS + 1, "B's ring needs one slot more")
         gl.static_assert(WIDTH // STORE_N <= 2, "no more than two of B's slots are free")
-        slot_bytes: gl.constexpr = operands.B_PIECES * operands.b_desc.block_type.nbytes
+        slot_bytes: gl.constexpr = 2 * operands.BLOCK_N * operands.BLOCK_K
         gl.static_assert(c_desc.block_type.nbytes <= slot_bytes, "a piece must fit one slot of B")
         return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, WIDTH, STORE_N)
 

@@ -6,6 +6,7 @@ Descriptors come from their cache then. Nothing here keeps a caller's tensor, no
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,8 @@ class Shape:
         return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1
 
 
+# A tuner keeps the arguments and the config of its launch under way: it is asked by one thread at a time.
+_TURN = threading.Lock()
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
 _COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
 
@@ -103,9 +106,10 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     any_block = (8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes(), shape.constants()
-    compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), parts, **constants)
     dtypes = (str(counter.dtype), str(parts.dtype))
-    _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
+    with _TURN:
+        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), parts, **constants)
+        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
 
 
 def part_elements(config: triton.Config) -> int:

@@ -1,10 +1,10 @@
 """The ring of operand buffers: TMA fills a slot with one k block of A and of B, the multiplication reads it.
 
 What lies beyond a matrix arrives as zeros, but slowly: on an H200, 48 of 64 rows beyond cost a product of few
-rows a quarter of its time. Where a matrix is smaller than a block, `blocks` therefore cuts loads into pieces,
-and those that would bring no row are left out. The rows of such a piece hold anything; what they are
-multiplied to is of rows and columns that C has not, and its stores leave out. (A larger matrix has no tile
-that reaches beyond it, see `problem`.)
+rows a quarter of its time. Of a matrix that is smaller than a block, only about the rows that there are come
+therefore, see `blocks`. The other rows of the slot hold anything; what they are multiplied to is of rows and
+columns that C has not, and its stores leave out. (Of a larger matrix, a tile reaches beyond it only if it
+cannot be moved back, see `problem`.)
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -18,38 +18,23 @@ from ..rings import ring_phase, ring_slot
 
 
 @gluon.jit
-def allocate_ring(desc, SLOTS: gl.constexpr, PIECES: gl.constexpr = 1):
-    """Return shared memory for SLOTS blocks of PIECES of the descriptor's, one below the other."""
-    ROWS: gl.constexpr = PIECES * desc.block_type.shape[0]
+def allocate_ring(desc, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Return shared memory for SLOTS blocks of ROWS rows; the descriptor may bring only the first ones."""
     return gl.allocate_shared_memory(desc.dtype, [SLOTS, ROWS, desc.block_type.shape[1]], desc.layout)
 
 
 @gluon.jit
-def _load_rows(desc, row, inner, bar, buf, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Start the copies of rows `row` and following, or of such columns; of pieces, those that have any.
-
-    What comes in pieces is expected here, by one arrival: how many bytes one can expect is a constant.
-    """
-    if TRANSPOSED:
-        tma_load(desc, [inner, row], bar, buf)
-    elif PIECES == 1:
-        tma_load(desc, [row, inner], bar, buf)
-    else:
-        ROWS: gl.constexpr = desc.block_type.shape[0]
-        left = desc.shape[0] - row
-        mbarrier.expect(bar, 0, pred=left <= 0)
-        for i in gl.static_range(PIECES):
-            more = left > (i + 1) * ROWS if i + 1 < PIECES else False
-            mbarrier.expect(bar, (i + 1) * desc.block_type.nbytes, pred=(left > i * ROWS) & (not more))
-        for i in gl.static_range(PIECES):
-            tma_load(desc, [row + i * ROWS, inner], bar, buf.slice(i * ROWS, ROWS, 0), pred=left > i * ROWS)
+def _load_block(desc, coord, bar, buf):
+    """Start the copy of the descriptor's block to the first rows of `buf`."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    if buf.shape[0] > ROWS:
+        buf = buf.slice(0, ROWS, 0)
+    tma_load(desc, coord, bar, buf)
 
 
 @aggregate
 class Operands:
     """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` one arrival of whoever read last.
-
-    `full` has one arrival for all that comes whole, and one for each that comes in pieces.
 
     B may have more slots than the ring has steps in flight (`B_SLOTS`), for an epilogue that borrows the
     two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
@@ -66,9 +51,6 @@ class Operands:
     empty: gl.shared_memory_descriptor
     NUM_BUFFERS: gl.constexpr
     B_SLOTS: gl.constexpr
-    A_PIECES: gl.constexpr
-    B_PIECES: gl.constexpr
-    EXTRA_PIECES: gl.constexpr
     TRANS_A: gl.constexpr  # A's memory is [K, M], not [M, K]
     TRANS_B: gl.constexpr  # B's memory is [N, K], not [K, N]
     BLOCK_N: gl.constexpr
@@ -92,22 +74,15 @@ class Operands:
     ):
         """Allocate the ring; STOLEN slots more for B."""
         B_SLOTS: gl.constexpr = NUM_BUFFERS + STOLEN
-        # Columns of memory come whole.
-        A_PIECES: gl.constexpr = 1 if TRANS_A else BLOCK_M // a_desc.block_type.shape[0]
-        B_PIECES: gl.constexpr = BLOCK_N // b_desc.block_type.shape[0] if TRANS_B else 1
-        EXTRA_PIECES: gl.constexpr = (
-            EXTRA_N // extra_desc.block_type.shape[0] if TRANS_B and EXTRA_N > 0 else 1
-        )
-        a_bufs = allocate_ring(a_desc, NUM_BUFFERS, A_PIECES)
-        b_bufs = allocate_ring(b_desc, B_SLOTS, B_PIECES)
+        a_bufs = allocate_ring(a_desc, NUM_BUFFERS, BLOCK_K if TRANS_A else BLOCK_M)
+        b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
         extra_bufs = b_bufs
         if EXTRA_N > 0:
-            extra_bufs = allocate_ring(extra_desc, NUM_BUFFERS, EXTRA_PIECES)
-        arrivals: gl.constexpr = 1 + (A_PIECES > 1) + (B_PIECES > 1) + (EXTRA_PIECES > 1)
+            extra_bufs = allocate_ring(extra_desc, NUM_BUFFERS, EXTRA_N if TRANS_B else BLOCK_K)
         full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(NUM_BUFFERS):
-            mbarrier.init(full.index(i), count=arrivals)
+            mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
         return Operands(
             a_desc,
@@ -120,9 +95,6 @@ class Operands:
             empty,
             NUM_BUFFERS,
             B_SLOTS,
-            A_PIECES,
-            B_PIECES,
-            EXTRA_PIECES,
             TRANS_A,
             TRANS_B,
             BLOCK_N,
@@ -139,20 +111,28 @@ class Operands:
         slot = ring_slot(step, self.NUM_BUFFERS)
         bar = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        whole_a: gl.constexpr = self.a_desc.block_type.nbytes if self.A_PIECES == 1 else 0
-        whole_b: gl.constexpr = self.b_desc.block_type.nbytes if self.B_PIECES == 1 else 0
-        whole_extra: gl.constexpr = (
-            self.extra_desc.block_type.nbytes if self.EXTRA_N > 0 and self.EXTRA_PIECES == 1 else 0
-        )
-        mbarrier.expect(bar, whole_a + whole_b + whole_extra)
+        nbytes: gl.constexpr = self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes
+        if self.EXTRA_N > 0:
+            mbarrier.expect(bar, nbytes + self.extra_desc.block_type.nbytes)
+        else:
+            mbarrier.expect(bar, nbytes)
         inner = k * self.BLOCK_K
-        _load_rows(self.a_desc, row, inner, bar, self.a_bufs.index(slot), self.A_PIECES, self.TRANS_A)
+        a_buf = self.a_bufs.index(slot)
         b_buf = self.b_bufs.index(ring_slot(step, self.B_SLOTS))
-        _load_rows(self.b_desc, col, inner, bar, b_buf, self.B_PIECES, not self.TRANS_B)
+        if self.TRANS_A:
+            _load_block(self.a_desc, [inner, row], bar, a_buf)
+        else:
+            _load_block(self.a_desc, [row, inner], bar, a_buf)
+        if self.TRANS_B:
+            _load_block(self.b_desc, [col, inner], bar, b_buf)
+        else:
+            _load_block(self.b_desc, [inner, col], bar, b_buf)
         if self.EXTRA_N > 0:
             extra_buf = self.extra_bufs.index(slot)
-            further = col + self.BLOCK_N
-            _load_rows(self.extra_desc, further, inner, bar, extra_buf, self.EXTRA_PIECES, not self.TRANS_B)
+            if self.TRANS_B:
+                _load_block(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)
+            else:
+                _load_block(self.extra_desc, [inner, col + self.BLOCK_N], bar, extra_buf)
 
     @gluon.jit
     def wait_full(self, step):

@@ -9,9 +9,8 @@ from triton.experimental.gluon import language as gl
 from ..compat import aggregate
 from ..tiles import scheduled_tile
 
-ALIGNED = gl.constexpr(
-    8
-)  # halves; TMA stores that begin elsewhere in a row are illegal instructions on an H200
+# Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
+ALIGNED = gl.constexpr(8)
 
 
 @gluon.jit
