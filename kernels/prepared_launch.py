@@ -44,9 +44,10 @@ class PreparedLaunch:
 
 
 def _are_watched() -> bool:
-    """Return whether somebody is to be told of launches. Newer hooks are chains, which may be empty."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(
-        (enter is not None and getattr(enter, "calls", True))
-        or (leave is not None and getattr(leave, "calls", True))
-    )
+    """Return whether somebody is to be told of launches."""
+    return _is_set(knobs.runtime.launch_enter_hook) or _is_set(knobs.runtime.launch_exit_hook)
+
+
+def _is_set(hook: Any) -> bool:
+    """Return whether there is such a hook: a chain, unless it is empty, or what somebody put in its place."""
+    return bool(hook.calls) if isinstance(hook, knobs.HookChain) else hook is not None

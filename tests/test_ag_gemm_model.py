@@ -21,12 +21,15 @@ from gluon_model import Deadlock
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 WORDS = importlib.import_module("kernels_in_the_model.ag_gemm.words")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
-importlib.import_module(
-    "kernels_in_the_model.persistent_gemm.problem"
-).ALIGNED = 1  # tiles are a few columns wide
 GIVEN_UP = 1 << 30
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
 EPOCH = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_tiles() -> Iterator[None]:
+    with gluon_model.tma_begins_anywhere():
+        yield
 
 
 class GatherBuffer(Descriptor):
@@ -334,7 +337,7 @@ def test_a_poll_that_acquires_nothing_is_found(kernel):
     assert "has not arrived" in fails()
 
 
-def test_a_ragged_tile_that_is_not_moved_up_is_found(kernel):
+def test_a_ragged_tile_that_is_not_moved_back_is_found(kernel):
     kernel.setattr(KERNEL, "min", lambda a, b: a, raising=False)
     assert "behind the chunk's last one" in fails()
 

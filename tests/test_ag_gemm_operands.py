@@ -11,6 +11,7 @@ import torch
 
 from ag_gemm_runs import error_ratio
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, operands, operation
+from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
 from dist_autotune.kernels.ag_gemm.operands import place_of
 
 CAPACITY, K, N = 16, 32, 24
@@ -81,6 +82,52 @@ def test_calls_with_other_rows_weights_and_results_are_each_their_own(op):
                 assert is_right(op, a_shard, weight)
                 assert is_right(op, a_shard, weight, out=torch.empty(len(a_shard), len(weight)))
                 assert is_right(op, a_shard[:3], weight[:7])
+
+
+def count_loading(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that grows whenever kernels of a call are loaded."""
+    loaded: list[None] = []
+    monkeypatch.setattr(MatmulConsumer, "load", lambda *args: loaded.append(None))
+    return loaded
+
+
+def test_kernels_are_loaded_once_for_all_tensors_that_are_alike(op, monkeypatch):
+    loaded, a_shard = count_loading(monkeypatch), torch.randn(8, K)
+    for _ in range(3):
+        op(a_shard, weight_of())
+    assert len(loaded) == 1
+    op(a_shard, weight_of(40))
+    assert len(loaded) == 2
+
+
+def test_weight_and_result_that_swap_their_alignment_are_not_alike(op, monkeypatch):
+    """A kernel may be compiled for the alignment of either: another one is not loaded with it."""
+    loaded, a_shard = count_loading(monkeypatch), torch.randn(8, K)
+    for weight_shift, out_shift in ((0, 1), (1, 0), (0, 1), (1, 1), (0, 0)):
+        weight = torch.randn(N * K + 1)[weight_shift:][: N * K].view(N, K)
+        out = torch.empty(8 * N + 1)[out_shift:][: 8 * N].view(8, N)
+        assert is_right(op, a_shard, weight, out=out)
+    assert len(loaded) == 4
+
+
+def test_a_call_that_is_traced_has_a_kernel_of_its_own_to_load(op, monkeypatch):
+    loaded, tensors = count_loading(monkeypatch), (torch.randn(8, K), weight_of(), torch.empty(8, N))
+    for stamps in (torch.empty(0), None, torch.empty(0), None):
+        op._stamps = stamps  # as `trace` does
+        op(*tensors)
+    assert len(loaded) == 2
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_room_for_a_result_that_is_thrown_away_lies_as_the_result_does(shift):
+    for out in (
+        torch.zeros(200, dtype=torch.float16)[shift:].as_strided((6, 5), (24, 1)),
+        torch.zeros(200, dtype=torch.float16)[shift:].as_strided((1, 5), (1, 1)),
+    ):
+        room = room_like(out)
+        assert (room.shape, room.stride(), room.dtype) == (out.shape, out.stride(), out.dtype)
+        assert room.data_ptr() % 16 == out.data_ptr() % 16
+        assert room.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
 
 
 def test_no_tensor_of_a_caller_is_kept(op):

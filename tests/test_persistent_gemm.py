@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -534,6 +535,51 @@ def test_back_to_back_calls_on_two_streams(only):
             persistent_matmul(a, b, out, scheduler="dynamic")
     torch.cuda.synchronize()
     assert max(error_ratio(out, a, b) for out in outs) < 1
+
+
+def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
+    """Arguments of a launch are in the tuner while it is under way, and its config until it is remembered."""
+    both, were_both, steps = threading.Barrier(2), [], []
+
+    class Tuner:
+        configs = ()
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return self.launch
+
+        def launch(self, *args: Any, **constants: Any) -> None:
+            steps.append("launch")
+            try:
+                both.wait(0.5)
+                were_both.append(True)
+            except threading.BrokenBarrierError:
+                were_both.append(False)
+
+    monkeypatch.setattr(launch, "tuned_gemm", Tuner())
+    monkeypatch.setattr(launch._SETTLED, "find", lambda shape: None)
+    monkeypatch.setattr(launch._SETTLED, "remember", lambda *args: steps.append("remember"))
+    matrices = [as_matrix(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
+    numbers = dict.fromkeys(("m", "n", "k", "programs", "a_alignment", "b_alignment"), 64)
+    shape = Shape(
+        **numbers,
+        trans_a=False,
+        trans_b=True,
+        dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+        schedule="contiguous",
+        wanted="auto",
+        splits=1,
+        split_rows=0,
+        device=torch.device("cpu"),
+        tensor_memory=False,
+    )
+    threads = [threading.Thread(target=launch.launch, args=(*matrices, shape)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert were_both == [False, False]
+    assert steps == ["launch", "remember"] * 2
 
 
 # ---- on a GPU, through scratch memory

@@ -82,7 +82,7 @@ class MatmulConsumer:
         """Compute a product that is thrown away: cuBLAS loads what it chooses when it is asked first."""
         wait_for_all(call, only_load=True)
         if gather.device.type != "cpu":  # there is nothing to load
-            self._multiply(gather, weight, torch.empty_like(out), call)
+            self._multiply(gather, weight, room_like(out), call)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         wait_for_all(call)
@@ -98,3 +98,10 @@ class MatmulConsumer:
             else:
                 # The chunks lie apart: one batched product, whose right side is one matrix for all.
                 torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))
+
+
+def room_like(out: torch.Tensor) -> torch.Tensor:
+    """Return room with the strides of `out` and its alignment to 16 bytes, which cuBLAS goes by, too."""
+    shift = out.data_ptr() % 16 // out.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
+    return out.new_empty(shift + last + 1).as_strided(out.shape, out.stride(), shift)

@@ -22,10 +22,11 @@ Known = TypeVar("Known")
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What all weights and results share that have the same shapes, strides and alignment."""
+    """What all weights and results share that have the same shapes, strides and, each, the same alignment."""
 
     options: Options
-    loaded: set[tuple[str, bool]] = field(default_factory=set)  # consumers, and whether in the captured lane
+    # Consumers, whether in the captured lane, and whether traced: what may be a kernel of its own.
+    loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +57,8 @@ class KnownOperands:
         place = rows, place_of(weight), place_of(out)
         found = self._operands.get(place)
         if found is None:
-            strides, address = (weight.stride(0), out.stride(0)), (weight.data_ptr() | out.data_ptr()) % 16
-            alike = rows, weight.shape[0], strides, address
+            lies = ((each.stride(0), each.data_ptr() % 16) for each in (weight, out))
+            alike = rows, weight.shape[0], *lies
             kind = self._kinds.get(alike)
             if kind is None:
                 kind = keep(self._kinds, alike, Kind(options_of(weight, out, rows)))

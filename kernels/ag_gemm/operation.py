@@ -174,13 +174,14 @@ class AllGatherGemm(Operation):
         self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, in_lane: bool
     ) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `operation.load`."""
-        if (choice.consumer, in_lane) in operands.kind.loaded or self._is_capturing():
+        kernel = choice.consumer, in_lane, self._stamps is not None
+        if kernel in operands.kind.loaded or self._is_capturing():
             return
         call = self._call_of(operands.rows, choice, self._words.local, epoch=1, base=0, pushed=int(in_lane))
         consumer = self._operands.consumer(choice.consumer, weight, out, operands)
         consumer.load(self._gather.local, weight, out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
-        operands.kind.loaded.add((choice.consumer, in_lane))
+        operands.kind.loaded.add(kernel)
 
     def trace(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
@@ -214,8 +215,8 @@ class AllGatherGemm(Operation):
     def gathered(self) -> torch.Tensor:
         """`all_gather(a)` of the last call or replay, [W * m, K], until the next one.
 
-        A copy where m < m_per_rank, and after a replay. Where there may have been replays, of which the host
-        knows nothing, this waits for the device; read during a capture, it is a part of the graph.
+        A copy where m < m_per_rank, and of what was pushed. Where there may have been replays, of which the
+        host knows nothing, this waits for the device; read during a capture, it is a part of the graph.
         """
         self._check_usable()
         if self._lane is not None and self._lane_rows:

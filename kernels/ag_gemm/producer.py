@@ -126,13 +126,13 @@ class ChunkProducer:
 
         base: what ARRIVED is before this call. pieces: in how many each chunk is fetched.
         """
+        exchange = self._exchanges.get((rows, pieces)) or self._prepare(rows, pieces)
         self._stream.fork()
         parity = epoch & 1
         if self._announced_rows[parity] != rows:
             self._announced_rows[parity] = rows
             for peer in self._peers:
                 self._memory.write_signal(peer.our_rows[parity], rows, self._stream)
-        exchange = self._exchanges.get((rows, pieces)) or self._prepare(rows, pieces)
         exchange(epoch, base)
 
     def steps(self, rows: int, pieces: int) -> list[Step]:

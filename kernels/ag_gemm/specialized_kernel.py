@@ -5,9 +5,10 @@ are too few. The tensor cores go on with what it has loaded before, up to NUM_BU
 
     tiles     chunk `rank` first, which needs no wait, then in the order in which chunks are fetched; inside a
               chunk down GROUP_M rows of tiles before the next column
-    ragged    where BLOCK_M does not divide m, a chunk's last row of tiles is moved up to end with the chunk.
-              Rows that two tiles compute get the same sums, to the bit, from both, so it does not matter
-              whose store is the last; and no store reaches into the next chunk
+    ragged    where BLOCK_M does not divide m, a chunk's last row of tiles is moved back to end with it: so no
+              store reaches into the next chunk. So is the last column of tiles, to end with the weight, where
+              TMA can begin there. What two tiles compute gets the same sums, to the bit, from both, and it
+              does not matter whose store is the last
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """

@@ -36,8 +36,8 @@ def persistent_matmul(
 ) -> torch.Tensor:
     """Return a @ b for a [M, K] and b [K, N], fp16 or bf16, summed in float32; forward only.
 
-    The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed; `out`
-    shares no memory with a and b, which are read while it is written, in part twice.
+    The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
+    `out` shares no memory with a and b, which are read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. `scheduler` is the order
     of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".

@@ -49,9 +49,10 @@ class Problem:
 
         Behind the last group the arithmetic would divide by a group of no rows.
 
-        A tile that would reach beyond the last row or column is moved back by so much: loads from beyond are
-        slow, see `operands`. What it shares with the tile before is computed and stored twice, to the same
-        values, as long as both add up the k blocks in the same order: tiles of STAGGER and of stream-K stay.
+        A tile that would reach beyond the last row or column is moved back by so much, if TMA can begin
+        there: loads from beyond are slow, see `operands`. What it shares with the tile before is computed and
+        stored twice, to the same values, as long as both add up the k blocks in the same order: tiles of
+        STAGGER and of stream-K stay.
 
         STAGGER: rows that are a power of two apart lie in few of the memory's channels and of L2's slices, as
         far as one k block goes. Neighbours that are at different k blocks use more of them.

@@ -218,6 +218,27 @@ def test_a_hook_that_is_no_chain_is_a_hook_too(device, monkeypatch):
     assert device.hooked == [True, False, True, False]
 
 
+class Counter:
+    """A hook that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, told: Any) -> None:
+        self.calls += 1
+
+
+@NEEDS_BARE
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_with_calls_of_its_own_is_no_empty_chain(device, monkeypatch, name):
+    caller = Caller(SpecializedConsumer)
+    calls(device, caller, 2)
+    device.hooked.clear()
+    monkeypatch.setattr(knobs.runtime, name, Counter())
+    calls(device, caller, 2)
+    assert device.hooked == [True, True]
+
+
 def compiled_by(device: Device) -> Any:
     """Return a compiled kernel without descriptors, and its first launch."""
     tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
