@@ -1,7 +1,7 @@
 """An ordinary matmul kernel, tuned inside the function that uses it, on one GPU (or in the interpreter).
 
-python examples/matmul.py            # 4096 x 4096 x 4096 in fp16 on a GPU
-TRITON_INTERPRET=1 python examples/matmul.py
+python examples/matmul.py                       # on a GPU: x [4096, 4096], w1 twice as wide, fp16
+TRITON_INTERPRET=1 python examples/matmul.py    # without a GPU
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=4096 if ON_GPU else 64, help="rows of x and width of w2")
     size = parser.parse_args().size
+    if not ON_GPU and not triton.knobs.runtime.interpret:
+        parser.error("no GPU is found: set TRITON_INTERPRET=1 to run it in Triton's interpreter")
     options = {"device": "cuda", "dtype": torch.float16} if ON_GPU else {"dtype": torch.float32}
     x, w1 = torch.randn(size, size, **options), torch.randn(size, 2 * size, **options) / size**0.5
     w2 = torch.randn(2 * size, size, **options) / (2 * size) ** 0.5
