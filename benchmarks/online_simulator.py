@@ -33,7 +33,7 @@ import numpy as np
 from dist_autotune.flows import STRATEGIES
 from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
 from dist_autotune.protocol import Tuning
-from dist_autotune.search import Rules
+from dist_autotune.rules import Rules
 from dist_autotune.stopwatch import READ_WITHIN_RUNS
 from search_simulator import JITTER, SPIKE, SPIKE_CHANCE, spread_out
 
@@ -99,7 +99,7 @@ class Loop:
 
     @property
     def is_settled(self) -> bool:
-        return not any(self.tuning.unsettled)
+        return not any(self.tuning.contexts.unsettled)
 
     def _told(self, kernel: Kernel, candidate: int) -> Part:
         context, run = self.tuning.contexts.get(kernel.name), self.tuning.runs

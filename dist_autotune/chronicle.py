@@ -17,7 +17,8 @@ from .local import Local
 from .log import SessionLog
 from .payload import Payload
 from .records import Banned, Exchanged, Merged, Note, Preflighted, Record, RunTimed, SessionOpened, Trial
-from .search import BY_LAUNCH, Outcome
+from .rules import BY_LAUNCH
+from .search import Outcome
 from .stopwatch import Stopwatch
 from .version import __version__
 

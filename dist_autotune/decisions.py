@@ -10,12 +10,13 @@ from typing import Any
 from .payload import Part
 from .protocol import Tuning
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
-from .search import BY_RUN, Context, Outcome
+from .rules import BY_RUN
+from .search import Context, Outcome
 
 
 def plan_of(tuning: Tuning) -> dict[str, int]:
     """Return what the next run tries: context -> index of the candidate on trial."""
-    return {context.name: context.planned for context in tuning.unsettled if context.is_on_trial}
+    return {context.name: context.planned for context in tuning.contexts.unsettled if context.is_on_trial}
 
 
 def counts_whole_run(duel_sample: bool, outcomes: dict[str, Outcome]) -> bool:

@@ -30,13 +30,15 @@ from .launches import Launches
 from .ledger import Ledger
 from .local import Claim, Local
 from .local_contexts import LocalContexts
+from .new_candidates import NewCandidates
 from .options import Options
 from .orphans import FOLDER
 from .payload import Payload, check_facts
 from .protocol import Tuning
 from .recovery import Recovery
 from .results import Results
-from .search import Context, Rules
+from .rules import Rules
+from .search import Context
 from .settings import online_share
 from .version import __version__
 
@@ -109,14 +111,15 @@ class Domain:
             find_claim=self._find_claim,
             recall=lambda local: self.recovery.recall(local, self.tuning),
         )
+        self.new_candidates = NewCandidates(self.local_contexts, self.recovery.loading)
         self.launches = Launches(
             names,
             self.local_contexts,
             admission,
+            self.new_candidates,
             self.clock,
             busy=self.compiling,
             trying=self.recovery.trying,
-            loading=self.recovery.loading,
             passes_single=isinstance(self.agreement, Alone),
             is_frozen=not tunes,
         )
@@ -174,7 +177,7 @@ class Domain:
             "DIST_AUTOTUNE_MODE": "tune" if self.tuning.rules.tunes else "cached",
             "device": self.device.text,
             "clock": clock_name(),
-            "settled": digest(self.tuning.digest_text()),
+            "settled": digest(self.tuning.contexts.digest_text()),
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
         offers = {} if self.forgetful else self._results.on_disk()
@@ -244,7 +247,7 @@ class Domain:
     def drop_session(self) -> None:
         """Forget the searches under way, on all ranks alike."""
         untold = {name for name, local in self.local_contexts.by_name.items() if local.context is None}
-        self.launches.forget(self.tuning.drop_unsettled() | untold)
+        self.launches.forget(self.tuning.contexts.drop_unsettled() | untold)
         self.recovery.drop()
 
     # -- results -------------------------------------------------------------------------------------------
@@ -261,13 +264,13 @@ class Domain:
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
-        new = self.tuning.newly_final()
+        new = self.tuning.contexts.newly_final()
         for context in new:
             local = self.local_contexts.by_name.get(context.name)
             if local is not None:
                 self._results.publish(context, local, seconds)
         for local in self.local_contexts.by_name.values():  # settled before they were launched here
             late = local.context
-            if late is not None and not local.is_published and self.tuning.is_final(late):
+            if late is not None and not local.is_published and self.tuning.contexts.is_final(late):
                 self._results.publish(late, local, seconds)
         return new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .payload import Payload
 from .search import Context
 
 DUEL_RUNS = 12  # two warm-ups, then five of each in turn
@@ -21,7 +22,7 @@ class Duel:
 
     def __init__(self, contexts: list[Context], defaults: dict[str, int]) -> None:
         self.contexts = contested(contexts, defaults)
-        self.defaults = defaults
+        self.defaults = dict(defaults)  # what was left to another session outlives the plan before it
         self.winners = {context.name: context.winner for context in self.contexts}
         self.run = 0
         self.was_launched = True  # whether the run that is timed launched any of the contexts
@@ -58,6 +59,26 @@ class Duel:
             context.override = None
             winner = self.winners[context.name]
             context.settle("partial", self.defaults[context.name] if keeps_default else winner)
+
+    def take(self, merged: Payload, *, on_hold: bool, patience: int) -> None:
+        """Take in one run of all ranks.
+
+        `on_hold`: it was no trial. A run that launches nothing of what is compared compares nothing, but for
+        the last of `patience` such runs in a row.
+        """
+        is_turn = self.waiting or not on_hold
+        if not self.waiting:  # else what is told now is of an earlier run
+            parts = [merged.parts.get(context.name) for context in self.contexts]
+            self.was_launched = any(part is not None and part.ran is not None for part in parts)
+        self.waiting = bool(merged.run.pending)
+        if self.waiting or not is_turn:
+            return
+        if not self.was_launched:
+            self.idle_runs += 1
+            if self.idle_runs < patience:
+                return
+        self.idle_runs = 0
+        self.advance(self.contexts[0].times.reduced_ms(merged.run))
 
     def advance(self, ms: float | None) -> None:
         """Take the agreed time so far of the side that ran."""

@@ -63,7 +63,9 @@ class Failures:
     def on_trial(self) -> str:
         """Return what the run under way tries, to follow its name in messages."""
         trials = [
-            f"{c.title} with {c.texts[c.trial]}" for c in self._domain.tuning.unsettled if c.trial is not None
+            f"{c.title} with {c.texts[c.trial]}"
+            for c in self._domain.tuning.contexts.unsettled
+            if c.trial is not None
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
         return f" ({trials[0]}{more})" if trials else ""

@@ -1,11 +1,8 @@
 """What a session is about to try, on disk before it is tried; and what it takes to go on after a crash.
 
-One file per session under way, of JSON lines: what the ranks said of each run, this rank's own samples, what
-the next run tries. Its first line is of fixed width and is overwritten: what the process is doing now. Each
-line is one `write` without `fsync`: what is with the operating system outlives the process, and nothing but
-the last run is lost if the machine dies with it. The owner holds a lock on the file, which ends with the
-process, so a file without a lock is an orphan. Files are never shared: two processes of the same rank number
-write two, and after a restart each takes up an orphan of its own.
+One file per session under way: what the ranks said of each run, this rank's own samples, what the next run
+tries; its first line says what the process is doing now. Files are never shared: two processes of the same
+rank number write two, and after a restart each takes up an orphan of its own.
 
 Whatever is wrong with a file or with the directory is a `CacheWarning`, and tuning goes on without a journal.
 """
@@ -14,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import json
-import os
 import re
 import threading
 import warnings
@@ -27,19 +22,8 @@ from typing import Any
 
 from .errors import CacheWarning
 from .identity import digest
-from .orphans import (
-    IDLE,
-    OWNED,
-    RUNNING,
-    SCHEMA_VERSION,
-    Orphan,
-    adopt,
-    first_line,
-    journals_in,
-    lock,
-    new_file,
-    read_into,
-)
+from .journal_file import JournalFile
+from .orphans import IDLE, RUNNING, SCHEMA_VERSION, Orphan, adopt, first_line, journals_in, read_into
 from .unfinished import Event
 
 MAX_AGE_S = 24 * 3600.0  # what a machine measured longer ago is not comparable: clocks, drivers, neighbours
@@ -68,31 +52,26 @@ class Journal:
         complain: Callable[[Path, str], None],
     ) -> None:
         self.orphan: Orphan | None = None
-        self._directory = directory
         self._rank = rank
         self._identity = identity
         readable = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:80] or "_"
         self._stem = f"{readable}-{digest(json.dumps(identity, sort_keys=True))}-rank-{rank}"
-        self._complain = complain
+        self._file = JournalFile(directory, self._stem, complain)
         self._has_looked = False
-        self._path: Path | None = None
-        self._descriptor = -1
-        self._pid = os.getpid()
         self._lock = threading.RLock()
         self.is_dropped = False
-        self._lines: list[dict[str, Any]] = []  # to be written when there is something to try
         self._run = 0
         self._tries: dict[str, Try] = {}
         self.mark = IDLE
 
-    # -- what an earlier process has left -------------------------------------------------------------------
+    # -- what an earlier process has left ------------------------------------------------------------------
 
     def look(self) -> Orphan | None:
         """Return the newest orphan of this function and rank, once; delete what is too old."""
-        if self._directory is None or self._has_looked or os.getpid() != self._pid:
+        if self._file.directory is None or self._has_looked or not self._file.is_own:
             return self.orphan
         self._has_looked = True
-        for path, age_s in journals_in(self._directory).items():
+        for path, age_s in journals_in(self._file.directory).items():
             is_too_old = age_s > MAX_AGE_S
             is_wanted = self.orphan is None and path.name.startswith(f"{self._stem}-")
             # Others are not even looked at: they would not be had, for that moment, by those who want them.
@@ -120,16 +99,16 @@ class Journal:
 
         One that follows a session of this process which was not dropped goes on in the same file.
         """
-        if taken_up is not None or self.is_dropped or not (self._lines or self._path):
+        if taken_up is not None or self.is_dropped or self._file.is_empty:
             self.discard(keeps_orphan=True)
             self.is_dropped = False
-            self._write({"schema": SCHEMA_VERSION, "session": session, "identity": self._identity})
+            self._file.write({"schema": SCHEMA_VERSION, "session": session, "identity": self._identity})
             for event in taken_up or ():
-                self._write(event)
+                self._file.write(event)
             if taken_up is not None and self.orphan is not None:
-                self._write({"samples": self.orphan.samples, "entries": self.orphan.entries})
+                self._file.write({"samples": self.orphan.samples, "entries": self.orphan.entries})
         line = {"session": session, "devices": devices}
-        self._write(line if taken_up else {**line, "open": session})
+        self._file.write(line if taken_up else {**line, "open": session})
 
     def run(self, run: int, tries: dict[str, Try]) -> None:
         """Say what the next run tries, before it begins."""
@@ -140,7 +119,7 @@ class Journal:
 
     def launching(self, context: str, tried: Try) -> None:
         """Say that a launch of a candidate on trial begins; threads may say so at once."""
-        if os.getpid() != self._pid:  # and another thread of the parent may have had the lock at the fork
+        if not self._file.is_own:  # and another thread of the parent may have had the lock at the fork
             return
         with self._lock:
             if self._tries.get(context) != tried:  # a kernel that is new in this run
@@ -173,14 +152,14 @@ class Journal:
     def failed(self) -> None:
         """Say that this rank leaves the run with an exception: that peers are killed for it blames nobody."""
         self.ran()
-        if self._path is not None:
-            self._write({"failed": self._run})
+        if self._file.exists:
+            self._file.write({"failed": self._run})
 
     def agreed(self, merged: dict[str, Any], own: dict[str, Any], entries: dict[str, str]) -> None:
         """Keep what the ranks said of a run and what this rank measured in it."""
-        if self._path is None and self.orphan is not None:  # nothing is tried: only plans are compared
+        if not self._file.exists and self.orphan is not None:  # nothing is tried: only plans are compared
             self._create()
-        self._write({"merged": merged, "own": own, "entries": entries})
+        self._file.write({"merged": merged, "own": own, "entries": entries})
 
     def drop(self) -> None:
         """Leave the file to the next process: the next session of this one starts anew."""
@@ -188,87 +167,34 @@ class Journal:
 
     def discard(self, *, keeps_orphan: bool = False) -> None:
         """Forget everything: the search has ended, or begins anew."""
-        if os.getpid() != self._pid:
+        if not self._file.is_own:
             return
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-            self._close()
-        self._lines.clear()
+        self._file.remove()
         if self.orphan is not None and not keeps_orphan:
             self.orphan.remove()
             self.orphan = None
-        if self._directory is not None:
+        if self._file.directory is not None:
             with contextlib.suppress(OSError):
-                (self._directory).rmdir()  # if it is empty
+                self._file.directory.rmdir()  # if it is empty
 
-    # -- the file ------------------------------------------------------------------------------------------
+    # -- what is written -----------------------------------------------------------------------------------
 
     def _write_tries(self) -> None:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         tries = {context: vars(tried) for context, tried in self._tries.items()}
         line = {"run": self._run, "at": now, "tries": tries}
-        if self._path is None:
+        if not self._file.exists:
             self._create()
-        self._write(line)
+        self._file.write(line)
 
     def _set_mark(self, mark: str) -> None:
         self.mark = mark
-        if self._path is None or os.getpid() != self._pid:
-            return
-        with self._lock, self._stopping_at_errors():
-            os.pwrite(self._descriptor, first_line(mark, self._run), 0)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._path is None:
-            if self._directory is not None:
-                self._lines.append(line)
-            return
-        if os.getpid() != self._pid:
-            return
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        with self._stopping_at_errors():
-            if os.write(self._descriptor, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._file.exists and self._file.is_own:
+            with self._lock:
+                self._file.overwrite_first(first_line(mark, self._run))
 
     def _create(self) -> None:
         """Make the file, with all that was said so far; then the orphan is no longer needed."""
-        if self._directory is None or os.getpid() != self._pid:
-            return
-        path = self._directory / f"{self._stem}-{os.urandom(4).hex()}.jsonl"
-        with self._stopping_at_errors():
-            hidden = path.with_name(f".{path.name}")  # nobody is to take it for an orphan before it is locked
-            self._descriptor = new_file(hidden)
-            OWNED.add(str(path))
-            self._path = path
-            lock(self._descriptor)
-            lines = [json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in self._lines]
-            data = first_line(self.mark, self._run) + b"".join(lines)
-            if os.write(self._descriptor, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.rename(hidden, path)
-            self._lines.clear()
-            if self.orphan is not None:
-                self.orphan.remove()
-                self.orphan = None
-
-    @contextlib.contextmanager
-    def _stopping_at_errors(self) -> Iterator[None]:
-        """Go on without a journal when the block fails; half a journal would accuse the wrong candidate."""
-        try:
-            yield
-        except OSError as error:
-            directory, self._directory = self._directory, None
-            self._lines.clear()
-            if self._path is not None:
-                for path in (self._path, self._path.with_name(f".{self._path.name}")):
-                    with contextlib.suppress(OSError):
-                        path.unlink(missing_ok=True)
-                self._close()
-            assert directory is not None
-            self._complain(directory, error.strerror or str(error))
-
-    def _close(self) -> None:
-        os.close(self._descriptor)
-        OWNED.discard(str(self._path))
-        self._path, self._descriptor = None, -1
+        if self._file.create(first_line(self.mark, self._run)) and self.orphan is not None:
+            self.orphan.remove()
+            self.orphan = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,12 +13,12 @@ from . import compile as compiling
 from . import identity, intercept
 from .admission import Admission
 from .clock import Clock
-from .compile_sharing import Tally, Terms
 from .config_failures import config_failure
 from .intercept import Key
 from .kernel_names import KernelNames
 from .local import Binding, Local
 from .local_contexts import LocalContexts
+from .new_candidates import NewCandidates
 from .settled import SettledLaunches
 from .tunable import KnownChoices, texts_of
 
@@ -27,10 +26,9 @@ from .tunable import KnownChoices, texts_of
 class Launches:
     """The launches of one tuned function on this rank, from any thread.
 
-    busy: entered while this rank compiles, so that its peers wait on. trying, loading: entered around the
-    first launch of a trial in a run, and around the loading of a candidate after one. passes_single: a kernel
-    with one config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is
-    not settled now will never be.
+    busy: entered while this rank compiles, so that its peers wait on. trying: entered around the first launch
+    of a trial in a run. passes_single: a kernel with one config is no context, as no peer can have more.
+    is_frozen: nothing will ever be tried, so what is not settled now will never be.
     """
 
     def __init__(
@@ -38,10 +36,10 @@ class Launches:
         names: KernelNames,
         contexts: LocalContexts,
         admission: Admission,
+        new_candidates: NewCandidates,
         clock: Clock,
         busy: Callable[[], AbstractContextManager[None]],
         trying: Callable[[Local, str], AbstractContextManager[None]],
-        loading: Callable[[Local, str], AbstractContextManager[None]],
         *,
         passes_single: bool,
         is_frozen: bool,
@@ -53,15 +51,13 @@ class Launches:
         self._names = names
         self._contexts = contexts
         self._admission = admission
+        self._new_candidates = new_candidates
         self._clock = clock
         self._busy = busy
         self._trying = trying
-        self._loading = loading
         self._is_frozen = is_frozen
         self._passes_single = passes_single
         self._lock = threading.RLock()
-        # First launches of contexts of the run under way: arguments are held no longer than that.
-        self._pending_preflight: list[tuple[Binding, tuple[Any, ...], dict[str, Any]]] = []
 
     # -- the launch ----------------------------------------------------------------------------------------
 
@@ -221,7 +217,7 @@ class Launches:
                     self._names.launched(known)
                 binding = self._admission.admit(tuner, key, args, kwargs)
                 if self.tunes and binding.local.measures and not intercept.is_interpreted():
-                    self._pending_preflight.append((binding, args, kwargs))
+                    self._new_candidates.add(binding, args, kwargs)
             return binding
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -238,31 +234,9 @@ class Launches:
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
 
-    @property
-    def has_new(self) -> bool:
-        """Return whether `preflight_new` has work to do."""
-        return bool(self._pending_preflight)
-
-    def preflight_new(self, terms: Terms) -> Iterator[tuple[Local, Tally]]:
-        """Compile and load every candidate of the contexts that appeared in this run; yield how it went."""
-        pending, self._pending_preflight = self._pending_preflight, []
-        for binding, args, kwargs in pending:
-            tuner, local = binding.tuner(), binding.local
-            if tuner is None or local.announced:
-                continue
-            untried = {
-                c: config for c, config in binding.configs.items() if c not in local.bans | {local.choice: ""}
-            }
-            loading = functools.partial(self._loading, local)
-            found = compiling.preflight(tuner, untried, args, kwargs, terms, loading)
-            if found.tally is not None:
-                yield local, found.tally
-            for candidate, reason in found.reasons.items():
-                self._contexts.ban(local, candidate, reason)
-
     def abandon_run(self) -> None:
         """Drop what the run under way has measured: it raised."""
-        self._pending_preflight.clear()
+        self._new_candidates.clear()
         self._contexts.abandon_run()
 
     def forget(self, names: Iterable[str]) -> None:

@@ -12,7 +12,8 @@ from .errors import NoValidConfig
 from .identity import KernelSource
 from .intercept import Key
 from .payload import Announcement, Part
-from .search import BY_LAUNCH, Context
+from .rules import BY_LAUNCH
+from .search import Context
 from .stopwatch import Stopwatch
 from .text import context_label
 

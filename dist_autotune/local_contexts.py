@@ -8,7 +8,8 @@ from dataclasses import replace
 from .kernel_names import KernelNames
 from .local import Local
 from .payload import MIXED, Part
-from .search import BY_LAUNCH, Context, Outcome
+from .rules import BY_LAUNCH
+from .search import Context, Outcome
 
 
 class LocalContexts:

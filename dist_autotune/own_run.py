@@ -16,7 +16,8 @@ from .domain import SOURCE_OF, Domain
 from .local import Local
 from .payload import Part, Payload
 from .records import RunStarted
-from .search import BY_LAUNCH, Outcome
+from .rules import BY_LAUNCH
+from .search import Outcome
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -54,9 +55,9 @@ class OwnRun:
     def told(self) -> Payload:
         """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
         domain, agreement = self._domain, self._domain.agreement
-        if domain.launches.has_new:
+        if domain.new_candidates:
             with domain.compiling(), domain.recovery.paused():
-                for local, tally in domain.launches.preflight_new(self._terms()):
+                for local, tally in domain.new_candidates.preflight(self._terms()):
                     self._chronicle.preflighted(local, tally)
         waits = domain.options.mode == "replay"
         parts = domain.local_contexts.tell(waits=waits)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -144,6 +145,17 @@ class Payload:
             past=self.past.merged(other.past) if self.past and other.past else self.past or other.past,
             crashes=merged_crashes(self.crashes, other.crashes),
         )
+
+    def in_order(self, known: Container[str]) -> list[str]:
+        """Return the contexts of a run: those not `known` last, as the lowest rank that has them met them."""
+
+        def place(name: str) -> tuple[int, int, str]:
+            announced = self.parts[name].announcement
+            if announced is None or name in known:
+                return -1, 0, name
+            return announced.rank, announced.place, name
+
+        return sorted(self.parts, key=place)
 
     def decisive(self) -> dict[str, Any]:
         """Return, as data that `decode` reads, what the next plan follows from: all but facts and offers."""

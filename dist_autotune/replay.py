@@ -20,7 +20,8 @@ from .protocol import Tuning
 from .records import Agreed, Banned, ContextRecord, Record, SessionOpened
 from .replay_comparison import Comparison, Difference
 from .replay_recount import Recount
-from .search import Outcome, Rules
+from .rules import Rules
+from .search import Outcome
 from .serialize import to_json
 from .text import context_label
 from .version import __version__
@@ -164,7 +165,7 @@ class _Replay:
             started = len(logged.started(record.rank))
             self._found.field(None, f"rank {record.rank}", "session_closed: runs", record.runs, started)
         if len(logged.closed) > len(ended_well):  # an error dropped the searches under way, on all ranks
-            state.recount.forget(state.tuning.drop_unsettled())
+            state.recount.forget(state.tuning.contexts.drop_unsettled())
 
     def _expect_outcome(self, run: int, error: str) -> None:
         for record in self._logged.closed:
@@ -197,7 +198,7 @@ class _Replay:
             for record in self._logged.started(rank):
                 if record.run == run:
                     self._found.field(run, f"rank {rank}", "run_started: plan", record.plan, plan)
-        waiting = {context.name for context in tuning.unsettled if context.waiting}
+        waiting = {context.name for context in tuning.contexts.unsettled if context.waiting}
         duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
         merged, _ = tuning.kernels.unite(payload, tuning.contexts)
         outcomes = tuning.step(merged)
@@ -227,7 +228,7 @@ class _Replay:
                 yield from decisions.bans(run, tuning.contexts[name], merged.parts[name])
                 if outcome.index is not None:
                     yield decisions.agreed(run, tuning.contexts[name], outcome)
-        for context in tuning.newly_final():
+        for context in tuning.contexts.newly_final():
             yield decisions.settled(run, context)
 
 
@@ -249,7 +250,7 @@ def _rules(opened: SessionOpened) -> Rules:
 
 def _is_over(tuning: Tuning, opened: SessionOpened) -> bool:
     if opened.mode == "online":
-        return not any(tuning.unsettled) and tuning.duel is None
+        return not any(tuning.contexts.unsettled) and tuning.duel is None
     return tuning.done
 
 

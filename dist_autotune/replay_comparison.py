@@ -9,7 +9,8 @@ from typing import Any
 
 from .protocol import Tuning
 from .records import Agreed, Banned, ContextAdmitted, ContextRecord, ContextSettled, Record, Trial
-from .search import BY_RUN, Outcome
+from .rules import BY_RUN
+from .search import Outcome
 from .text import context_label
 
 _OF_THE_RANK = ("session", "rank", "elapsed_s", "local")  # fields in which the ranks' records may differ

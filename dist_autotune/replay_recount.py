@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from .payload import Part, Payload
 from .records import Record, RunTimed, Trial
-from .search import BY_LAUNCH, Outcome
+from .rules import BY_LAUNCH
+from .search import Outcome
 from .stopwatch import Stopwatch
 
 _WHOLE_RUN = ""

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from .agreed_times import AgreedTimes
-from .errors import FlowFailed, NoValidConfig, TuningError
-from .flows import Flow, Strategy, Warmup, Winner, racing_runs
+from .errors import NoValidConfig
+from .flows import Winner
 from .payload import Announcement, Part
+from .rules import BY_LAUNCH, Rules
+from .running_flow import RunningFlow
 from .text import context_label
-
-BY_LAUNCH, BY_RUN = "launch", "run"  # what a candidate is judged by: its launches, or the whole run
-_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The options that steer decisions; equal on all ranks."""
-
-    strategy: Strategy
-    search: str
-    n_warmup: int
-    n_repeat: int
-    rank_reduce: str
-    objective: str = "kernel"
-    mode: str = "replay"
-    max_runs: int | None = None
-    budget_s: float | None = None
-    tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
-    online_share: float = 1.0  # of a session's time, for trials; 1.0: no bound
-
-    def planned_runs(self, candidates: int) -> int:
-        """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
-        if self.search == "racing":
-            return math.ceil(racing_runs(candidates))
-        return candidates * (self.n_warmup + self.n_repeat)
-
-    def judges(self, *, is_choice: bool) -> tuple[str, ...]:
-        """Return what a context is judged by, in order."""
-        if is_choice:
-            return (BY_RUN,)
-        return (BY_LAUNCH, BY_RUN) if self.objective == "thunk" else (BY_LAUNCH,)
 
 
 @dataclass(frozen=True)
@@ -76,15 +42,12 @@ class Context:
         self.winner: int | None = None
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
-        self.is_warmup = False
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.on_hold = False  # online: trials have had their share of the time for now
         self.override: int | None = None  # the side it takes in the final comparison of plans
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
-        self._flow: Flow | None = None
-        self._asked: Any = None  # what the flow waits for
-        self._times_asked: dict[Any, int] = {}
+        self._flow: RunningFlow | None = None
         self._ran: set[int] = set()  # candidates that some rank has launched
         self.narrow(announcement)
 
@@ -155,9 +118,14 @@ class Context:
         return self.trial is not None and self.trial != self.incumbent
 
     @property
+    def is_warmup(self) -> bool:
+        """Return whether the trial is no sample."""
+        return self._flow is not None and self._flow.is_warmup
+
+    @property
     def count(self) -> int:
         """Return which warm-up or sample of its candidate the trial is, from 1."""
-        return self._times_asked.get(self._asked, 0)
+        return 0 if self._flow is None else self._flow.count
 
     @property
     def is_launch_bound(self) -> bool:
@@ -213,18 +181,14 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, self.is_unasked, rules = "", False, False, self._rules
-        if self._flow is not None:
-            if not self._ask(self._asked):  # banned since then
-                self._resume(math.inf)
+        self.status, self.waiting, self.is_unasked = "", False, False
+        if self._flow is None:
+            self._flow = RunningFlow(self._rules, len(self.digests))
+            self._resume(None)
             return
-        with self._named_errors():
-            self._flow = rules.strategy(
-                range(len(self.digests)), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat
-            )
-        if not hasattr(self._flow, "send"):
-            raise FlowFailed(f"search={rules.search}: returned {self._flow!r}, expected a generator")
-        self._resume(None)
+        self.trial = self._flow.index
+        if self.trial in self.banned:  # since then
+            self._resume(math.inf)
 
     def advance(self, part: Part, judged: Part) -> Outcome:
         """Take in what the ranks say of a run; return what the run was for this context.
@@ -246,7 +210,8 @@ class Context:
             return Outcome()
         if part.ran != self.digests[index]:
             return Outcome(index=index)
-        outcome = Outcome(kind, index, self.count, self._planned_asks(kind), self.judge)
+        planned = self._rules.planned_asks(is_warmup=self.is_warmup)
+        outcome = Outcome(kind, index, self.count, planned, self.judge)
         if kind == "sample":
             self.times.take_sample(index, judged)
             self._resume(self.times.ms.get(index, math.nan))
@@ -264,66 +229,29 @@ class Context:
             winner = self.incumbent if best is None else best
         self.winner, self.status, self.trial, self.waiting = winner, status, None, False
 
-    def _resume(self, value: float | None) -> None:
-        """Send `value` to the flow and take what it asks for next, or its winner."""
+    def _resume(self, ms: float | None) -> None:
+        """Send `ms` to the flow and take what it asks for next, or its winner."""
         assert self._flow is not None
-        for _ in range(_ASKS_PER_CANDIDATE * len(self.digests)):
-            self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
-            try:
-                with self._named_errors():
-                    asked = next(self._flow) if value is None else self._flow.send(value)
-            except StopIteration as stop:
-                self._finish(stop.value)
-                return
-            self._times_asked[asked] = self._times_asked.get(asked, 0) + 1
-            if self._ask(asked):
-                return
-            value = math.inf
-        raise FlowFailed(f"search={self._rules.search}: keeps asking for candidates that are banned")
+        self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
+        winner = self._flow.resume(ms, self.banned)
+        if winner is None:
+            self.trial = self._flow.index
+        else:
+            self._finish(winner)
 
-    def _ask(self, asked: Any) -> bool:
-        """Put what the flow asks for on trial; return False if that is banned."""
-        self._asked, self.is_warmup = asked, isinstance(asked, Warmup)
-        self.trial = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
-        return self.trial not in self.banned
-
-    def _finish(self, winner: Any) -> None:
+    def _finish(self, chosen: int) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
-        tied = winner.tied if isinstance(winner, Winner) else None  # None: the flow has decided
-        winner = self._checked(winner, "returned")
+        tied = chosen.tied if isinstance(chosen, Winner) else None  # None: the flow has decided
+        winner: int | None = int(chosen)
         incumbent = self.incumbent
         if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
             winner = None  # unmeasured on some rank that launched it
-        elif tied is not None and (incumbent in tied or self.times.are_equal(winner, incumbent)):
+        elif tied is not None and (incumbent in tied or self.times.are_equal(chosen, incumbent)):
             winner = incumbent
         self.settle("tuned", winner)
-        self._flow, self._asked, self._times_asked = None, None, {}
+        self._flow = None
         if len(self._judges) > 1:
             del self._judges[0]
             self.status = ""
             self.times.forget_samples()
             self._ran.clear()
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Say of an exception in the user's strategy that it comes from there."""
-        try:
-            yield
-        except (StopIteration, TuningError):
-            raise
-        except Exception as error:
-            raise FlowFailed(f"search={self._rules.search}: {type(error).__name__}: {error}") from error
-
-    def _checked(self, index: Any, verb: str) -> int:
-        with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
-            if 0 <= operator.index(index) < len(self.digests):
-                return operator.index(index)
-        raise FlowFailed(
-            f"search={self._rules.search}: {verb} {index!r}, which is none of {len(self.digests)} candidates"
-        )
-
-    def _planned_asks(self, kind: str) -> int:
-        """Return how many runs of this kind the search plans per candidate; 0: it does not say."""
-        if self._rules.search != "exhaustive":
-            return 0
-        return self._rules.n_warmup if kind == "warm-up" else self._rules.n_repeat

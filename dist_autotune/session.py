@@ -71,7 +71,7 @@ class Session:
         """Run `thunk` once, as one trial of the session."""
         with self._telling_failures():
             result = self._run_once(thunk)
-            if not any(self.domain.tuning.unsettled) and self.domain.tuning.duel is None:
+            if not any(self.domain.tuning.contexts.unsettled) and self.domain.tuning.duel is None:
                 self.close()
             return result
 
@@ -226,7 +226,7 @@ class Session:
         self._chronicle.step(run, merged, outcomes, trials)
         for context in domain.publish(self._chronicle.elapsed_s):
             self._chronicle.write(decisions.settled(run, context))
-        detail = ", ".join(context.title for context in tuning.unsettled) or domain.name
+        detail = ", ".join(context.title for context in tuning.contexts.unsettled) or domain.name
         self._progress.update(tuning.runs, self._runs_expected(), detail[:60])
         self._is_stepping = False
 
@@ -238,7 +238,7 @@ class Session:
         outlook = tuning.outlook
         if tuning.runs == self._tells_outlook_at:
             self._tells_outlook_at *= 2
-            if any(tuning.unsettled) or tuning.duel is not None:
+            if any(tuning.contexts.unsettled) or tuning.duel is not None:
                 self._chronicle.write(Note(text=str(outlook)))
         return tuning.runs + outlook.more_runs
 

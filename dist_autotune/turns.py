@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from .payload import Payload
-from .search import BY_LAUNCH, Context
+from .rules import BY_LAUNCH
+from .search import Context
 
 
 class Turns:

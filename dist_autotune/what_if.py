@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from .analysis import percent_over
 from .errors import InvalidOption
 from .flows import STRATEGIES
+from .limits import RUNS_ALLOWED
 from .payload import Announcement, Part
-from .protocol import RUNS_ALLOWED
 from .records import Banned, ContextAdmitted, ContextSettled, Record, SessionOpened, Trial
 from .replay_recount import RecordedStopwatch
-from .search import Context, Rules
+from .rules import Rules
+from .search import Context
 from .text import context_label
 
 OneRun = dict[int, float]  # rank -> ms

@@ -12,9 +12,11 @@ from typing import Any
 
 from dist_autotune.duel import DUEL_RUNS
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from dist_autotune.limits import RUNS_ALLOWED
 from dist_autotune.payload import Payload, merge
-from dist_autotune.protocol import ADMISSION_RUNS, RUNS_ALLOWED, Tuning
-from dist_autotune.search import BY_LAUNCH, Context
+from dist_autotune.protocol import ADMISSION_RUNS, Tuning
+from dist_autotune.rules import BY_LAUNCH
+from dist_autotune.search import Context
 from random_programs import Kernel, Program, having, true_winners, viable_blocks
 from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import Boom, Ending, VirtualRank
@@ -34,7 +36,7 @@ def state_of(tuning: Tuning) -> tuple[Any, ...]:
         tuning.has_trial,
         tuning.judged_run,
         tuning.planned_runs,
-        tuning.digest_text(),
+        tuning.contexts.digest_text(),
         dict(tuning.kernels.aliases),
     )
 

@@ -128,10 +128,35 @@ def test_a_run_that_launches_nothing_of_what_is_compared_is_no_part_of_the_compa
         mode=mode,
     )
     simulation.tuning.open()
-    while any(simulation.tuning.unsettled) or simulation.tuning.duel is not None or not simulation.plans:
+    while (
+        any(simulation.tuning.contexts.unsettled)
+        or simulation.tuning.duel is not None
+        or not simulation.plans
+    ):
         simulation.run()
         assert len(simulation.plans) < 100
     assert (simulation.statuses(), simulation.tuning.remark) == ({"k": "tuned"}, "")
-    assert simulation.tuning.winner_digest("k") == "k1"
+    assert simulation.tuning.contexts.winner_digest("k") == "k1"
     launched = [plan["k"] for plan in simulation.plans if "k" in plan]
     assert launched[-DUEL_RUNS:] == ["k1", "k0"] * (DUEL_RUNS // 2)
+
+
+@pytest.mark.parametrize("fails", ["k0", "k1"])
+def test_a_comparison_left_to_the_next_session_outlives_a_candidate_that_fails_there(fails):
+    sessions = 0
+
+    def bans(run: int, rank: int, name: str) -> dict[str, str]:
+        return {fails: "out of memory"} if (sessions, run, name) == (2, 3, "k") else {}
+
+    simulation = Simulation(
+        {"k": ["k0", "k1"], "x": ["x0", "x1", "x2"]},
+        {"k0": 2.0, "k1": 1.0, "x0": 3.0, "x1": 2.0, "x2": 1.0},
+        bans=bans,
+        objective="thunk",
+        max_runs=4,  # the first session leaves `k` to be compared, and `x` in the middle of its search
+    )
+    while "partial" in simulation.statuses().values() or not sessions:
+        sessions += 1
+        simulation.session()
+        assert sessions < 20
+    assert simulation.winners() == {"k": "k1" if fails == "k0" else "k0", "x": "x2"}

@@ -10,7 +10,7 @@ from dist_autotune.flows import STRATEGIES
 from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
 from dist_autotune.protocol import Tuning
 from dist_autotune.resume import relive
-from dist_autotune.search import Rules
+from dist_autotune.rules import Rules
 from dist_autotune.unfinished import EXACT, INEXACT, Crash, Past, merged_crashes
 
 

@@ -10,7 +10,8 @@ import pytest
 from dist_autotune.errors import NoValidConfig, TuningError
 from dist_autotune.flows import STRATEGIES, Warmup, Winner, exhaustive
 from dist_autotune.payload import MIXED, Announcement, Part, femtoseconds
-from dist_autotune.search import BY_LAUNCH, Context, Outcome, Rules
+from dist_autotune.rules import BY_LAUNCH, Rules
+from dist_autotune.search import Context, Outcome
 
 
 def rules(strategy=exhaustive, search: str = "exhaustive", **options) -> Rules:

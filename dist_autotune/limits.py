@@ -1,0 +1,50 @@
+"""How many runs the searches of a session plan, how far they have come, and when it has to end.
+
+Of the state that all ranks hold alike: `searches` are those of the session, each with the run it began in,
+from 0. No torch, no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from .duel import DUEL_RUNS
+from .outlook import Outlook, RunsSpent
+from .rules import BY_LAUNCH, BY_RUN, Rules
+from .search import Context
+
+RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
+
+Searches: TypeAlias = Sequence[tuple[Context, int]]
+
+
+def planned_runs(rules: Rules, searches: Searches) -> int:
+    """Return how many runs the session plans, the final one included."""
+    together, in_turn = 0, 0
+    for context, first_run in searches:
+        runs = rules.planned_runs(len(context.digests))
+        judges = rules.judges(is_choice=context.is_choice)
+        together = max(together, first_run + runs if BY_LAUNCH in judges else first_run + 1)
+        in_turn += runs if BY_RUN in judges else 0
+    return together + in_turn + (DUEL_RUNS if rules.objective == "thunk" else 0) + 1
+
+
+def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Outlook:
+    """Return how far the session has come. Any thread may ask."""
+    return Outlook(
+        timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context, _ in searches),
+        candidates=sum(len(context.digests) for context, _ in searches),
+        planned_trials=planned_runs(rules, searches) - 1,
+        spent=spent,
+    )
+
+
+def is_spent(rules: Rules, searches: Searches, runs: int, elapsed_s: float) -> bool:
+    """Return whether the run after the `runs` made so far must be the last."""
+    allowed = rules.max_runs
+    if allowed is None and searches and rules.mode == "replay":
+        allowed = RUNS_ALLOWED * planned_runs(rules, searches)
+    out_of_runs = allowed is not None and runs + 1 >= allowed
+    out_of_time = rules.budget_s is not None and elapsed_s >= rules.budget_s
+    return out_of_runs or out_of_time
