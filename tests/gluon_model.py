@@ -71,16 +71,16 @@ def _must_be_fenced(buf: Buffer, what: str) -> None:
     assert fenced, f"a {what} needs a proxy fence first"
 
 
-def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, pred: bool = True) -> None:
+def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
+    _must_be_fenced(buf, "load")
+    desc.may_load(coord)
+
     def copy() -> None:
         buf.array[...] = desc.read(coord)
         bar.transfer(-desc.block_type.nbytes)
 
-    if pred:
-        _must_be_fenced(buf, "load")
-        desc.may_load(coord)
-        buf.array[...] = np.nan  # from now on nobody may count on what was there
-        machine().copies.append(copy)
+    buf.array[...] = np.nan  # from now on nobody may count on what was there
+    machine().copies.append(copy)
     now().pause()
 
 
