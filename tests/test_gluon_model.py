@@ -43,6 +43,7 @@ def multiply(
     splits: int = 1,
     stream_k: int = 0,
     stagger: bool = False,
+    spread: bool = False,
     loaded: tuple[int, int, int] | None = None,
     warps: int = 4,
     seed: int = 0,
@@ -106,6 +107,7 @@ def multiply(
         GROUP_M=2,
         STREAM_K=stream_k,
         STAGGER=stagger,
+        SPREAD=spread,
     )
     products = c.reshape(splits, split_rows, n)
     np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
@@ -358,6 +360,40 @@ def test_a_tile_of_two_widths_is_cut_as_one(variant, sizes, seed):
     multiply(variant, *sizes, programs=5, extra_n=4, stream_k=2, seed=seed)
 
 
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+@pytest.mark.parametrize("stream_k", [0, 2])
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 23)),
+    programs=st.integers(1, 5),
+    buffers=st.integers(2, 4),
+    store=st.sampled_from([(4, 1), (4, 2), (4, 3)]),
+    schedule=st.sampled_from(["grouped", "strided"]),
+    splits=st.integers(1, 2),
+    transposed=st.booleans(),
+    warps=st.sampled_from([4, 8]),
+    seed=st.integers(0, 10**6),
+)
+def test_columns_that_are_left_over_are_spread_over_tiles(
+    variant, stream_k, sizes, programs, buffers, store, schedule, splits, transposed, warps, seed
+):
+    multiply(
+        variant,
+        *sizes,
+        programs=programs,
+        buffers=buffers,
+        store=store,
+        schedule=schedule,
+        splits=splits,
+        transposed=(False, transposed),
+        extra_n=4,
+        spread=True,
+        stream_k=stream_k,
+        warps=warps,
+        seed=seed,
+    )
+
+
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
 @pytest.mark.parametrize("schedule", ["grouped", "dynamic"])
 def test_no_k_block_at_all_means_no_tile(variant, tensor_memory, schedule):
@@ -478,7 +514,7 @@ def test_a_tile_that_does_not_go_back_to_its_first_k_block_is_found(part, varian
 
 @VARIANTS
 def test_a_slot_given_back_under_its_product_is_found(part, variant):
-    def release_at_once(self, operands, step, k):
+    def release_at_once(self, operands, step, k, WIDE):
         main = sys_multiply(operands.a(step), operands.b(step), self.main, is_async=True)
         arrive(operands.empty_bar(step))
         return accumulator(main, main, self.BLOCK_N, self.EXTRA_N, False)

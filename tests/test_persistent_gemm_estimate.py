@@ -41,7 +41,7 @@ def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
 def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
     """Return the kwargs of a config."""
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
-    return kwargs | {"NUM_BUFFERS": 4, "STREAM_K": 0} | changed
+    return kwargs | {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False} | changed
 
 
 def recorded_winners() -> list[Any]:

@@ -53,6 +53,7 @@ class Chunks:
     WIDTH: gl.constexpr
     NUM_BUFFERS: gl.constexpr
     STAMPS: gl.constexpr
+    SPREAD: gl.constexpr
 
     @gluon.jit
     def find(self, number):
@@ -137,9 +138,9 @@ class Chunks:
                 )
 
     @gluon.jit
-    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
         """The accumulator is the tile."""
-        epilogue.store(accumulator, row, col, step, STORER)
+        epilogue.store(accumulator, row, col, step, STORER, WIDE)
 
     @gluon.jit
     def stored(self, number):
@@ -214,6 +215,7 @@ def specialized_all_gather_gemm(
         WIDTH,
         NUM_BUFFERS,
         STAMPS,
+        False,
     )
     run(
         problem,

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from .problem import Problem, last_start
 from .roles import run
 from .stream_k import StreamK
+from .widths import columns_of_tiles, wide_tiles
 
 
 # Sizes only count tiles: one binary serves all shapes.
@@ -51,11 +52,13 @@ def gemm(
     GROUP_M: gl.constexpr,
     STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
     STAGGER: gl.constexpr,  # neighbours begin at different k blocks
+    SPREAD: gl.constexpr,  # only as many tiles as need be have their EXTRA_N columns, see `widths`
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
-    WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
+    gl.static_assert(EXTRA_N > 0 or not SPREAD, "all tiles are as wide as they can be")
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, WIDTH)
+    tiles_n = columns_of_tiles(N, BLOCK_N, EXTRA_N, SPREAD)
+    wide = wide_tiles(N, tiles_n, BLOCK_N, EXTRA_N, SPREAD)
     # As many for each split: the last one's may lie beyond K, where TMA reads zeros.
     k_blocks = gl.cdiv(gl.cdiv(K, BLOCK_K), splits)
     tiles = tiles_m * tiles_n * splits * min(k_blocks, 1)
@@ -65,15 +68,18 @@ def gemm(
         tiles_n,
         tiles,
         M if STAYS else last_start(M, BLOCK_M, TRANS_A),
-        N if STAYS else last_start(N, WIDTH, True),
+        N if STAYS else last_start(N, BLOCK_N + min(max(wide - tiles_n + 1, 0), 1) * EXTRA_N, True),
+        wide,
         k_blocks,
         split_rows,
         SCHEDULE,
         GROUP_M,
         BLOCK_M,
-        WIDTH,
+        BLOCK_N,
+        EXTRA_N,
         NUM_BUFFERS,
         STAGGER,
+        SPREAD,
     )
     if STREAM_K > 0:
         gl.static_assert(not STAGGER, "a segment begins where it does")

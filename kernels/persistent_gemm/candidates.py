@@ -11,6 +11,7 @@ from ..tails import tail_share
 from ..tiles import on_host
 from .blocks import set_blocks
 from .estimate import estimated_clocks
+from .widths import tiles_side_by_side
 
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
 # Of the last two, for whoever wants to know what each is worth.
@@ -52,11 +53,16 @@ def gluon_candidate(
 
 
 def _candidate(
-    variant: str, *args: Any, stream_k: int = 0, stagger: bool = False, **options: Any
+    variant: str,
+    *args: Any,
+    stream_k: int = 0,
+    stagger: bool = False,
+    spread: bool = False,
+    **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
-    config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger}
+    config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger, "SPREAD": spread}
     return config
 
 
@@ -98,6 +104,17 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stream_k=8),
     _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stream_k=8),
     _candidate("cooperative", (64, 128, 64), 5, warps=4, store=(64, 3), extra_n=64, stream_k=8),
+    # A few columns more than whole tiles: for some of these, instead of a tile of its own.
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True, stream_k=8),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 2), extra_n=64, spread=True),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 2), extra_n=64, spread=True, stream_k=8),
+    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32, spread=True),
+    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64, spread=True),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, spread=True),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, spread=True, stream_k=8),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 1), extra_n=32, spread=True),
+    _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64, spread=True),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2), stream_k=16),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
@@ -214,13 +231,21 @@ def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: i
     """Return whether a config with STREAM_K makes the last wave enough shorter to be worth a trial."""
     if args["SCHEDULE"] not in CUT_SCHEDULES or args["splits"] > 1:
         return False
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    tail = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * triton.cdiv(args["N"], width) % programs
+    tiles_n, _wide = tiles_side_by_side(kwargs, args["N"])
+    tail = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * tiles_n % programs
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
     share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
     parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
     saved_k = (k_blocks - share) * kwargs["BLOCK_K"]
     return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))
+
+
+def saves_tiles(kwargs: dict[str, Any], n: int) -> bool:
+    """Return whether tiles of two widths are fewer than of the lesser one; True for one width."""
+    if not kwargs["SPREAD"]:
+        return True
+    tiles_n, wide = tiles_side_by_side(kwargs, n)
+    return wide < tiles_n < triton.cdiv(n, kwargs["BLOCK_N"])
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
@@ -232,6 +257,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         config
         for config in configs
         if is_wanted(config.kwargs, wanted)
+        and saves_tiles(config.kwargs, args["N"])
         and (
             config.kwargs["STREAM_K"] == 0
             or wanted == "stream_k"

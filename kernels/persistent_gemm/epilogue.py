@@ -20,7 +20,8 @@ class OwnBuffers:
     c_desc: tma.tensor_descriptor
     bufs: gl.shared_memory_descriptor  # [storing partitions * BUFFERS, BLOCK_M, STORE_N]
     BUFFERS: gl.constexpr
-    WIDTH: gl.constexpr  # of a tile
+    BLOCK_N: gl.constexpr
+    WIDTH: gl.constexpr  # of a tile with its further columns
     STORE_N: gl.constexpr
 
     @staticmethod
@@ -34,22 +35,22 @@ class OwnBuffers:
         STORERS: gl.constexpr,
     ):
         bufs = allocate_ring(c_desc, STORERS * BUFFERS, c_desc.block_type.shape[0])
-        gl.static_assert(WIDTH // STORE_N % BUFFERS == 0, "each tile must use every buffer equally often")
-        return OwnBuffers(c_desc, bufs, BUFFERS, WIDTH, STORE_N)
+        return OwnBuffers(c_desc, bufs, BUFFERS, operands.BLOCK_N, WIDTH, STORE_N)
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
-        """Start the stores of a tile.
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
+        """Start the stores of a tile; WIDE: with its further columns, if there are any.
 
-        A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it. TMA
-        reads through the async proxy: each thread fences its own writes, the barrier before the store (the
-        compiler puts it there) gathers the threads, and one of them starts it. The same thread waits later:
-        stores are counted for each thread.
+        A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
+        first piece waits for all of the tile before, which was long ago. TMA reads through the async proxy:
+        each thread fences its own writes, the barrier before the store (the compiler puts it there) gathers
+        the threads, and one of them starts it. The same thread waits later: stores are counted for each
+        thread.
         """
-        for i in gl.static_range(self.WIDTH // self.STORE_N):
+        for i in gl.static_range((self.WIDTH if WIDE else self.BLOCK_N) // self.STORE_N):
             piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
-            tma.store_wait(pendings=self.BUFFERS - 1)
+            tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             buf.store(piece)
             fence_async_shared()
             tma_store(self.c_desc, [row, col + i * self.STORE_N], buf)
@@ -89,8 +90,8 @@ class StolenBuffers:
         return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, WIDTH, STORE_N)
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
-        """Start the stores of a tile whose last k block was `step - 1`.
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
+        """Start the stores of a tile whose last k block was `step - 1`; there are none but WIDE ones.
 
         Loads of steps up to step + NUM_BUFFERS - 2 have been started: of B's NUM_BUFFERS + 1 slots all are
         filled or being filled but those of the next two steps to be loaded. Each piece takes one of the two;

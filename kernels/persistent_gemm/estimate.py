@@ -25,6 +25,7 @@ import triton
 from ..tails import tail_share
 from ..tiles import on_host
 from .mma import WIDEST_FROM_REGISTERS
+from .widths import tiles_side_by_side
 
 L2_BYTES_PER_CLOCK = 64  # into one SM
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
@@ -47,9 +48,13 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
     variant, programs, splits = kwargs["VARIANT"], args["programs"], args["splits"]
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    tiles = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * triton.cdiv(args["N"], width) * splits
+    tiles_n, wide = tiles_side_by_side(kwargs, args["N"])
+    tiles = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * tiles_n * splits
     k_blocks = triton.cdiv(triton.cdiv(args["K"], kwargs["BLOCK_K"]), splits)
-    k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
+    k_block = k_block_clocks(kwargs, args)
+    if wide < tiles_n and tiles > programs:  # a program has tiles of both widths
+        narrow = k_block_clocks({**kwargs, "EXTRA_N": 0}, args)
+        k_block = narrow + (k_block - narrow) * wide / tiles_n
     store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
     exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
     if kwargs["STREAM_K"]:
@@ -62,6 +67,11 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
         ends = FILL + store
     work = waves * (k_blocks * k_block + exposed) + cut
     return STARTS.get(variant, 0) * START + max(work, memory_clocks(kwargs, args, busy)) + ends
+
+
+def k_block_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
+    """Return what a k block of a tile takes, one with its EXTRA_N columns."""
+    return max(multiply_clocks(kwargs), load_clocks(kwargs, args))
 
 
 def out_bytes(args: dict[str, Any]) -> int:

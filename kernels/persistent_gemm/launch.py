@@ -19,6 +19,7 @@ from ..settled_launch import SettledLaunches
 from .blocks import blocks_of
 from .body import gemm
 from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES, prune
+from .widths import tiles_side_by_side
 
 COUNTERS_KEPT = 64
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -83,8 +84,8 @@ class Shape:
         """Return how many programs run under a config."""
         if meta["STREAM_K"]:
             return self.programs, 1, 1
-        width = meta["BLOCK_N"] + meta["EXTRA_N"]
-        tiles = triton.cdiv(self.m, meta["BLOCK_M"]) * triton.cdiv(self.n, width) * self.splits
+        tiles_n, _wide = tiles_side_by_side(meta, self.n)
+        tiles = triton.cdiv(self.m, meta["BLOCK_M"]) * tiles_n * self.splits
         return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1
 
 

@@ -103,20 +103,21 @@ class Operands:
         )
 
     @gluon.jit
-    def load(self, step, row, col, k):
+    def load(self, step, row, col, k, WIDE: gl.constexpr):
         """Start the copies of k block `k` of the tile at (row, col), once the slot has been read.
 
-        What lies beyond A or B and is loaded is counted like the rest, so each load completes `full`.
+        WIDE: the tile has its further columns, if there are any. What lies beyond A or B and is loaded is
+        counted like the rest, so each load completes `full`.
         """
         slot = ring_slot(step, self.NUM_BUFFERS)
         bar = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
         nbytes: gl.constexpr = self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes
-        if self.EXTRA_N > 0:
+        inner = k * self.BLOCK_K
+        if WIDE and self.EXTRA_N > 0:
             mbarrier.expect(bar, nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, nbytes)
-        inner = k * self.BLOCK_K
         a_buf = self.a_bufs.index(slot)
         b_buf = self.b_bufs.index(ring_slot(step, self.B_SLOTS))
         if self.TRANS_A:
@@ -127,7 +128,7 @@ class Operands:
             _load_block(self.b_desc, [col, inner], bar, b_buf)
         else:
             _load_block(self.b_desc, [inner, col], bar, b_buf)
-        if self.EXTRA_N > 0:
+        if WIDE and self.EXTRA_N > 0:
             extra_buf = self.extra_bufs.index(slot)
             if self.TRANS_B:
                 _load_block(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)

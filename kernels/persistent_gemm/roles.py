@@ -10,9 +10,10 @@
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
 
-Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, and
+Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, SPREAD, and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
+    is_wide(number)               whether it has its EXTRA_N further columns; asked if SPREAD, else all have
     k_block(first_k, k)           which its k-th k block is, with what `place` said
     blocks_of(number)             how many k blocks it has: one or more
     first_blocks()                how many this program's first tile has
@@ -86,7 +87,7 @@ class Cursor:
         visit, number, k, step = self.visit, self.number, self.k, self.step
         row, col, first_k = self.row, self.col, self.first_k
         if (number < problem.tiles) & (visit <= last_visit):
-            operands.load(step, row, col, problem.k_block(first_k, k))
+            operands.load(step, row, col, problem.k_block(first_k, k), True)
             step += 1
             k += 1
             if k == problem.blocks_of(number):
@@ -98,6 +99,14 @@ class Cursor:
 
 
 @gluon.jit
+def _load_tile(problem, operands, number, step, WIDE: gl.constexpr):
+    """Start the loads of a tile, whose first k block has that step."""
+    row, _row_of_c, col, first_k = problem.place(number)
+    for k in range(problem.blocks_of(number)):
+        operands.load(step + k, row, col, problem.k_block(first_k, k), WIDE)
+
+
+@gluon.jit
 def _load(problem, schedule, operands, TAKERS: gl.constexpr):
     """Fill the ring with the k blocks of all tiles of this program."""
     step = 0
@@ -105,11 +114,15 @@ def _load(problem, schedule, operands, TAKERS: gl.constexpr):
     known = 0
     number = schedule.publish(0)
     while number < problem.tiles:
-        row, _row_of_c, col, first_k = problem.place(number)
         known = problem.await_rows(number, known)
-        for k in range(problem.blocks_of(number)):
-            operands.load(step, row, col, problem.k_block(first_k, k))
-            step += 1
+        if problem.SPREAD:
+            if problem.is_wide(number):
+                _load_tile(problem, operands, number, step, True)
+            else:
+                _load_tile(problem, operands, number, step, False)
+        else:
+            _load_tile(problem, operands, number, step, True)
+        step += problem.blocks_of(number)
         visit += 1
         number = schedule.publish(visit)
     for further in gl.static_range(1, TAKERS):  # each of those who take turns must be told
@@ -143,50 +156,92 @@ def _work(
     consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
     """
     NUM_BUFFERS: gl.constexpr = problem.NUM_BUFFERS
-    AHEAD: gl.constexpr = NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
     step = FIRST * problem.first_blocks()
     visit = gl.to_tensor(FIRST)
+    cursor = visit
     if LOADS:
         cursor = Cursor.create(problem, schedule)
         if ACROSS:
             for _ in gl.static_range(NUM_BUFFERS - 1):
-                cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
+                cursor = cursor.load(problem, schedule, operands, visit + NUM_BUFFERS)
     number = schedule.take(visit)
     while number < problem.tiles:
-        _row_of_a, row, col, _first_k = problem.place(number)
-        if MULTIPLIES:
-            if LOADS and not ACROSS:
-                for _ in gl.static_range(NUM_BUFFERS - 1):
-                    cursor = cursor.load(problem, schedule, operands, visit)
-            accumulator = mma.begin(visit)
-            if EVERY == 2:
-                mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
-            for k in range(problem.blocks_of(number)):
-                operands.wait_full(step)
-                accumulator = accumulator.multiply(operands, step, k)
-                if LOADS:
-                    if k == 0:
-                        epilogue.before_load()
-                    # Into the slot of the k block before this one, under the multiplication of this one.
-                    cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
-                step += 1
-            if EVERY == 2:
-                mbarrier.arrive(turn.index(1 - FIRST), count=1)
-            accumulator = accumulator.end(operands, step)
+        if problem.SPREAD:
+            gl.static_assert(not LOADS, "a cursor knows nothing of widths")
+            if problem.is_wide(number):
+                _work_on(
+                    *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
+                    *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, True),
+                )
+            else:
+                _work_on(
+                    *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
+                    *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, False),
+                )
         else:
-            accumulator = mma.accumulator(visit)
-        if STORES:
-            mma.await_result(visit)
-            problem.store(number, epilogue, accumulator, row, col, step, FIRST)
-            mma.drained(visit)
-            problem.stored(number)
-        step += (EVERY - 1) * problem.blocks_behind(number)
+            cursor = _work_on(
+                *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
+                *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, True),
+            )
+        step += problem.blocks_of(number) + (EVERY - 1) * problem.blocks_behind(number)
         visit += EVERY
         number = schedule.take(visit)
     if STORES:
         epilogue.finish()
     if LOADS:
         schedule.finish()
+
+
+@gluon.jit
+def _work_on(
+    problem,
+    schedule,
+    operands,
+    mma,
+    epilogue,
+    turn,
+    cursor,
+    number,
+    visit,
+    step,
+    FIRST: gl.constexpr,
+    EVERY: gl.constexpr,
+    MULTIPLIES: gl.constexpr,
+    STORES: gl.constexpr,
+    LOADS: gl.constexpr,
+    ACROSS: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """Do this partition's part of a tile, whose first k block has that step; return the cursor."""
+    AHEAD: gl.constexpr = problem.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
+    _row_of_a, row, col, _first_k = problem.place(number)
+    if MULTIPLIES:
+        if LOADS and not ACROSS:
+            for _ in gl.static_range(problem.NUM_BUFFERS - 1):
+                cursor = cursor.load(problem, schedule, operands, visit)
+        accumulator = mma.begin(visit)
+        if EVERY == 2:
+            mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
+        for k in range(problem.blocks_of(number)):
+            operands.wait_full(step)
+            accumulator = accumulator.multiply(operands, step, k, WIDE)
+            if LOADS:
+                if k == 0:
+                    epilogue.before_load()
+                # Into the slot of the k block before this one, under the multiplication of this one.
+                cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
+            step += 1
+        if EVERY == 2:
+            mbarrier.arrive(turn.index(1 - FIRST), count=1)
+        accumulator = accumulator.end(operands, step)
+    else:
+        accumulator = mma.accumulator(visit)
+    if STORES:
+        mma.await_result(visit)
+        problem.store(number, epilogue, accumulator, row, col, step, FIRST, WIDE)
+        mma.drained(visit)
+        problem.stored(number)
+    return cursor
 
 
 @gluon.jit
