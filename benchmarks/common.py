@@ -2,7 +2,9 @@
 
 Protocol: every arm is checked against a reference on fresh random inputs, before the timing and, with other
 inputs, after it. Then all arms are timed in one process group, in rounds: each arm once, every second round
-in reverse order, new inputs in every round. On GPUs a time is what CUDA events around one call say. Before
+in reverse order, new inputs in every round. A round begins with a call that is not timed, of the arm that
+comes last: so each call that is timed follows a call of another arm, and none finds the cache full of new
+inputs that memory has yet to be told of. On GPUs a time is what CUDA events around one call say. Before
 each call, of every arm alike, the device sleeps while the host runs ahead, so that what is timed is the
 device's work and not the host's, and an all-reduce lets the ranks start together. The figure of an arm is
 the median of each rank's times, then the slowest rank.
@@ -252,7 +254,10 @@ def _rounds(
     order = list(range(len(calls)))
     for number in range(count):
         _renew(refresh, ranks)
-        for index in order if number % 2 == 0 else reversed(order):
+        turns = order if number % 2 == 0 else order[::-1]
+        for index in turns[-1:]:
+            clock.time(calls[index])
+        for index in turns:
             times[index].append(clock.time(calls[index]))
     return times
 

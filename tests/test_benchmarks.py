@@ -189,11 +189,12 @@ class CallsOnly:
         return 1.0, 0.5
 
 
-def test_arms_take_turns_and_every_second_round_is_reversed() -> None:
+def test_arms_take_turns_each_behind_another_arm_and_every_second_round_is_reversed() -> None:
     out: list[str] = []
     calls = [lambda name=name: out.append(name) for name in "abc"]
     times = common._rounds(calls, CallsOnly(), lambda: out.append("new inputs"), OneRank(), 3)
-    assert out == ["new inputs", "a", "b", "c", "new inputs", "c", "b", "a", "new inputs", "a", "b", "c"]
+    new = ["new inputs"]
+    assert out == [*new, "c", "a", "b", "c", *new, "a", "c", "b", "a", *new, "c", "a", "b", "c"]
     assert times == [[(1.0, 0.5)] * 3] * 3
 
 

@@ -84,6 +84,7 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(16, 9), extra_n=16),
     _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
     _candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
     # Small tiles, for as many SMs as possible, with deep rings: few rows, few columns.
@@ -106,13 +107,8 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (64, 128, 64), 5, warps=4, store=(64, 3), extra_n=64, stream_k=8),
     # A few columns more than whole tiles: for some of these, instead of a tile of its own.
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True, stream_k=8),
-    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 2), extra_n=64, spread=True),
-    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 2), extra_n=64, spread=True, stream_k=8),
     _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32, spread=True),
-    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64, spread=True),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, spread=True),
-    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, spread=True, stream_k=8),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 1), extra_n=32, spread=True),
     _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64, spread=True),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
@@ -257,7 +253,6 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         config
         for config in configs
         if is_wanted(config.kwargs, wanted)
-        and saves_tiles(config.kwargs, args["N"])
         and (
             config.kwargs["STREAM_K"] == 0
             or wanted == "stream_k"
@@ -265,6 +260,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         )
         and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
     ]
+    usable = [config for config in usable if saves_tiles(config.kwargs, args["N"])] or usable
     usable = not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
     return usable if args["TENSOR_MEMORY"] else most_promising(usable, args)
 
