@@ -86,9 +86,10 @@ def describe(config: triton.Config) -> str:
     width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
-    cut = ", stream-K" if kwargs["STREAM_K"] else ", staggered" if kwargs["STAGGER"] else ""
+    kinds = {"stream-K": kwargs["STREAM_K"], "staggered": kwargs["STAGGER"], "spread": kwargs["SPREAD"]}
+    which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
     return (
-        f"{kwargs['VARIANT']}{cut} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
+        f"{kwargs['VARIANT']}{which} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
         f"{kwargs['NUM_BUFFERS']} | {config.num_warps} | {store} | {kwargs['GROUP_M']}"
     )
 

@@ -26,6 +26,7 @@ from dist_autotune.kernels.persistent_gemm.candidates import (
     accumulator_registers,
     shared_bytes,
 )
+from dist_autotune.kernels.persistent_gemm.mma import WIDEST_FROM_REGISTERS
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
 from dist_autotune.kernels.settled_launch import SettledLaunches
 
@@ -65,9 +66,12 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "rows through registers": (candidate("cooperative", BLOCK_M=128, EXTRA_N=32), {}),
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
     "256 x 160": (candidate("cooperative", BLOCK_M=256, EXTRA_N=32), {"trans_b": False}),
+    "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
+    "256 and 288 wide": (candidate("cooperative", BLOCK_N=256, SPREAD=True), {"trans_a": True}),
+    "128 and 192 wide, pingpong": (candidate("pingpong", EXTRA_N=64, SPREAD=True), {"dtype": "fp16"}),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
     "few columns": (
-        candidate("cooperative", BLOCK_M=64, EXTRA_N=64, STREAM_K=8),
+        candidate("cooperative", BLOCK_M=64, EXTRA_N=64, STREAM_K=0),
         {"sizes": {"M": 4096, "N": 72}},
     ),
     "64 x 64, staggered": (candidate("cooperative", BLOCK_N=64, STAGGER=True), {"trans_a": True}),
@@ -147,7 +151,11 @@ def test_the_machine_code_has_the_instructions_of_hopper(kernels):
         assert instruction in sass
 
 
-THROUGH_REGISTERS = [name for name in HOPPER_KERNELS if name.startswith(("rows through", "256 x 160"))]
+THROUGH_REGISTERS = [
+    name
+    for name, (config, _) in HOPPER_KERNELS.items()
+    if 0 < config.kwargs["EXTRA_N"] <= WIDEST_FROM_REGISTERS.value and config.num_warps == 8
+]
 
 
 @pytest.mark.parametrize("kind", HOPPER_KERNELS)
