@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dist_autotune.kernels.persistent_gemm import candidates
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, prune, saves_tiles
 from dist_autotune.kernels.persistent_gemm.estimate import estimated_clocks
-from dist_autotune.kernels.persistent_gemm.widths import column_of, tiles_side_by_side
+from dist_autotune.kernels.persistent_gemm.widths import column_of, tiles_side_by_side, width_of_last
 from dist_autotune.kernels.tiles import on_host
 
 WIDTHS = [(256, 32), (128, 16), (128, 32), (128, 64), (64, 64), (8, 4)]
@@ -31,6 +31,7 @@ def test_tiles_of_both_widths_cover_all_columns_one_behind_the_other(n, widths, 
     for tile, (start, end) in enumerate(itertools.pairwise(starts)):
         assert end - start == block_n + (extra_n if tile < wide else 0)
     assert starts[-2] < n <= starts[-1]
+    assert starts[-1] - starts[-2] == on_host(width_of_last)(tiles_n, wide, *widths)
 
 
 @given(n=st.integers(1, 70_000), widths=st.sampled_from(WIDTHS))

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from .problem import Problem, last_start
 from .roles import run
 from .stream_k import StreamK
-from .widths import columns_of_tiles, wide_tiles
+from .widths import columns_of_tiles, wide_tiles, width_of_last
 
 
 # Sizes only count tiles: one binary serves all shapes.
@@ -68,7 +68,7 @@ def gemm(
         tiles_n,
         tiles,
         M if STAYS else last_start(M, BLOCK_M, TRANS_A),
-        N if STAYS else last_start(N, BLOCK_N + min(max(wide - tiles_n + 1, 0), 1) * EXTRA_N, True),
+        N if STAYS else last_start(N, width_of_last(tiles_n, wide, BLOCK_N, EXTRA_N), True),
         wide,
         k_blocks,
         split_rows,

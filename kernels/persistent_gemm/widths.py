@@ -41,6 +41,12 @@ def wide_tiles(n, tiles_n, BLOCK_N: tl.constexpr, EXTRA_N: tl.constexpr, SPREAD:
 
 
 @triton.jit
+def width_of_last(tiles_n, wide, BLOCK_N: tl.constexpr, EXTRA_N: tl.constexpr):
+    """Return how wide the last tile is, which is wide if all are."""
+    return BLOCK_N + min(max(wide - tiles_n + 1, 0), 1) * EXTRA_N
+
+
+@triton.jit
 def column_of(pid_n, wide, BLOCK_N: tl.constexpr, EXTRA_N: tl.constexpr):
     """Return where the tile's columns begin."""
     return pid_n * BLOCK_N + min(pid_n, wide) * EXTRA_N
