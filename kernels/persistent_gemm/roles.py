@@ -100,10 +100,12 @@ class Cursor:
 
 @gluon.jit
 def _load_tile(problem, operands, number, step, WIDE: gl.constexpr):
-    """Start the loads of a tile, whose first k block has that step."""
+    """Start the loads of a tile, whose first k block has that step; return the step behind them."""
     row, _row_of_c, col, first_k = problem.place(number)
     for k in range(problem.blocks_of(number)):
-        operands.load(step + k, row, col, problem.k_block(first_k, k), WIDE)
+        operands.load(step, row, col, problem.k_block(first_k, k), WIDE)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -117,12 +119,11 @@ def _load(problem, schedule, operands, TAKERS: gl.constexpr):
         known = problem.await_rows(number, known)
         if problem.SPREAD:
             if problem.is_wide(number):
-                _load_tile(problem, operands, number, step, True)
+                step = _load_tile(problem, operands, number, step, True)
             else:
-                _load_tile(problem, operands, number, step, False)
+                step = _load_tile(problem, operands, number, step, False)
         else:
-            _load_tile(problem, operands, number, step, True)
-        step += problem.blocks_of(number)
+            step = _load_tile(problem, operands, number, step, True)
         visit += 1
         number = schedule.publish(visit)
     for further in gl.static_range(1, TAKERS):  # each of those who take turns must be told
@@ -169,21 +170,21 @@ def _work(
         if problem.SPREAD:
             gl.static_assert(not LOADS, "a cursor knows nothing of widths")
             if problem.is_wide(number):
-                _work_on(
+                cursor, step = _work_on(
                     *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
                     *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, True),
                 )
             else:
-                _work_on(
+                cursor, step = _work_on(
                     *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
                     *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, False),
                 )
         else:
-            cursor = _work_on(
+            cursor, step = _work_on(
                 *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
                 *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, True),
             )
-        step += problem.blocks_of(number) + (EVERY - 1) * problem.blocks_behind(number)
+        step += (EVERY - 1) * problem.blocks_behind(number)
         visit += EVERY
         number = schedule.take(visit)
     if STORES:
@@ -212,7 +213,7 @@ def _work_on(
     ACROSS: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """Do this partition's part of a tile, whose first k block has that step; return the cursor."""
+    """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
     AHEAD: gl.constexpr = problem.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
     _row_of_a, row, col, _first_k = problem.place(number)
     if MULTIPLIES:
@@ -241,7 +242,7 @@ def _work_on(
         problem.store(number, epilogue, accumulator, row, col, step, FIRST, WIDE)
         mma.drained(visit)
         problem.stored(number)
-    return cursor
+    return cursor, step
 
 
 @gluon.jit
