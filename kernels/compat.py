@@ -6,6 +6,8 @@
     reinterpret              of shared memory; the method lost its underscore
     partition_barrier        of all warps of a partition, for their writes to global memory as well; renamed
     load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
+    inline_asm               PTX with a tensor's registers and addresses of shared memory; None before 3.9
+    HAS_CLUSTERS_AND_PTX     whether there is that, and loads that several CTAs receive
     GluonASTSource           public since 3.9; what ahead-of-time compilation starts from
     compiled_for             "cuda", "hip", or "cpu" in the interpreter: known while a kernel is compiled, and
                              told to functions that count as Triton's own
@@ -36,10 +38,12 @@ except ImportError:  # Triton was built without it
     nvidia = None
 
 __all__ = [
+    "HAS_CLUSTERS_AND_PTX",
     "GluonASTSource",
     "aggregate",
     "bare_launch",
     "compiled_for",
+    "inline_asm",
     "is_one_warp",
     "load_accumulator",
     "partition_barrier",
@@ -102,6 +106,10 @@ def is_one_warp(_semantic: Any = None, _generator: Any = None) -> Any:
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret: Any = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
+
+# 3.7 and 3.8 know multicast, too, but nothing here has been run with them.
+inline_asm: Any = getattr(gl, "inline_asm", None)
+HAS_CLUSTERS_AND_PTX = inline_asm is not None
 
 partition_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 

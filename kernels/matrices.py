@@ -44,6 +44,18 @@ class Matrix(NamedTuple):
         return min(steps & -steps, LINE_BYTES)
 
 
+class Block(NamedTuple):
+    """What one TMA operation of a program moves.
+
+    Several CTAs of a program divide it: each of a CTA number's bits halves it along rows, (1, 0), or columns,
+    (0, 1), or does not, (0, 0), and then both halves of the CTAs have the same.
+    """
+
+    rows: int
+    columns: int
+    cga: tuple[tuple[int, int], ...] = ()
+
+
 def matrix_of_rows(rows: torch.Tensor, *, transposed: bool = False) -> Matrix:
     """Return a tensor's rows, known to be as TMA wants them; `transposed` if they are another's columns."""
     number, length = rows.shape
@@ -65,19 +77,26 @@ def as_matrix(tensor: torch.Tensor) -> Matrix | None:
     return None
 
 
-def describe(matrix: Matrix, block: tuple[int, int]) -> TensorDescriptor:
+def describe(matrix: Matrix, block: Block) -> TensorDescriptor:
     """Return a new descriptor."""
     return TensorDescriptor(
-        matrix, [matrix.rows, matrix.columns], [matrix.pitch, 1], list(block), _layout(block, matrix.dtype)
+        matrix,
+        [matrix.rows, matrix.columns],
+        [matrix.pitch, 1],
+        list(block[:2]),
+        _layout(block, matrix.dtype),
     )
 
 
-def set_block(descriptor: TensorDescriptor, block: tuple[int, int]) -> None:
+def set_block(descriptor: TensorDescriptor, block: Block) -> None:
     """Give a descriptor of `describe` another block: what a config's `pre_hook` does."""
-    descriptor.block_shape = list(block)
+    descriptor.block_shape = list(block[:2])
     descriptor.layout = _layout(block, descriptor.base.dtype)
 
 
 @functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
-def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
+def _layout(block: Block, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    rows, columns, cga = block
+    return gl.NVMMASharedLayout.get_default_for(
+        [rows, columns], ELEMENTS[dtype], cga_layout=list(map(list, cga)) or None
+    )

@@ -19,13 +19,13 @@ import triton
 
 from dist_autotune import is_tuning
 
-from .matrices import DESCRIPTORS_KEPT, Matrix, describe
+from .matrices import DESCRIPTORS_KEPT, Block, Matrix, describe
 from .prepared_launch import PreparedLaunch
 
 KEPT = 512
 
 Shape = TypeVar("Shape", bound=Hashable)
-BlocksOf = Callable[[dict[str, Any]], dict[str, tuple[int, int]]]  # descriptors' blocks under all constants
+BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
 Grid = Callable[[dict[str, Any]], tuple[int, int, int]]
 
 
@@ -35,7 +35,7 @@ class Settled:
 
     config: triton.Config
     key: tuple[Any, ...]
-    blocks: tuple[tuple[int, int], ...]  # of the descriptors
+    blocks: tuple[Block, ...]  # of the descriptors
     constants: tuple[Any, ...]  # in the order of the kernel's parameters, which end with them
     compiled: Any
     grid: tuple[int, int, int]

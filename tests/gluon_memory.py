@@ -1,5 +1,8 @@
 """Registers, shared and global memory, and mbarriers, for `gluon_model`.
 
+The CTAs of a program allocate the same. A buffer and an mbarrier are one CTA's, and know those at the same
+place in the others, where a load that several CTAs receive writes and counts, too.
+
 What a task writes to global memory through tensors of pointers (`Pointers`) others may read once it has been
 published: behind a barrier of the writer's warps, by an atomic operation with release semantics, which the
 reader has followed by one with acquire semantics.
@@ -8,23 +11,53 @@ reader has followed by one with acquire semantics.
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 
 import numpy as np
 
-from gluon_machine import machine, now
+from gluon_machine import Cta, machine, now
+
+
+class Layout:
+    """Of registers or shared memory: which side of a tensor the CTAs of a program halve, see `Block`."""
+
+    def __init__(self, cga_layout: Sequence[Sequence[int]] = ()) -> None:
+        self.halved = [tuple(sides) for sides in cga_layout]  # by each bit of a CTA's rank
+
+    def parts(self, dimensions: int) -> list[int]:
+        """Return among how many CTAs each side is divided."""
+        assert 2 ** len(self.halved) == len(now().cta.program.ctas), "a layout for more or for fewer CTAs"
+        sides = [2 ** sum(sides) for sides in zip(*self.halved, strict=True)]
+        return [1] * (dimensions - len(sides)) + sides
+
+    def share(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of what each CTA has."""
+        return [size // parts for size, parts in zip(shape, self.parts(len(shape)), strict=True)]
+
+    def first(self, shape: Sequence[int]) -> list[int]:
+        """Return where that of the CTA begins whose turn it is."""
+        parts = self.parts(len(shape))
+        return [now().cta.rank * size // p if p > 1 else 0 for size, p in zip(shape, parts, strict=True)]
 
 
 class Barrier:
-    def __init__(self) -> None:
+    def __init__(self, cta: Cta) -> None:
+        self.cta = cta
+        self.everywhere = [self]  # those at the same place in all CTAs
         self.count = self.pending = self.bytes = self.phase = 0
 
-    def arrive(self, count: int) -> None:
+    def must_be_ready(self) -> None:
         assert self.count, "an mbarrier is used before it is initialised"
+        self.cta.must_be_there()
+
+    def arrive(self, count: int) -> None:
+        self.must_be_ready()
         assert count <= self.pending, "an arrival too many for this phase"
         self.pending -= count
         self._complete()
 
     def transfer(self, nbytes: int) -> None:
+        self.must_be_ready()
         self.bytes += nbytes
         self._complete()
 
@@ -33,21 +66,44 @@ class Barrier:
             self.phase, self.pending = self.phase + 1, self.count
 
 
+class BarrierLayout(Layout):
+    @property
+    def of_both(self) -> bool:
+        """Whether there is only CTA 0's, for all."""
+        return (0,) in self.halved
+
+
 class Barriers:
-    def __init__(self, count: int) -> None:
-        self.all = [Barrier() for _ in range(count)]
+    def __init__(self, count: int, layout: BarrierLayout) -> None:
+        ctas = now().cta.program.ctas
+        assert 2 ** len(layout.halved) == len(ctas), "a layout for more or for fewer CTAs"
+        self.all = [[Barrier(cta) for cta in ctas] for _ in range(count)]
+        if layout.of_both:
+            self.all = [[barriers[0]] * len(ctas) for barriers in self.all]
+        for barriers in self.all:
+            for barrier in barriers:
+                barrier.everywhere = barriers
 
     def index(self, i: int) -> Barrier:
-        return self.all[i]
+        return self.all[i][now().cta.rank]
 
 
 class Buffer:
-    """A view of shared memory. `memory` names what it is a view of, for the proxy fences."""
+    """A view of a CTA's shared memory. `memory` names what it is a view of, for the proxy fences."""
 
     dtype = None
 
-    def __init__(self, array: np.ndarray, slice_of: Buffer | None = None) -> None:
-        self.array, self.slice_of = array, slice_of
+    def __init__(self, everywhere: np.ndarray, rank: int, slice_of: Buffer | None = None) -> None:
+        self.everywhere = everywhere  # the same view in each CTA
+        self.rank, self.slice_of = rank, slice_of
+
+    @property
+    def array(self) -> np.ndarray:
+        return self.everywhere[self.rank]
+
+    def in_cta(self, rank: int) -> Buffer:
+        """Return what is at the same place in another CTA."""
+        return Buffer(self.everywhere, rank, self.slice_of and self.slice_of.in_cta(rank))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,13 +114,15 @@ class Buffer:
         return self.slice_of.memory if self.slice_of else self.array.__array_interface__["data"][0]
 
     def index(self, i: int) -> Buffer:
-        return Buffer(self.array[i])
+        return Buffer(self.everywhere[:, i], self.rank)
 
     def slice(self, start: int, length: int, dim: int) -> Buffer:
-        return Buffer(self.array[(slice(None),) * dim + (slice(start, start + length),)], self)
+        assert start + length <= self.shape[dim], "a slice reaches beyond its buffer"
+        of_all = (slice(None),) * (1 + dim)
+        return Buffer(self.everywhere[(*of_all, slice(start, start + length))], self.rank, self)
 
     def permute(self, order: tuple[int, ...]) -> Buffer:
-        return Buffer(self.array.transpose(order))
+        return Buffer(self.everywhere.transpose((0, *(1 + side for side in order))), self.rank)
 
     def store(self, tensor: Tensor) -> None:
         tensor.must_be_complete()
@@ -76,17 +134,20 @@ class Buffer:
         now().unfenced.add(self.memory)
         return Tensor(self.array.copy())
 
-    def reinterpret(self, dtype: object, shape: list[int], layout: object) -> Buffer:
-        size = int(np.prod(shape))
-        return Buffer(self.array.reshape(-1)[:size].reshape(shape))
+    def reinterpret(self, dtype: object, shape: list[int], layout: Layout) -> Buffer:
+        ctas, shape = len(self.everywhere), layout.share(shape)
+        flat = self.everywhere.reshape(ctas, -1)[:, : int(np.prod(shape))]
+        return Buffer(flat.reshape(ctas, *shape), self.rank)
 
 
 class TensorMemory(Buffer):
+    """Of a program's only CTA."""
+
     def slice(self, start: int, length: int) -> TensorMemory:  # type: ignore[override]
-        return TensorMemory(self.array[:, start : start + length])
+        return TensorMemory(self.everywhere[:, :, start : start + length], 0)
 
     def index(self, i: int) -> TensorMemory:
-        return TensorMemory(self.array[i])
+        return TensorMemory(self.everywhere[:, i], 0)
 
 
 class Tensor:
@@ -118,6 +179,11 @@ class Tensor:
     def permute(self, order: tuple[int, ...]) -> Tensor:
         return Tensor(self.array.transpose(order))
 
+    def join(self, other: Tensor) -> Tensor:
+        self.must_be_complete()
+        other.must_be_complete()
+        return Tensor(np.stack([self.array, other.array], axis=-1))
+
     def split(self) -> tuple[Tensor, Tensor]:
         return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
 
@@ -132,18 +198,23 @@ class Tensor:
 
 
 class Descriptor:
-    """A host tensor and the shape of what one TMA operation moves."""
+    """A host tensor and the shape of what one TMA operation moves, in all CTAs of a program together."""
 
-    dtype = layout = None
+    dtype = None
 
-    def __init__(self, array: np.ndarray, block: list[int]) -> None:
+    def __init__(self, array: np.ndarray, block: list[int], cga_layout: Sequence[Sequence[int]] = ()) -> None:
         self.array, self.writes = array, np.zeros(array.shape, dtype=int)
         self.block_type = types.SimpleNamespace(shape=block, nbytes=2 * int(np.prod(block)))
-        self.shape = array.shape
+        self.shape, self.layout = array.shape, Layout(cga_layout)
 
-    def _inside(self, coord: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return where the block lies in the tensor, and which part of the block that is."""
-        pairs = list(zip(coord, self.block_type.shape, self.array.shape, strict=True))
+    def start_of(self, coord: list[int]) -> list[int]:
+        """Return where that part of a block begins which the CTA has whose turn it is."""
+        first = self.layout.first(self.block_type.shape)
+        return [at + further for at, further in zip(coord, first, strict=True)]
+
+    def _inside(self, coord: list[int], shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return where a block of that shape lies in the tensor, and which part of the block that is."""
+        pairs = list(zip(coord, shape, self.array.shape, strict=True))
         ends = [max(at, min(at + size, limit)) for at, size, limit in pairs]
         place = tuple(slice(at, end) for (at, _, _), end in zip(pairs, ends, strict=True))
         part = tuple(slice(0, end - at) for (at, _, _), end in zip(pairs, ends, strict=True))
@@ -152,14 +223,14 @@ class Descriptor:
     def may_load(self, coord: list[int]) -> None:
         """Raise if the block must not be loaded just now, by the task whose turn it is."""
 
-    def read(self, coord: list[int]) -> np.ndarray:
-        block = np.zeros(self.block_type.shape)
-        place, part = self._inside(coord)
+    def read(self, coord: list[int], block: np.ndarray) -> None:
+        """Fill the block with what begins there."""
+        block[...] = 0
+        place, part = self._inside(coord, block.shape)
         block[part] = self.array[place]
-        return block
 
     def write(self, coord: list[int], block: np.ndarray) -> None:
-        place, part = self._inside(coord)
+        place, part = self._inside(coord, block.shape)
         self.array[place] = block[part]
         self.writes[place] += 1
 

@@ -8,15 +8,21 @@ early or as much out of turn as it may be:
     TMA load         writes its buffer at some time after it was started, then counts its bytes
     TMA store        reads its buffer at some time before the `store_wait` that asks for it
     wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
+    PTX of wgmma     the same; see `gluon_ptx`
     tcgen05          the same, in order; `commit` arrives behind what was started before
     mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
+    several CTAs     each has tasks and memory of its own; what all receive arrives in each at some time
 
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
 read that it overwrites without one, is an error of its own, and so is a read of what another program has
 written and not published. Words in global memory are read and written at once; what a task has acquired and
 fenced is known, so a test can say what it may load (`may_load`), and can let others change memory beside the
-launch. Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts, and
+launch. What the compiler makes of a program of several CTAs is done as it does it: layouts say what each CTA
+has of a tensor, CTA 0 starts the loads that all receive, and alone waits for an mbarrier that is of all; they
+meet before the first use of an mbarrier and at the end, and memory of a CTA that is gone must not be used.
+
+Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts otherwise, and
 integers that wrap around.
 """
 
@@ -32,35 +38,60 @@ from typing import Any
 
 import numpy as np
 
-from gluon_machine import Deadlock, Machine, machine, now
-from gluon_memory import Barrier, Barriers, Buffer, Descriptor, Pointer, Scalar, Tensor, TensorMemory
+from gluon_machine import Deadlock, Machine, Program, drain, machine, now
+from gluon_memory import (
+    Barrier,
+    BarrierLayout,
+    Barriers,
+    Buffer,
+    Descriptor,
+    Layout,
+    Pointer,
+    Scalar,
+    Tensor,
+    TensorMemory,
+)
+from gluon_ptx import inline_asm
 
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 TURN_NS = 10_000  # of the clock, so that there is time for the polls between two looks at it
+LATE_TURNS = 30  # of a CTA's start, behind that of the other one
 
 
-def _allocate(dtype: object, shape: list[int], layout: object) -> Any:
-    return Barriers(shape[0]) if layout is Barrier else Buffer(np.full(shape, np.nan))
+def _allocate(dtype: object, shape: list[int], layout: Layout | None) -> Any:
+    cta = now().cta
+    if isinstance(layout, BarrierLayout):
+        return cta.allocate(lambda: Barriers(shape[0], layout))
+    each = (layout or Layout()).share(shape)
+    return Buffer(cta.allocate(lambda: np.full([len(cta.program.ctas), *each], np.nan)), cta.rank)
+
+
+def _zeros(shape: tuple[int, ...], dtype: object, layout: Layout | None) -> Tensor:
+    return Tensor(np.zeros((layout or Layout()).share(shape)))
 
 
 def _wait(bar: Barrier, parity: int, pred: bool = True) -> None:
-    if pred:
+    now().cta.program.begin()
+    if pred and bar.cta is now().cta:
         now().pause(lambda: bar.phase % 2 != parity, f"parity {parity} of an mbarrier in phase {bar.phase}")
 
 
 def _init(bar: Barrier, count: int) -> None:
-    bar.count = bar.pending = count
+    """Begin with a count from each CTA that has no mbarrier of its own."""
+    bar.count = bar.pending = count * bar.everywhere.count(bar)
 
 
 def _arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
+    now().cta.program.begin()
     if pred:
         bar.arrive(count)
     now().pause()
 
 
 def _expect(bar: Barrier, nbytes: int, pred: bool = True) -> None:
+    now().cta.program.begin()
     if pred:
         bar.bytes += nbytes
         bar.arrive(1)
@@ -71,32 +102,43 @@ def _must_be_fenced(buf: Buffer, what: str) -> None:
     assert fenced, f"a {what} needs a proxy fence first"
 
 
-def _tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
-    _must_be_fenced(buf, "load")
+def _tma_load(
+    desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, *, multicast: bool = False
+) -> None:
+    now().cta.program.begin()
     desc.may_load(coord)
+    if not multicast:
+        _copy(desc, coord, bar, buf)
+    elif now().cta.rank == 0:
+        for rank, of_cta in enumerate(bar.everywhere):  # there is no saying in which it arrives first
+            _copy(desc, coord, of_cta, buf.in_cta(rank))
+    now().pause()
+
+
+def _copy(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
+    """Start a load."""
+    _must_be_fenced(buf, "load")
+    assert buf.array.shape == tuple(desc.layout.share(desc.block_type.shape)), "it fills another buffer"
+    begin = desc.start_of(coord)
 
     def copy() -> None:
-        buf.array[...] = desc.read(coord)
-        bar.transfer(-desc.block_type.nbytes)
+        bar.cta.must_be_there()
+        desc.read(begin, buf.array)
+        bar.transfer(-2 * buf.array.size)
 
     buf.array[...] = np.nan  # from now on nobody may count on what was there
     machine().copies.append(copy)
-    now().pause()
 
 
 def _tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
     _must_be_fenced(buf, "store")
-    now().storing.append(lambda: desc.write(coord, buf.array))
+    begin = desc.start_of(coord)
+    now().storing.append(lambda: desc.write(begin, buf.array))
     now().pause()
 
 
-def _drain(queue: list[Callable[[], None]], left: int) -> None:
-    while len(queue) > left:
-        queue.pop(0)()
-
-
 def _store_wait(pendings: int) -> None:
-    _drain(now().storing, pendings)
+    drain(now().storing, pendings)
     now().pause()
 
 
@@ -114,7 +156,7 @@ def _multiply(a: Buffer | Tensor, b: Buffer, acc: Tensor, *, is_async: bool) -> 
 
 
 def _multiply_wait(num_outstanding: int, deps: tuple[Tensor, ...]) -> Any:
-    _drain(now().multiplying, num_outstanding)
+    drain(now().multiplying, num_outstanding)
     now().pause()
     return deps[0] if len(deps) == 1 else deps
 
@@ -123,20 +165,21 @@ def _tcgen05(a: Buffer, b: Buffer, acc: TensorMemory, *, use_acc: bool) -> None:
     def finish() -> None:
         acc.array[...] = a.array @ b.array + (acc.array if use_acc else 0)
 
-    machine().queues.setdefault(now().program, []).append(finish)
+    machine().queues.setdefault(now().cta, []).append(finish)
     now().pause()
 
 
 def _commit(bar: Barrier) -> None:
-    machine().queues.setdefault(now().program, []).append(lambda: bar.arrive(1))
+    machine().queues.setdefault(now().cta, []).append(lambda: bar.arrive(1))
     now().pause()
 
 
 def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
     parent = now()
+    parent.cta.program.begin()
     for (body, arguments), count in zip(partitions[1:], warps, strict=True):
         name = f"{parent.name}/{body.__name__}{len(machine().tasks)}"
-        machine().start(name, parent.program, count, lambda body=body, arguments=arguments: body(*arguments))
+        machine().start(name, parent.cta, count, lambda body=body, arguments=arguments: body(*arguments))
     body, arguments = partitions[0]
     body(*arguments)
 
@@ -172,6 +215,16 @@ def _same(value: Any) -> Any:
     return value
 
 
+class Constant(int):
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+def _constexpr(value: Any) -> Any:
+    return Constant(value) if type(value) is int else value
+
+
 def _jit(function: Any = None, **options: Any) -> Any:
     return function or _same
 
@@ -203,12 +256,12 @@ def _fakes() -> dict[str, types.ModuleType]:
         return None
 
     mbarrier = module(
-        "mbarrier", MBarrierLayout=lambda: Barrier, init=_init, wait=_wait, arrive=_arrive, expect=_expect
+        "mbarrier", MBarrierLayout=BarrierLayout, init=_init, wait=_wait, arrive=_arrive, expect=_expect
     )
     tma = module("tma", tensor_descriptor=None, store_wait=_store_wait)
     language = module(
         "language",
-        constexpr=_same,
+        constexpr=_constexpr,
         tensor=None,
         shared_memory_descriptor=None,
         static_range=range,
@@ -218,10 +271,14 @@ def _fakes() -> dict[str, types.ModuleType]:
         int32=None,
         int64=None,
         float32=None,
-        zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape)),
+        bfloat16="bfloat16",
+        tuple=None,
+        distributed_type=lambda dtype, shape, layout: types.SimpleNamespace(layout=layout),
+        zeros=_zeros,
         full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value)),
         max=lambda tensor, axis: int(tensor.array.max()),
         num_warps=lambda: now().warps,
+        num_ctas=lambda: len(now().cta.program.ctas),
         program_id=lambda axis: now().program,
         num_programs=lambda axis: machine().programs,
         allocate_shared_memory=_allocate,
@@ -229,8 +286,9 @@ def _fakes() -> dict[str, types.ModuleType]:
         BlockedLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
-        NVMMADistributedLayout=nothing,
+        NVMMADistributedLayout=lambda cga_layout=(), **options: Layout(cga_layout),
         DotOperandLayout=nothing,
+        join=Tensor.join,
         convert_layout=lambda tensor, layout: tensor,
         atomic_add=_atomic_add,
         atomic_xchg=_atomic_xchg,
@@ -241,7 +299,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         cast=lambda value, dtype: value,
         inline_asm_elementwise=_assembly,
     )
-    gluon = module("gluon", jit=_jit, language=language)
+    gluon = module("gluon", jit=_jit, constexpr_function=_same, language=language)
     hopper = module(
         "hopper",
         mbarrier=mbarrier,
@@ -253,12 +311,18 @@ def _fakes() -> dict[str, types.ModuleType]:
     blackwell = module(
         "blackwell",
         TensorMemoryLayout=nothing,
-        allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full(shape, np.nan)),
+        allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full([1, *shape], np.nan), 0),
         tcgen05_commit=_commit,
         tcgen05_mma=_tcgen05,
         tensor_memory_descriptor=None,
     )
-    triton = module("triton", jit=_jit, language=language)
+    triton = module(
+        "triton",
+        jit=_jit,
+        cdiv=language.cdiv,
+        next_power_of_2=lambda number: 1 << (number - 1).bit_length(),
+        language=language,
+    )
     return {
         "triton": triton,
         "triton.language": language,
@@ -297,6 +361,7 @@ def load_kernel_module(name: str) -> Any:
     vars(sys.modules[f"{root}.compat"]).update(
         aggregate=_aggregate,
         compiled_for=lambda: "cuda",
+        inline_asm=inline_asm,
         is_one_warp=lambda: now().warps == 1,
         tma_load=_tma_load,
         tma_store=_tma_store,
@@ -326,6 +391,7 @@ def launch(
     *args: Any,
     seed: int,
     warps: int = 4,
+    ctas: int = 1,
     haste: float | None = None,
     beside: Sequence[Callable[[], None]] = (),
     **options: Any,
@@ -337,7 +403,17 @@ def launch(
     Machine.running = Machine(seed, haste)
     machine().programs = programs
     for body in beside:
-        machine().start(getattr(body, "__name__", "other"), -1, 1, body)
-    for program in range(programs):
-        machine().start(f"program {program}", program, warps, lambda: kernel(*args, **options))
+        machine().start(getattr(body, "__name__", "other"), Program(-1).ctas[0], 1, body)
+
+    def program() -> None:
+        late = machine().random.choice([0, LATE_TURNS]) if ctas > 1 else 0
+        for _ in range(late):
+            now().pause()
+        kernel(*args, **options)
+        now().cta.program.end()
+
+    for number in range(programs):
+        for cta in Program(number, ctas).ctas:
+            name = f"program {number}" + (f", CTA {cta.rank}" if ctas > 1 else "")
+            machine().start(name, cta, warps, program)
     machine().run()

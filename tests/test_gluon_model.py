@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gluon_model
-from gluon_model import Deadlock, Descriptor, Pointer
+from gluon_products import change, fails, multiply
 
-BODY = gluon_model.load_kernel_module("persistent_gemm.body")
 PROBLEM = importlib.import_module("kernels_in_the_model.persistent_gemm.problem")
 TMA_BEGINS_AT = PROBLEM.ALIGNED
 SCHEDULES = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
@@ -24,100 +23,6 @@ SCHEDULES = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
 def narrow_tiles() -> Iterator[None]:
     with gluon_model.tma_begins_anywhere():
         yield
-
-
-def multiply(
-    variant: str,
-    m: int,
-    n: int,
-    k: int,
-    *,
-    programs: int = 2,
-    blocks: tuple[int, int, int] = (4, 8, 2),
-    buffers: int = 3,
-    extra_n: int = 0,
-    store: tuple[int, int] = (4, 1),
-    schedule: str = "grouped",
-    transposed: tuple[bool, bool] = (False, False),
-    tensor_memory: bool = False,
-    splits: int = 1,
-    stream_k: int = 0,
-    stagger: bool = False,
-    spread: bool = False,
-    loaded: tuple[int, int, int] | None = None,
-    warps: int = 4,
-    seed: int = 0,
-) -> None:
-    """Check one launch: that it ends, writes a @ b everywhere, and puts the counter back.
-
-    loaded: how many rows of A, of B and of B's further columns come of a block, if not all.
-    """
-    (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
-    numbers = np.random.default_rng(seed)
-    a = numbers.integers(-3, 4, (m, k)).astype(float)
-    b = numbers.integers(-3, 4, (k, n)).astype(float)
-    split_rows = -(-m // block_m) * block_m if splits > 1 else m
-    c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
-    parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
-    a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
-    a_block = [block_k, block_m] if transposed[0] else [a_rows, block_k]
-    a_desc = Descriptor(a.T.copy() if transposed[0] else a, a_block)
-    b_rows = b.T.copy() if transposed[1] else b
-
-    def b_descriptor(width: int, loaded: int) -> Descriptor:
-        return Descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width])
-
-    c_desc = Descriptor(c, [block_m, store_n])
-    tiles = -(-m // block_m) * -(-n // (block_n + extra_n)) * splits
-    gluon_model.launch(
-        BODY.gemm,
-        tiles if variant == "pipelined" else programs,
-        a_desc,
-        b_descriptor(block_n, b_rows_loaded),
-        b_descriptor(extra_n or block_n, extra_rows),
-        c_desc,
-        Pointer(counter),
-        m,
-        n,
-        k,
-        splits,
-        split_rows,
-        0,
-        programs,
-        16,
-        16,
-        Pointer(parts),
-        seed=seed,
-        haste=(None, 0.05, 0.9)[seed % 3],
-        warps=warps,
-        TRANS_A=transposed[0],
-        TRANS_B=transposed[1],
-        TENSOR_MEMORY=tensor_memory,
-        SCHEDULE=schedule,
-        OUT="fp16",
-        DTYPE="fp16",
-        VARIANT=variant,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        EXTRA_N=extra_n,
-        BLOCK_K=block_k,
-        NUM_BUFFERS=buffers,
-        STORE_N=store_n,
-        STORE_BUFFERS=store_buffers,
-        GROUP_M=2,
-        STREAM_K=stream_k,
-        STAGGER=stagger,
-        SPREAD=spread,
-    )
-    products = c.reshape(splits, split_rows, n)
-    np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
-    np.testing.assert_array_equal(np.nan_to_num(products[:, m:]), 0)
-    writes = c_desc.writes.reshape(products.shape)[:, :m]
-    if stagger or stream_k or (m % block_m == n % (block_n + extra_n) == 0) or k == 0:
-        assert (writes == (1 if k else 0)).all()
-    else:  # the last tiles are moved back
-        assert ((writes >= 1) & (writes <= 4)).all()
-    assert not counter.any()
 
 
 HOPPER = ("pipelined", "persistent", "persistent_pipelined", "cooperative", "pingpong")
@@ -212,6 +117,42 @@ def test_parts_of_k_add_up_and_keep_to_their_rows(
         schedule=schedule,
         tensor_memory=tensor_memory,
         seed=seed,
+    )
+
+
+JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
+WIDTHS = [(64, 0), (64, 8), (64, 40), (128, 16), (0, 40)]
+
+
+@pytest.mark.parametrize("variant", HOPPER)
+@settings(max_examples=25)
+@given(
+    sizes=st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 500)),
+    widths=st.sampled_from(WIDTHS),
+    rows_warps=st.sampled_from([(64, 4), (128, 4), (128, 8), (256, 8)]),
+    programs=st.integers(1, 3),
+    buffers=st.integers(2, 4),
+    store=st.sampled_from([(8, 1), (16, 3), (32, 1), (32, 2)]),
+    splits=st.integers(1, 2),
+    stagger=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_a_tile_of_any_width_is_one_product(
+    variant, sizes, widths, rows_warps, programs, buffers, store, splits, stagger, seed
+):
+    (block_n, extra_n), (block_m, warps) = widths, rows_warps
+    multiply(
+        variant,
+        *sizes,
+        programs=programs,
+        blocks=(block_m, block_n, 64),
+        extra_n=extra_n,
+        buffers=buffers,
+        splits=splits,
+        stagger=stagger,
+        warps=warps,
+        seed=seed,
+        **JOINED | {"store": store},
     )
 
 
@@ -409,26 +350,10 @@ def test_programs_without_a_tile_end_as_well(variant, tensor_memory, schedule):
 # ---- that the model finds what it is there to find
 
 
-def fails(**options: Any) -> str:
-    """Return the first failure among a few launches in different orders; empty if there is none."""
-    for seed in range(40):
-        try:
-            multiply(**options, m=11, n=30, k=9, seed=seed)
-        except AssertionError as error:
-            return "deadlock" if isinstance(error, Deadlock) else str(error) or "assertion"
-    return ""
-
-
 @pytest.fixture
-def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def part(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that puts something else into a module of the body."""
-
-    def change(module: str, name: str, value: Any) -> None:
-        found = importlib.import_module(f"kernels_in_the_model.persistent_gemm.{module}")
-        target, _, attribute = name.rpartition(".")
-        monkeypatch.setattr(getattr(found, target) if target else found, attribute, value)
-
-    return change
+    return functools.partial(change, monkeypatch)
 
 
 CUT = {"programs": 5, "stream_k": 1}  # two tiles of 12 are left for five programs
@@ -580,6 +505,71 @@ def test_a_half_that_is_given_back_before_its_products_is_found(part):
     wait = module.warpgroup_mma_wait
     part("mma", "warpgroup_mma_wait", lambda num_outstanding, deps: wait(num_outstanding * 2, deps))
     assert "not equal" in fails(variant="cooperative", extra_n=4, warps=8, buffers=2).lower()
+
+
+WIDE_TILE = {"variant": "cooperative", "m": 150, "n": 130, "k": 500, "buffers": 2} | JOINED
+WIDE_TILE |= {"blocks": (128, 64, 64), "extra_n": 16, "warps": 8}
+
+
+def changed_products(part: Any, change_text: Callable[[str], str]) -> None:
+    module = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width")
+    products = module._products
+    part("any_width", "_products", lambda *args: change_text(products(*args)))
+
+
+def test_ptx_that_waits_for_too_few_products_is_found(part):
+    changed_products(
+        part, lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 2")
+    )
+    assert "not equal" in fails(**WIDE_TILE).lower()
+
+
+def test_sums_of_any_width_that_nobody_waits_for_are_found(part):
+    def end(self, operands, step):
+        operands.give_back(step + operands.NUM_BUFFERS - 1)
+        return self
+
+    part("any_width", "AnyWidthAccumulator.end", end)
+    assert "while products are in flight" in fails(**WIDE_TILE)
+
+
+class GivesBack:
+    """Operands whose slots are given back in another way."""
+
+    def __init__(self, operands: Any, give_back: Callable[..., None]) -> None:
+        self.operands, self.give_back = operands, give_back
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.operands, name)
+
+
+def test_a_slot_given_back_under_ptx_that_reads_it_is_found(part):
+    any_width = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width")
+    multiply, end = any_width.AnyWidthAccumulator.multiply, any_width.AnyWidthAccumulator.end
+
+    def at_once(self, operands, step, k, WIDE):
+        return multiply(self, GivesBack(operands, lambda *_, pred: operands.give_back(step)), step, k, WIDE)
+
+    def not_again(self, operands, step):
+        return end(self, GivesBack(operands, lambda step: None), step)
+
+    part("any_width", "AnyWidthAccumulator.multiply", at_once)
+    part("any_width", "AnyWidthAccumulator.end", not_again)
+    assert "not equal" in fails(**WIDE_TILE).lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("K_STEP", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)], ids=str
+)
+def test_an_address_that_is_wrong_is_found(part, name, value):
+    part("any_width", name, value)
+    assert fails(**WIDE_TILE)
+
+
+@pytest.mark.parametrize("width", [72, 128])
+def test_columns_that_ptx_leaves_out_or_finds_behind_the_tile_are_found(part, width):
+    changed_products(part, lambda text: text.replace("m64n80k16", f"m64n{width}k16"))
+    assert "of other columns" in fails(**WIDE_TILE)
 
 
 def test_stolen_slots_that_are_loaded_too_early_are_found(part):

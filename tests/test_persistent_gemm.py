@@ -428,9 +428,44 @@ GPU_SHAPES += [(4104, 3336, 1032)]  # several waves of every tile; rows begin be
 def test_every_candidate_on_a_gpu(variant, dtype, only):
     for config in each_candidate(variant, dtype):
         only(config)
+        options = {"variant": variant, "layouts": ("row", "column" if config.kwargs["JOINED"] else "row")}
         for shape in GPU_SHAPES:
-            check(*shape, dtype, variant=variant)
-            check(*shape, dtype, variant=variant)  # by the short way, with new inputs
+            check(*shape, dtype, **options)
+            check(*shape, dtype, **options)  # by the short way, with new inputs
+
+
+PAIRS = [config for config in GLUON_CANDIDATES if config.num_ctas == 2 and not config.kwargs["JOINED"]]
+NEEDS_PAIRS = pytest.mark.skipif(not PAIRS, reason="Triton before 3.9 has no multicast")
+
+
+@pytest.mark.gpu
+@NEEDS_PAIRS
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+def test_two_ctas_take_all_layouts_and_types_on_a_gpu(layouts, out_dtype, only):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the roles of other GPUs are not divided among CTAs")
+    out_bytes = 4 if out_dtype is torch.float32 else 2
+    for config in PAIRS:
+        if fits(config, out_bytes, 232448, tensor_memory=False):
+            only(config)
+            check(1304, 1032, 520, layouts=layouts, out_dtype=out_dtype)
+            check(300, 520, 200, layouts=layouts, out_dtype=out_dtype, programs=7)
+            if out_dtype is torch.float32:
+                check(300, 520, 4104, torch.bfloat16, layouts=layouts, splits=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+def test_any_width_takes_all_types_splits_and_schedules_on_a_gpu(out_dtype, only):
+    for config in each_candidate("warp_specialized", out_dtype):
+        if config.kwargs["JOINED"]:
+            only(config)
+            check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
+            if config.num_ctas == 1:
+                check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
+            if out_dtype is torch.float32:
+                check(200, 328, 4104, torch.bfloat16, layouts=("row", "column"), splits=3)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
 from dist_autotune.kernels.persistent_gemm import candidates, copies, operation, padded
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
 from dist_autotune.kernels.persistent_gemm.launch import Shape
 from padded_rooms import poison_rooms
@@ -88,6 +90,20 @@ def test_scratch_memory_is_as_large_as_is_said(monkeypatch):
         assert room.untyped_storage().nbytes() <= rows * pitch_bytes
 
 
+@pytest.fixture
+def one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave only candidates that every version of Triton has: two CTAs load fewer of the slow rows."""
+    known = [config for config in GLUON_CANDIDATES if config.num_ctas == 1 and not config.kwargs["JOINED"]]
+    monkeypatch.setattr(copies, "GLUON_CANDIDATES", known)
+    copies.plan.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_choice_is_kept() -> Iterator[None]:
+    yield
+    copies.plan.cache_clear()
+
+
 # ---- the choice
 
 
@@ -157,7 +173,7 @@ ONE_OPERAND = ({"a"}, {"b"})
         pytest.param((4100, 4104, 4104), ONE_OPERAND, id="either: both are of one size"),
         pytest.param((12345, 1032, 2056), ({"b"},), id="the small one"),
         pytest.param((1032, 12345, 2056), ({"a"},), id="the small one, the other way round"),
-        pytest.param((8200, 8200, 520), ONE_OPERAND, id="short rows"),
+        pytest.param((8200, 8200, 520), (*ONE_OPERAND, {"a", "b"}), id="short rows"),
         pytest.param((2040, 4104, 1368), ONE_OPERAND, id="half as many rows"),
         pytest.param((4096, 4096, 4096), (set(),), id="whole lines"),
         pytest.param((5000, 5000, 400), (set(),), id="rows begin between lines, stores take the time"),
@@ -166,9 +182,20 @@ ONE_OPERAND = ({"a"}, {"b"})
         pytest.param((1_000_000, 64, 8), (set(),), id="rows shorter than a line"),
     ],
 )
-def test_what_is_copied(sizes, expected):
+def test_what_is_copied(sizes, expected, one_cta):
     chosen = what_to_copy(a_shape(*sizes), out=False)
     assert {name for name in ("a", "b", "out") if getattr(chosen, name)} in expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(4100, 4104, 4104), (12345, 1032, 2056), (1032, 12345, 2056), (8200, 8200, 520), (2040, 4104, 1368)],
+)
+def test_where_two_ctas_load_columns_for_both_no_more_is_copied(sizes, request):
+    shape = a_shape(*sizes)
+    of_all = copy_clocks(shape, what_to_copy(shape, out=False))
+    request.getfixturevalue("one_cta")
+    assert of_all <= copy_clocks(shape, what_to_copy(shape, out=False))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +309,9 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return a, weight.T, out
 
 
-def test_the_small_operand_goes_through_scratch_memory_and_the_large_one_does_not(noted, poisoned_rooms):
+def test_the_small_operand_goes_through_scratch_memory_and_the_large_one_does_not(
+    noted, poisoned_rooms, one_cta
+):
     a, b, out = operands(12345, 1032, 2056)
     for _ in range(2):
         assert multiply(a, b, out)

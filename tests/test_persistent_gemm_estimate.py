@@ -15,6 +15,8 @@ from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, M
 from dist_autotune.kernels.persistent_gemm.estimate import (
     BETWEEN_LINES,
     BETWEEN_SECTORS,
+    L2_BYTES_PER_CLOCK,
+    RANDOM_NUMBERS,
     estimated_clocks,
     load_clocks,
     memory_clocks,
@@ -41,7 +43,8 @@ def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
 def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
     """Return the kwargs of a config."""
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
-    return kwargs | {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False} | changed
+    kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False, "JOINED": False, "CTAS": 1}
+    return kwargs | changed
 
 
 def recorded_winners() -> list[Any]:
@@ -60,10 +63,14 @@ def recorded_winners() -> list[Any]:
     return [pytest.param(args, config, id=f"{stem} {case}") for (stem, case, config), args in found.items()]
 
 
+RECORDED = [config for config in GLUON_CANDIDATES if not config.kwargs["JOINED"] and config.num_ctas == 1]
+
+
 @pytest.mark.parametrize(("args", "winner"), recorded_winners())
 def test_no_config_that_has_won_is_left_out(args, winner):
+    """Of those that were there: the records are of Triton 3.6, without clusters and tiles of any width."""
     values = dict(part.split(": ") for part in winner.split(", "))
-    tried = [str(config).split(", ") for config in prune(GLUON_CANDIDATES, args)]
+    tried = [str(config).split(", ") for config in prune(RECORDED, args)]
     assert any({f"{name}: {value}" for name, value in values.items()} <= set(parts) for parts in tried)
 
 
@@ -82,24 +89,52 @@ def test_where_there_is_tensor_memory_nothing_is_estimated():
     assert tried == [config for config in GLUON_CANDIDATES if config in tried]
 
 
+def loaded(rows: float) -> Any:
+    """Return what it takes to load so many rows of 64 elements."""
+    return pytest.approx(rows * 128 / L2_BYTES_PER_CLOCK)
+
+
 def test_a_k_block_takes_what_tensor_cores_or_shared_memory_take():
-    assert multiply_clocks(tile(128, 256)) == 1024 == 8 * 320 * 32 / 128 + 384
-    assert multiply_clocks(tile(128, 128, 64)) == 8 * (192 + 128) * 32 / 128 + 320  # tensor cores: 768
-    assert multiply_clocks(tile(256, 128, 64)) == 16 * (192 + 128) * 32 / 128 + 448  # tensor cores: 1536
+    assert multiply_clocks(tile(128, 256)) == pytest.approx(RANDOM_NUMBERS * 1024)
+    assert 8 * 320 * 32 / 128 + 384 == 1024  # shared memory takes no longer
+    assert multiply_clocks(tile(128, 128, 64)) == 8 * (192 + 128) * 32 / 128 + 320
+    assert RANDOM_NUMBERS * 768 < 960  # tensor cores do not
+    assert multiply_clocks(tile(256, 128, 64)) == pytest.approx(RANDOM_NUMBERS * 1536)
     assert multiply_clocks(tile(64, 256, BLOCK_K=128)) == 2 * multiply_clocks(tile(64, 256))
 
 
 def test_rows_that_begin_between_lines_or_sectors_take_longer():
     args = call(4096, 4096, 4096)
-    assert load_clocks(tile(128, 256), args) == 2 * 384
+    assert load_clocks(tile(128, 256), args) == loaded(384)
     for alignment, slowed in ((64, BETWEEN_LINES), (32, BETWEEN_LINES), (16, BETWEEN_SECTORS)):
         a, b = ({name: alignment} for name in ALIGNMENTS)
-        assert load_clocks(tile(128, 256), args | a) == pytest.approx(2 * (128 * slowed + 256))
-        assert load_clocks(tile(128, 256), args | a | b) == pytest.approx(2 * 384 * slowed)
+        assert load_clocks(tile(128, 256), args | a) == loaded(128 * slowed + 256)
+        assert load_clocks(tile(128, 256), args | a | b) == loaded(384 * slowed)
 
 
 def test_rows_beyond_the_edge_are_not_loaded():
-    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == 2 * (16 + 128)
+    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == loaded(16 + 128)
+
+
+def test_one_instruction_for_all_columns_reads_the_rows_once():
+    assert multiply_clocks(tile(128, 128, 48, JOINED=True)) == pytest.approx(RANDOM_NUMBERS * 8 * 176 / 2)
+    assert multiply_clocks(tile(64, 128, 48, JOINED=True)) == 4 * (64 + 176) * 32 / 128 + 240
+    assert multiply_clocks(tile(128, 128, 64, JOINED=True)) < multiply_clocks(tile(128, 128, 64))
+
+
+def test_further_columns_are_loaded_as_boxes_of_a_power_of_two_rows():
+    args = call(4096, 4096, 4096)
+    assert load_clocks(tile(128, 128, 48, JOINED=True), args) == loaded(128 + 128 + 64)
+    assert load_clocks(tile(128, 128, 32, JOINED=True), args) == loaded(128 + 128 + 32)
+
+
+def test_each_of_two_ctas_multiplies_half_the_rows_and_its_sm_gets_half_the_columns_from_l2():
+    args = call(4096, 4096, 4096)
+    pair, one = tile(256, 256, CTAS=2), tile(128, 256)
+    assert multiply_clocks(pair) == multiply_clocks(one)
+    assert load_clocks(pair, args) == loaded(128 + 128)
+    between = args | dict.fromkeys(ALIGNMENTS, 16)
+    assert load_clocks(pair, between) == loaded(BETWEEN_SECTORS * (128 + 128))
 
 
 def test_memory_is_as_fast_as_there_are_bytes_in_flight():
@@ -123,6 +158,13 @@ def test_memory_is_as_fast_as_there_are_bytes_in_flight():
         ),
         pytest.param(
             (8192, 8192, 512), tile(128, 128), tile(128, 128, VARIANT="persistent"), id="loads are hidden"
+        ),
+        pytest.param(
+            (8200, 8200, 8200), tile(256, 256, CTAS=2), tile(128, 256), id="rows between lines, two CTAs"
+        ),
+        pytest.param((256, 256, 512), tile(128, 256), tile(256, 256, CTAS=2), id="a second CTA costs time"),
+        pytest.param(
+            (2112, 2112, 2112), tile(128, 128, 48, JOINED=True), tile(128, 128), id="two waves, not three"
         ),
     ],
 )

@@ -10,7 +10,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import INTERPRETED, take_first
-from ..matrices import Matrix, describe, matrix_of_rows
+from ..matrices import Block, Matrix, describe, matrix_of_rows
 from ..operation import load
 from ..persistent_gemm.blocks import blocks_of
 from ..settled_launch import SettledLaunches
@@ -138,7 +138,7 @@ class SpecializedConsumer:
         )
 
     def _describe(self) -> list[TensorDescriptor]:
-        any_block = (8, 64)  # the config's `pre_hook` sets the right ones
+        any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
         return [describe(matrix, any_block) for matrix in self._matrices]
 
 

@@ -236,4 +236,5 @@ def specialized_all_gather_gemm(
         NUM_BUFFERS,
         STORE_N,
         STORE_BUFFERS,
+        False,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..matrices import Matrix, as_matrix, describe, set_block
+from ..matrices import Block, Matrix, as_matrix, describe, set_block
 from .specialized import warp_specialized_add
 
 VARIANTS = ("auto", "pipelined", "warp_specialized")
@@ -123,7 +123,7 @@ def _add_pipelined(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs
 
 def _set_blocks(args):
     for name in ("a_desc", "b_desc", "out_desc"):
-        set_block(args[name], (args["ROWS"], args["COLUMNS"]))
+        set_block(args[name], Block(args["ROWS"], args["COLUMNS"]))
 
 
 # `maxnreg`: without it the compiler gives 8 warps all registers of an SM, and one program is alone on it.
@@ -155,5 +155,7 @@ def launch_warp_specialized(matrices: list[Matrix], programs: int) -> None:
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (min(programs, triton.cdiv(a.rows, meta["ROWS"]) * triton.cdiv(a.columns, meta["COLUMNS"])),)
 
-    descriptors = [describe(matrix, (8, 64)) for matrix in matrices]  # `_set_blocks` sets the right blocks
+    descriptors = [
+        describe(matrix, Block(8, 64)) for matrix in matrices
+    ]  # `_set_blocks` sets the right blocks
     tuned_warp_specialized_add[grid](*descriptors, a.rows, a.columns, DTYPE=str(a.dtype))

@@ -6,12 +6,14 @@ from typing import Any
 
 import triton
 
-from ..matrices import set_block
+from ..matrices import Block, set_block
+from .any_width import BOX_N
 
+ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
 
 
-def blocks_of(args: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     """Return the block of each descriptor of the Gluon body; args: a config's, and those of a launch.
 
     A kernel without a choice of layouts takes A by rows, [M, K], in tiles that end within A, and a weight,
@@ -19,17 +21,30 @@ def blocks_of(args: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
-    extra_n = args["EXTRA_N"]
+    extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
     columns = args.get("N", block_n + extra_n)
-    a_rows = rows_to_load(block_m, args.get("M", block_m)) if "TRANS_A" in args else block_m
-    b_rows = rows_to_load(block_n, columns)
-    further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows
+    whole = "TRANS_A" not in args or ctas > 1
+    a_rows = block_m if whole else rows_to_load(block_m, args.get("M", block_m))
+    b_rows = BOX_N.value if args.get("JOINED") else rows_to_load(block_n, columns)
+    further = triton.next_power_of_2(extra_n)
+    further_n = rows_to_load(further, columns - block_n) if extra_n else b_rows
+
+    def divided(rows: int, columns: int, halved: tuple[int, int]) -> Block:
+        return Block(rows, columns, (halved,) * (ctas // 2))
+
     return {
-        "a_desc": (block_k, block_m) if trans_a else (a_rows, block_k),
-        "b_desc": (b_rows, block_k) if trans_b else (block_k, block_n),
-        "extra_desc": (further_n, block_k) if trans_b else (block_k, extra_n or block_n),
-        "c_desc": (block_m, args["STORE_N"]),
+        "a_desc": divided(block_k, block_m, COLUMNS) if trans_a else divided(a_rows, block_k, ROWS),
+        "b_desc": divided(b_rows, block_k, NEITHER) if trans_b else divided(block_k, block_n, NEITHER),
+        "extra_desc": (
+            divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, further or block_n, NEITHER)
+        ),
+        "c_desc": divided(block_m, args["STORE_N"], ROWS),
     }
+
+
+def rows_of_a_cta(kwargs: dict[str, Any]) -> int:
+    """Return how many rows of a tile a CTA has."""
+    return int(kwargs["BLOCK_M"] // kwargs.get("CTAS", 1))  # kernels that know no clusters have no CTAS
 
 
 def rows_to_load(block: int, rows: int) -> int:

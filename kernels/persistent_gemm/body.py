@@ -53,9 +53,15 @@ def gemm(
     STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
     STAGGER: gl.constexpr,  # neighbours begin at different k blocks
     SPREAD: gl.constexpr,  # only as many tiles as need be have their EXTRA_N columns, see `widths`
+    JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
+    CTAS: gl.constexpr,  # of a program, which is a cluster: two halve the rows of each tile, see `clusters`
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
     gl.static_assert(EXTRA_N > 0 or not SPREAD, "all tiles are as wide as they can be")
+    gl.static_assert(gl.num_ctas() == CTAS, "num_ctas of the launch must be CTAS of the config")
+    if CTAS > 1:
+        gl.static_assert(not TENSOR_MEMORY, "only Hopper's roles have been divided among CTAs")
+        gl.static_assert(SCHEDULE != "dynamic" and STREAM_K == 0, "one CTA would have to tell the other")
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = columns_of_tiles(N, BLOCK_N, EXTRA_N, SPREAD)
     wide = wide_tiles(N, tiles_n, BLOCK_N, EXTRA_N, SPREAD)
@@ -83,6 +89,7 @@ def gemm(
     )
     if STREAM_K > 0:
         gl.static_assert(not STAGGER, "a segment begins where it does")
+        gl.static_assert(not JOINED, "parts are written in pieces that fill the tile")
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
@@ -105,4 +112,5 @@ def gemm(
         NUM_BUFFERS,
         STORE_N,
         STORE_BUFFERS,
+        JOINED,
     )

@@ -6,10 +6,12 @@ from typing import Any
 
 import triton
 
+from ..compat import HAS_CLUSTERS_AND_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from ..tails import tail_share
 from ..tiles import on_host
-from .blocks import set_blocks
+from .any_width import BOX_N, boxes_of
+from .blocks import rows_of_a_cta, set_blocks
 from .estimate import estimated_clocks
 from .widths import tiles_side_by_side
 
@@ -58,12 +60,37 @@ def _candidate(
     stream_k: int = 0,
     stagger: bool = False,
     spread: bool = False,
+    joined: bool = False,
+    ctas: int = 1,
     **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
     config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger, "SPREAD": spread}
+    config.kwargs |= {"JOINED": joined, "CTAS": ctas}
+    config.num_ctas = ctas
     return config
+
+
+def _any_width(
+    variant: str, block_m: int, width: int, buffers: int, *, warps: int, ctas: int = 1
+) -> triton.Config:
+    """Return a config whose tiles are so wide, a multiple of 8."""
+    extra_n = width % BOX_N.value
+    return _candidate(
+        *(variant, (block_m, width - extra_n, 64), buffers),
+        warps=warps,
+        store=(64, 1),
+        extra_n=extra_n,
+        joined=True,
+        ctas=ctas,
+        group_m=8 // ctas,
+    )
+
+
+def _pair(*args: Any, **options: Any) -> triton.Config:
+    """Return a config of programs of two CTAs, whose tiles have twice the rows."""
+    return _candidate(*args, **{"group_m": 4, **options}, ctas=2)
 
 
 STOLEN = (128, 0)
@@ -140,6 +167,31 @@ GLUON_CANDIDATES = [
     _candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
 ]
 
+if HAS_CLUSTERS_AND_PTX:
+    GLUON_CANDIDATES += [
+        # Widths that a tensor cannot have: as many tiles as there are SMs, or a little less than a multiple.
+        *(_any_width("cooperative", 128, width, 4, warps=8) for width in (208, 224, 240)),
+        *(_any_width("cooperative", 128, width, 5, warps=8) for width in (144, 160, 176, 192)),
+        *(_any_width("cooperative", 128, width, 6, warps=8) for width in (96, 112, 120)),
+        *(_any_width("cooperative", 64, width, 5, warps=4) for width in (208, 240)),
+        *(_any_width("cooperative", 64, width, 6, warps=4) for width in (144, 160, 176)),
+        *(_any_width("cooperative", 64, width, 8, warps=4) for width in (96, 112)),
+        *(_any_width("pingpong", 128, width, 4, warps=4) for width in (144, 160, 176)),
+        *(_any_width("pingpong", 128, width, 6, warps=4) for width in (96, 112, 120)),
+        # Two CTAs, which load half the columns each: where rows begin between cache lines.
+        *(_any_width("cooperative", 256, width, 4, warps=8, ctas=2) for width in (208, 216, 224, 240)),
+        *(_any_width("cooperative", 256, width, 5, warps=8, ctas=2) for width in (176,)),
+        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
+        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
+        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),
+        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True, group_m=2),
+        _pair("cooperative", (512, 128, 64), 4, warps=8, store=(64, 1)),
+        _pair("cooperative", (256, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+        _pair("pingpong", (256, 128, 64), 5, warps=4, store=(64, 2)),
+        _pair("pingpong", (256, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+        _pair("pingpong", (128, 256, 64), 5, warps=4, store=(64, 1)),
+    ]
+
 
 def _plain_config(blocks: tuple[int, int, int], group_m: int, *, warps: int, stages: int) -> triton.Config:
     kwargs = {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2], "GROUP_M": group_m}
@@ -170,8 +222,10 @@ PLAIN_CANDIDATES = PLAIN_CPU_CANDIDATES if INTERPRETED else PLAIN_GPU_CANDIDATES
 
 def operand_bytes(kwargs: dict[str, Any]) -> int:
     """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
-    a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
+    a_bytes = kwargs["NUM_BUFFERS"] * rows_of_a_cta(kwargs) * kwargs["BLOCK_K"] * 2
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    if kwargs.get("JOINED"):
+        width = BOX_N.value * boxes_of(kwargs["BLOCK_N"], kwargs["EXTRA_N"])
     b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
     stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
     return int(a_bytes + b_bytes + stolen)
@@ -180,14 +234,14 @@ def operand_bytes(kwargs: dict[str, Any]) -> int:
 def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
     """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
     storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1
-    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
+    piece = rows_of_a_cta(kwargs) * kwargs["STORE_N"] * out_bytes
     return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
 
 
 def accumulator_registers(config: triton.Config) -> int:
     """Return how many registers of each thread the accumulator takes on Hopper."""
     width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
-    return int(config.kwargs["BLOCK_M"] * width // (32 * config.num_warps))
+    return int(rows_of_a_cta(config.kwargs) * width // (32 * config.num_warps))
 
 
 def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:
@@ -200,6 +254,8 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
     if tensor_memory:
         # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
         if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
+            return False
+        if config.num_ctas > 1:
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
         return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
@@ -244,6 +300,13 @@ def saves_tiles(kwargs: dict[str, Any], n: int) -> bool:
     return wide < tiles_n < triton.cdiv(n, kwargs["BLOCK_N"])
 
 
+def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Return whether a config can run with the call's layouts, schedule and number of programs."""
+    if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
+        return False
+    return bool(kwargs["CTAS"] == 1 or (args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"]))
+
+
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Return the candidates of the Gluon body that this call can use."""
     args = {**named_args, **kwargs}
@@ -259,6 +322,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
             or cuts_the_last_wave(config.kwargs, args, args["programs"])
         )
         and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
+        and suits(config.kwargs, args)
     ]
     usable = [config for config in usable if saves_tiles(config.kwargs, args["N"])] or usable
     usable = not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..compat import aggregate, reinterpret, tma_store
 from ..rings import ring_slot
+from .any_width import piece_start
 from .operands import allocate_ring
 
 
@@ -47,13 +48,14 @@ class OwnBuffers:
         the threads, and one of them starts it. The same thread waits later: stores are counted for each
         thread.
         """
-        for i in gl.static_range((self.WIDTH if WIDE else self.BLOCK_N) // self.STORE_N):
+        width: gl.constexpr = self.WIDTH if WIDE else self.BLOCK_N
+        for i in gl.static_range((width + self.STORE_N - 1) // self.STORE_N):
             piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             buf.store(piece)
             fence_async_shared()
-            tma_store(self.c_desc, [row, col + i * self.STORE_N], buf)
+            tma_store(self.c_desc, [row, col + piece_start(i, self.STORE_N, width)], buf)
 
     @gluon.jit
     def before_load(self):

@@ -2,11 +2,12 @@
 
 A k block of a tile costs what takes longest, in clocks of an SM:
 
-    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K
+    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, and 1.2 times that where
+                the numbers are random
     share       shared memory passes 128 bytes a clock: what is loaded is written there, and each instruction
                 reads its rows of A and its columns of B. A tile of two accumulators reads its rows twice, so
                 128 + 64 columns are bound by that
-    load        64 bytes a clock come from L2, fewer where rows begin between its lines or sectors
+    load        60 bytes a clock come from L2, fewer where rows begin between its lines or sectors
 
 Tiles are done in waves. What is not hidden of a tile's store and of its first loads comes on top, and nothing
 is faster than memory, which is as fast as there are bytes in flight.
@@ -24,16 +25,21 @@ import triton
 
 from ..tails import tail_share
 from ..tiles import on_host
+from .blocks import rows_of_a_cta
 from .mma import WIDEST_FROM_REGISTERS
 from .widths import tiles_side_by_side
 
-L2_BYTES_PER_CLOCK = 64  # into one SM
+L2_BYTES_PER_CLOCK = (
+    60  # into one SM; 64 would be the most, 58 were seen (304 x 5120 x 5120, tiles of 64 x 208)
+)
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
+RANDOM_NUMBERS = 1.2  # cuBLAS' and our time for 64 of K, from K = 1024 to 4096, over what instructions take
 SHARED_BYTES_PER_CLOCK = 128
 FROM_REGISTERS = 0.95  # times that where the rows of two accumulators pass through registers
 MEMORY_BYTES_PER_CLOCK = 2020  # of the GPU: about 4 TB/s
 MEMORY_LATENCY = 3500  # clocks, under load
 START = 2500  # of a kernel with several partitions, over one without
+SECOND_CTA = 2500  # of a program of two, and for them to meet at the end
 FILL = 1500  # from the first load of a tile to its first multiplication
 STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
 # A part of stream-K is written by all SMs at once, and the parts of a tile are read by one.
@@ -46,7 +52,8 @@ STARTS = {"cooperative": 1, "pingpong": 1}
 
 def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
-    variant, programs, splits = kwargs["VARIANT"], args["programs"], args["splits"]
+    variant, splits = kwargs["VARIANT"], args["splits"]
+    programs = max(args["programs"] // kwargs["CTAS"], 1)
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     tiles_n, wide = tiles_side_by_side(kwargs, args["N"])
     tiles = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * tiles_n * splits
@@ -55,7 +62,7 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     if wide < tiles_n and tiles > programs:  # a program has tiles of both widths
         narrow = k_block_clocks({**kwargs, "EXTRA_N": 0}, args)
         k_block = narrow + (k_block - narrow) * wide / tiles_n
-    store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
+    store = rows_of_a_cta(kwargs) * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
     exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
     if kwargs["STREAM_K"]:
         waves, tail = divmod(tiles, programs)
@@ -66,7 +73,8 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
         waves, busy, cut = triton.cdiv(tiles, programs), min(tiles, programs), 0.0
         ends = FILL + store
     work = waves * (k_blocks * k_block + exposed) + cut
-    return STARTS.get(variant, 0) * START + max(work, memory_clocks(kwargs, args, busy)) + ends
+    start = STARTS.get(variant, 0) * START + (kwargs["CTAS"] - 1) * SECOND_CTA
+    return start + max(work, memory_clocks(kwargs, args, busy)) + ends
 
 
 def k_block_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
@@ -82,20 +90,24 @@ def out_bytes(args: dict[str, Any]) -> int:
 def multiply_clocks(kwargs: dict[str, Any]) -> float:
     """Return what the tensor cores of an SM, or its shared memory, take for one k block."""
     widths = [width for width in (kwargs["BLOCK_N"], kwargs["EXTRA_N"]) if width > 0]
-    instructions = kwargs["BLOCK_M"] // 64 * kwargs["BLOCK_K"] // 16  # of each width
+    if kwargs["JOINED"]:
+        widths = [sum(widths)]
+    rows = rows_of_a_cta(kwargs)
+    instructions = rows // 64 * kwargs["BLOCK_K"] // 16  # of each width
     read = instructions * sum(64 + width for width in widths) * 16 * 2
-    written = (kwargs["BLOCK_M"] + sum(widths)) * kwargs["BLOCK_K"] * 2
+    written = (rows + sum(widths)) * kwargs["BLOCK_K"] * 2
     shared = (read + written) / SHARED_BYTES_PER_CLOCK
-    if 0 < kwargs["EXTRA_N"] <= WIDEST_FROM_REGISTERS.value and kwargs["BLOCK_M"] >= 128:
+    if len(widths) > 1 and widths[1] <= WIDEST_FROM_REGISTERS.value and rows >= 128:
         shared *= 1 if kwargs["VARIANT"] == "pingpong" else FROM_REGISTERS
-    return max(instructions * sum(widths) / 2, shared)
+    return max(RANDOM_NUMBERS * instructions * sum(widths) / 2, shared)
 
 
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return what an SM takes to load one k block, whose rows beyond the edges cost nothing."""
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    a_rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(args["a_alignment"])
-    rows = a_rows + min(width, args["N"]) * slowed(args["b_alignment"])
+    width = kwargs["BLOCK_N"] + triton.next_power_of_2(kwargs["EXTRA_N"])
+    a_rows = min(rows_of_a_cta(kwargs), args["M"]) * slowed(args["a_alignment"])
+    b_rows = min(width, args["N"]) / kwargs["CTAS"] * slowed(args["b_alignment"])
+    rows = a_rows + b_rows
     return rows * kwargs["BLOCK_K"] * 2 / L2_BYTES_PER_CLOCK
 
 

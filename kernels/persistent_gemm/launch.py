@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from ..matrices import Matrix, describe
+from ..matrices import Block, Matrix, describe
 from ..settled_launch import SettledLaunches
 from .blocks import blocks_of
 from .body import gemm
@@ -86,7 +86,11 @@ class Shape:
             return self.programs, 1, 1
         tiles_n, _wide = tiles_side_by_side(meta, self.n)
         tiles = triton.cdiv(self.m, meta["BLOCK_M"]) * tiles_n * self.splits
-        return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1
+        return (
+            (tiles if meta["VARIANT"] == "pipelined" else min(max(self.programs // meta["CTAS"], 1), tiles)),
+            1,
+            1,
+        )
 
 
 # A tuner keeps the arguments and the config of its launch under way: it is asked by one thread at a time.
@@ -104,7 +108,7 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
         return
     largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
     counter, parts = scratch_of(shape, largest)  # for any config
-    any_block = (8, 64)  # the config's `pre_hook` sets the right ones
+    any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes(), shape.constants()
     dtypes = (str(counter.dtype), str(parts.dtype))

@@ -11,6 +11,8 @@
                accumulators wide may pass through registers, too: then shared memory is read once for both
     Tcgen05    it is in tensor memory, twice, so one partition can multiply while another stores
 
+`any_width` has a third one, for Hopper.
+
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
 
@@ -85,7 +87,7 @@ class WgmmaAccumulator:
             main = warpgroup_mma_wait(num_outstanding=1, deps=(main,))
             extra = self.extra if self.EXTRA_N > 0 else main
         # Of the tile before, everything has been given back in `end`.
-        mbarrier.arrive(operands.empty_bar(step + operands.NUM_BUFFERS - 1), count=1, pred=k > 0)
+        operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
 
     @gluon.jit
@@ -120,7 +122,7 @@ class WgmmaAccumulator:
         else:
             main = warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
             extra = main
-        mbarrier.arrive(operands.empty_bar(step + operands.NUM_BUFFERS - 1), count=1)
+        operands.give_back(step + operands.NUM_BUFFERS - 1)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
 
     @gluon.jit
@@ -132,6 +134,17 @@ class WgmmaAccumulator:
         else:
             columns = _columns(self.extra, i - FROM_MAIN, STORE_N)
         return columns
+
+
+@gluon.constexpr_function
+def _rows_over_warps(columns, warps, ctas):
+    """Return the layout of an accumulator whose rows are divided, among the CTAs of a program first."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[warps, 1],
+        instr_shape=[16, columns, 16],
+        cga_layout=[[1, 0]] * (ctas // 2),
+    )
 
 
 @aggregate
@@ -150,15 +163,11 @@ class Wgmma:
     @gluon.jit
     def begin(self, visit):
         """Return zeros, spread over the warps of this partition; each warpgroup has whole rows."""
-        layout: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, self.BLOCK_N, 16]
-        )
+        layout: gl.constexpr = _rows_over_warps(self.BLOCK_N, gl.num_warps(), gl.num_ctas())
         main = gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, layout)
         extra = main
         if self.EXTRA_N > 0:
-            extra_layout: gl.constexpr = gl.NVMMADistributedLayout(
-                version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, self.EXTRA_N, 16]
-            )
+            extra_layout: gl.constexpr = _rows_over_warps(self.EXTRA_N, gl.num_warps(), gl.num_ctas())
             extra = gl.zeros((self.BLOCK_M, self.EXTRA_N), gl.float32, extra_layout)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
 

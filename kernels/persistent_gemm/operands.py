@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, tma_load
 from ..rings import ring_phase, ring_slot
+from .any_width import BOX_N, boxes_of
+from .clusters import allocate_mbarriers, load_for_both
 
 
 @gluon.jit
@@ -24,12 +26,12 @@ def allocate_ring(desc, SLOTS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(desc, coord, bar, buf):
-    """Start the copy of the descriptor's block to the first rows of `buf`."""
+def _first_rows(buf, desc):
+    """Return as many rows of `buf` as the descriptor brings."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     if buf.shape[0] > ROWS:
         buf = buf.slice(0, ROWS, 0)
-    tma_load(desc, coord, bar, buf)
+    return buf
 
 
 @aggregate
@@ -38,7 +40,10 @@ class Operands:
 
     B may have more slots than the ring has steps in flight (`B_SLOTS`), for an epilogue that borrows the
     two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
-    a tensor's sides are powers of two, a tile 192 columns wide is two tensors.
+    a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie behind the
+    others in boxes of one ring, for an instruction that reads them all (`any_width`).
+
+    A program of two CTAs divides A's rows among them, and loads B for both (`clusters`).
     """
 
     a_desc: tma.tensor_descriptor
@@ -49,6 +54,7 @@ class Operands:
     extra_bufs: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    empty_in_both: gl.shared_memory_descriptor  # of a pair of CTAs
     NUM_BUFFERS: gl.constexpr
     B_SLOTS: gl.constexpr
     TRANS_A: gl.constexpr  # A's memory is [K, M], not [M, K]
@@ -56,6 +62,7 @@ class Operands:
     BLOCK_N: gl.constexpr
     EXTRA_N: gl.constexpr
     BLOCK_K: gl.constexpr
+    JOINED: gl.constexpr
 
     @staticmethod
     @gluon.jit
@@ -71,19 +78,29 @@ class Operands:
         BLOCK_N: gl.constexpr,
         EXTRA_N: gl.constexpr,
         BLOCK_K: gl.constexpr,
+        JOINED: gl.constexpr,
     ):
         """Allocate the ring; STOLEN slots more for B."""
         B_SLOTS: gl.constexpr = NUM_BUFFERS + STOLEN
         a_bufs = allocate_ring(a_desc, NUM_BUFFERS, BLOCK_K if TRANS_A else BLOCK_M)
-        b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
+        if JOINED:
+            gl.static_assert(TRANS_B and not TRANS_A and BLOCK_K == 64, "what `any_width` can read")
+            b_bufs = allocate_ring(b_desc, B_SLOTS * boxes_of(BLOCK_N, EXTRA_N), BOX_N)
+        else:
+            b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
         extra_bufs = b_bufs
-        if EXTRA_N > 0:
+        if EXTRA_N > 0 and not JOINED:
             extra_bufs = allocate_ring(extra_desc, NUM_BUFFERS, EXTRA_N if TRANS_B else BLOCK_K)
-        full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
+        full = allocate_mbarriers(NUM_BUFFERS)
+        empty = allocate_mbarriers(NUM_BUFFERS)
+        empty_in_both = empty
+        if gl.num_ctas() > 1:
+            empty_in_both = allocate_mbarriers(NUM_BUFFERS, True)
         for i in gl.static_range(NUM_BUFFERS):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
+            if gl.num_ctas() > 1:
+                mbarrier.init(empty_in_both.index(i), count=1)  # from each CTA
         return Operands(
             a_desc,
             b_desc,
@@ -93,6 +110,7 @@ class Operands:
             extra_bufs,
             full,
             empty,
+            empty_in_both,
             NUM_BUFFERS,
             B_SLOTS,
             TRANS_A,
@@ -100,6 +118,7 @@ class Operands:
             BLOCK_N,
             EXTRA_N,
             BLOCK_K,
+            JOINED,
         )
 
     @gluon.jit
@@ -112,28 +131,37 @@ class Operands:
         slot = ring_slot(step, self.NUM_BUFFERS)
         bar = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        nbytes: gl.constexpr = self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes
+        if gl.num_ctas() > 1:
+            mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
+        rows_of_a: gl.constexpr = self.a_desc.block_type.nbytes // gl.num_ctas()
+        boxes: gl.constexpr = self.BLOCK_N // BOX_N if self.JOINED else 1
+        nbytes: gl.constexpr = rows_of_a + boxes * self.b_desc.block_type.nbytes
         inner = k * self.BLOCK_K
         if WIDE and self.EXTRA_N > 0:
             mbarrier.expect(bar, nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, nbytes)
-        a_buf = self.a_bufs.index(slot)
-        b_buf = self.b_bufs.index(ring_slot(step, self.B_SLOTS))
+        a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
+        b_slot = ring_slot(step, self.B_SLOTS)
         if self.TRANS_A:
-            _load_block(self.a_desc, [inner, row], bar, a_buf)
+            tma_load(self.a_desc, [inner, row], bar, a_buf)
         else:
-            _load_block(self.a_desc, [row, inner], bar, a_buf)
-        if self.TRANS_B:
-            _load_block(self.b_desc, [col, inner], bar, b_buf)
+            tma_load(self.a_desc, [row, inner], bar, a_buf)
+        first_box = b_slot * boxes_of(self.BLOCK_N, self.EXTRA_N)
+        if self.JOINED:
+            for i in gl.static_range(boxes):
+                load_for_both(self.b_desc, [col + i * BOX_N, inner], bar, self.b_bufs.index(first_box + i))
+        elif self.TRANS_B:
+            load_for_both(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         else:
-            _load_block(self.b_desc, [inner, col], bar, b_buf)
+            load_for_both(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         if WIDE and self.EXTRA_N > 0:
-            extra_buf = self.extra_bufs.index(slot)
+            extra_buf = self.b_bufs.index(first_box + boxes) if self.JOINED else self.extra_bufs.index(slot)
+            extra_buf = _first_rows(extra_buf, self.extra_desc)
             if self.TRANS_B:
-                _load_block(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)
+                load_for_both(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)
             else:
-                _load_block(self.extra_desc, [inner, col + self.BLOCK_N], bar, extra_buf)
+                load_for_both(self.extra_desc, [inner, col + self.BLOCK_N], bar, extra_buf)
 
     @gluon.jit
     def wait_full(self, step):
@@ -142,8 +170,16 @@ class Operands:
         mbarrier.wait(self.full.index(slot), ring_phase(step, self.NUM_BUFFERS))
 
     @gluon.jit
+    def give_back(self, step, pred=True):
+        """Say that this CTA has read the step."""
+        slot = ring_slot(step, self.NUM_BUFFERS)
+        mbarrier.arrive(self.empty.index(slot), count=1, pred=pred)
+        if gl.num_ctas() > 1:
+            mbarrier.arrive(self.empty_in_both.index(slot), count=1, pred=pred)
+
+    @gluon.jit
     def empty_bar(self, step):
-        """Return the mbarrier on which the step's reader arrives."""
+        """Return the mbarrier on which the hardware arrives when it has read the step."""
         return self.empty.index(ring_slot(step, self.NUM_BUFFERS))
 
     @gluon.jit
@@ -161,6 +197,12 @@ class Operands:
         if self.TRANS_B:
             buf = buf.permute((1, 0))
         return buf
+
+    @gluon.jit
+    def b_offset(self, step):
+        """Return how many bytes behind the ring's beginning the step's block of B begins; JOINED only."""
+        BYTES: gl.constexpr = boxes_of(self.BLOCK_N, self.EXTRA_N) * BOX_N * self.BLOCK_K * 2
+        return ring_slot(step, self.B_SLOTS) * BYTES
 
     @gluon.jit
     def b_extra(self, step):

@@ -52,6 +52,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..compat import aggregate
 from ..rings import ring_phase
+from .any_width import WgmmaAnyWidth
+from .clusters import allocate_mbarriers
 from .epilogue import OwnBuffers, StolenBuffers
 from .mma import Tcgen05, Wgmma
 from .operands import Operands
@@ -265,13 +267,20 @@ def run(
     NUM_BUFFERS: gl.constexpr,
     STORE_N: gl.constexpr,
     STORE_BUFFERS: gl.constexpr,
+    JOINED: gl.constexpr,
 ):
     """Multiply and store the tiles of the problem that are this program's; `gemm` says what is what."""
     gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
-    gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
+    if JOINED:
+        gl.static_assert(STORE_N <= BLOCK_N + EXTRA_N, "the last piece ends with the tile")
+    else:
+        gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
     STEALS: gl.constexpr = STORE_BUFFERS == 0
+    if JOINED:
+        gl.static_assert(not TENSOR_MEMORY and not problem.SPREAD, "of one width, for Hopper")
     if STEALS:
         gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
+        gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
     SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
     PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
     CONSUMERS: gl.constexpr = 2 if PINGPONG else 1
@@ -289,9 +298,12 @@ def run(
         BLOCK_N,
         EXTRA_N,
         BLOCK_K,
+        JOINED,
     )
     if TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
+    elif JOINED:
+        mma = WgmmaAnyWidth.create(BLOCK_M, WIDTH, a_desc.dtype)
     else:
         mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
     # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
@@ -307,7 +319,7 @@ def run(
         epilogue = OwnBuffers.create(c_desc, operands, WIDTH, STORE_N, STORE_BUFFERS, CONSUMERS)
     turn = operands.full
     if PINGPONG:
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        turn = allocate_mbarriers(2)
         for i in gl.static_range(2):
             mbarrier.init(turn.index(i), count=1)
     fence_async_shared()  # TMA and the tensor cores see the mbarriers

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import triton
 from compiled import BLACKWELL, HOPPER, SHARED_BYTES, compile_for, resources
 from triton.experimental.gluon import language as gl
 
+from dist_autotune.kernels.matrices import Block
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
 from dist_autotune.kernels.persistent_gemm.body import gemm
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, fits
@@ -24,10 +24,13 @@ LANGUAGE_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def descriptor_type(dtype: str, block: Iterable[int]) -> str:
+def descriptor_type(dtype: str, block: Block) -> str:
     """Return the type of a descriptor argument, as Triton spells it."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), LANGUAGE_TYPES[dtype])
-    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+    rows, columns, cga = block
+    layout = gl.NVMMASharedLayout.get_default_for(
+        [rows, columns], LANGUAGE_TYPES[dtype], cga_layout=list(map(list, cga)) or None
+    )
+    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
 def compile_gemm(
@@ -61,7 +64,13 @@ def compile_gemm(
     types |= {"a_alignment": "i32", "b_alignment": "i32", "parts_ptr": "*fp32"}
     descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
     return compile_for(
-        target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
+        target,
+        gemm,
+        types,
+        constants,
+        any_value=descriptors_and_sizes,
+        num_warps=config.num_warps,
+        num_ctas=config.num_ctas,
     )
 
 
@@ -87,6 +96,7 @@ def describe(config: triton.Config) -> str:
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
     kinds = {"stream-K": kwargs["STREAM_K"], "staggered": kwargs["STAGGER"], "spread": kwargs["SPREAD"]}
+    kinds |= {"one MMA": kwargs["JOINED"], f"{kwargs['CTAS']} CTAs": kwargs["CTAS"] > 1}
     which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
     return (
         f"{kwargs['VARIANT']}{which} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
@@ -119,6 +129,8 @@ INTRODUCTION = """# persistent_matmul, its candidates: compiled, not run
 bf16 in and out, A row-major, B column-major, grouped schedule. Nothing here was measured: registers, spills
 and shared memory are what the compiler and ptxas say. `store`: columns of a piece x its buffers. Registers of
 warp-specialised kernels are what each warp starts with; the loading warp then hands most of its share on.
+`one MMA`: an instruction is as wide as the tile. `2 CTAs`: the tile is theirs together, warps and shared
+memory are those of one.
 """
 
 

@@ -11,12 +11,13 @@ from gemm_compiled import descriptor_type, in_parallel
 
 from dist_autotune.kernels.elementwise_add.operation import ADD_CANDIDATES, pipelined_add
 from dist_autotune.kernels.elementwise_add.specialized import warp_specialized_add
+from dist_autotune.kernels.matrices import Block
 
 pytestmark = pytest.mark.aot
 
 
 def compile_specialized(config: Any, target: Any, dtype: str) -> Any:
-    kind = descriptor_type(dtype, (config.kwargs["ROWS"], config.kwargs["COLUMNS"]))
+    kind = descriptor_type(dtype, Block(config.kwargs["ROWS"], config.kwargs["COLUMNS"]))
     types = {**dict.fromkeys(("a_desc", "b_desc", "out_desc"), kind), "rows": "i32", "columns": "i32"}
     return compile_for(
         target,

@@ -1,0 +1,289 @@
+"""Tiles of any width (`JOINED`) and programs of two CTAs (`CTAS`), compiled for a GPU that is not here.
+
+Each is compiled once, with the next of OPTIONS. All candidates with all types would take minutes, so of tiles
+of any width each width is compiled, and the widest of each kind, which has the fewest registers left; and of
+pairs one of those that differ in nothing but GROUP_M, a constant of where a tile lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
+from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
+from launch_path import arguments, only_compiling
+
+from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+from dist_autotune.kernels.persistent_gemm import launch as launching
+from dist_autotune.kernels.persistent_gemm import operation
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, fits, shared_bytes
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        not HAS_CLUSTERS_AND_PTX, reason="no inline PTX with shared memory and no multicast before Triton 3.9"
+    ),
+]
+
+OPTIONS = [
+    {"dtype": "bf16", "out": "bf16"},
+    {"dtype": "fp16", "out": "fp16"},
+    {"dtype": "bf16", "out": "fp32"},
+    {"dtype": "fp16", "out": "fp32"},
+]
+PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
+
+
+def chosen() -> dict[str, tuple[triton.Config, dict[str, str]]]:
+    """Return candidates and the types with which they are compiled, by their lines in the table of all."""
+    found: dict[str, tuple[triton.Config, dict[str, str]]] = {}
+    turns = itertools.cycle(OPTIONS)
+    joined = [config for config in GLUON_CANDIDATES if config.kwargs["JOINED"]]
+    widest = {_kind(config): width_of(config) for config in sorted(joined, key=width_of)}
+    widths = set()
+    for config in joined:
+        if width_of(config) not in widths or width_of(config) == widest[_kind(config)]:
+            widths.add(width_of(config))
+            found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
+    for config in GLUON_CANDIDATES:
+        if config.num_ctas > 1 and not config.kwargs["JOINED"] and _code(config) not in found:
+            found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
+    return found
+
+
+def width_of(config: triton.Config) -> int:
+    return int(config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"])
+
+
+def _kind(config: triton.Config) -> tuple[Any, ...]:
+    return config.kwargs["VARIANT"], config.kwargs["BLOCK_M"], config.num_ctas
+
+
+def _code(config: triton.Config) -> str:
+    """Return the config's line without GROUP_M."""
+    return describe(config).rpartition(" | ")[0]
+
+
+def _fits(config: triton.Config, out: str) -> bool:
+    return fits(config, OUT_BYTES[out], SHARED_BYTES[HOPPER], tensor_memory=False)
+
+
+CHOSEN = chosen()
+JOINED = [code for code, (config, _) in CHOSEN.items() if config.kwargs["JOINED"]]
+PAIRS = [code for code, (config, _) in CHOSEN.items() if config.num_ctas > 1]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    """Return all compiled kernels by name, taken apart as well."""
+
+    def compile_one(config: triton.Config, types: dict[str, str]) -> Any:
+        compiled = compile_gemm(config, HOPPER, **types)
+        assert compiled.asm["sass"]  # it is kept
+        return compiled
+
+    jobs = [lambda job=job: compile_one(*job) for job in CHOSEN.values()]
+    return dict(zip(CHOSEN, in_parallel(jobs), strict=True))
+
+
+def products(kwargs: dict[str, Any], warps: int) -> int:
+    """Return how many instructions a warpgroup needs for a k block."""
+    rows_of_a_warpgroup = kwargs["BLOCK_M"] // kwargs["CTAS"] * 4 // warps
+    return rows_of_a_warpgroup // 64 * kwargs["BLOCK_K"] // 16
+
+
+def consumers(kwargs: dict[str, Any]) -> int:
+    """Return how many times the code that multiplies is there."""
+    return 2 if kwargs["VARIANT"] == "pingpong" else 1
+
+
+@pytest.mark.parametrize("code", CHOSEN)
+def test_it_fits_the_device_without_spills_and_takes_what_is_said_of_it(kernels, code):
+    compiled, (config, types) = kernels[code], CHOSEN[code]
+    used = resources(compiled, HOPPER)
+    assert used["spilled"] == 0
+    assert used["registers"] <= REGISTERS[HOPPER]
+    assert used["shared_bytes"] <= SHARED_BYTES[HOPPER]  # of each CTA
+    estimate = shared_bytes(config.kwargs, OUT_BYTES[types["out"]], tensor_memory=False)
+    assert 0 <= estimate - used["shared_bytes"] <= 1024
+    assert compiled.metadata.num_ctas == config.kwargs["CTAS"]
+    assert compiled.metadata.global_scratch_size == 0  # descriptors come from the host
+
+
+def test_all_types_are_compiled_for_both_kinds():
+    for codes in (JOINED, PAIRS):
+        types = [CHOSEN[code][1] for code in codes]
+        assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16"}
+        assert {kinds["out"] for kinds in types} == {"bf16", "fp16", "fp32"}
+
+
+# ---- tiles of any width
+
+
+@pytest.mark.parametrize("code", JOINED)
+def test_one_instruction_is_as_wide_as_the_tile_and_there_is_no_other(kernels, code):
+    config, types = CHOSEN[code]
+    width = width_of(config)
+    found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernels[code].asm["ptx"])
+    element = PTX_TYPES[types["dtype"]]
+    assert set(found) == {f"m64n{width}k16.f32.{element}.{element}"}
+    assert len(found) == consumers(config.kwargs) * products(config.kwargs, config.num_warps)
+
+
+def groups_of_products(sass: str) -> list[list[str]]:
+    """Return the products, and what waits for them, from each fence in front of products to the next one."""
+    names = r"(WARPGROUP\.ARRIVE|HGMMA\.\S+|gsb0, 0x\d+|gsb0;)"
+    groups: list[list[str]] = []
+    for name in re.findall(names, sass):
+        if name == "WARPGROUP.ARRIVE":
+            groups.append([])
+        else:
+            groups[-1].append(name)
+    return groups
+
+
+@pytest.mark.parametrize("code", JOINED)
+def test_ptxas_waits_for_no_product_before_all_of_a_k_block_are_under_way(kernels, code):
+    """Where it cannot see that nobody touches the registers of products in flight, it waits for each."""
+    config, types = CHOSEN[code]
+    width, kind = width_of(config), types["dtype"]
+    instruction = f"HGMMA.64x{width}x16.F32" + (".BF16" if kind == "bf16" else "")
+    in_flight = [instruction] * products(config.kwargs, config.num_warps) + ["gsb0;"]  # one group
+    waits = ["gsb0, 0x1", "gsb0, 0x0"]  # for the k block before, and behind the K loop
+    assert groups_of_products(kernels[code].asm["sass"]) == [in_flight + waits] * consumers(config.kwargs)
+
+
+def loops_with_products(lines: list[str]) -> list[tuple[int, int]]:
+    """Return the first line of each K loop, and that behind it which waits for the last product."""
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*(\w+):", line))}
+    loops = []
+    for at, line in enumerate(lines):
+        if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in line:
+            start = next(labels[found[1]] for line in lines[at:] if (found := re.search(r"BRA (\w+)", line)))
+            loops.append((start, next(i for i in range(at, len(lines)) if "gsb0, 0x0" in lines[i])))
+    return loops
+
+
+@pytest.mark.parametrize("code", JOINED)
+def test_nothing_touches_the_sums_of_products_in_flight(kernels, code):
+    config, _ = CHOSEN[code]
+    width = width_of(config)
+    lines = kernels[code].asm["sass"].splitlines()
+    loops = loops_with_products(lines)
+    assert len(loops) == consumers(config.kwargs)
+    for start, end in loops:
+        inside = lines[start:end]
+        assert sum("HGMMA" in line for line in inside) == products(config.kwargs, config.num_warps)
+        first = {int(found[1]) for line in inside if (found := re.search(r"HGMMA\S* R(\d+),", line))}
+        sums = {at + i for at in first for i in range(width // 2)}
+        assert len(sums) == len(first) * width // 2
+        for line in inside:
+            if "HGMMA" not in line:
+                assert not sums & {int(number) for number in re.findall(r"\bR(\d+)", line)}, line
+
+
+@pytest.mark.parametrize("code", JOINED)
+def test_all_columns_of_a_k_block_are_waited_for_on_one_mbarrier(kernels, code):
+    kwargs = CHOSEN[code][0].kwargs
+    ptx = kernels[code].asm["ptx"]
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared\S* \[[^]]+\], \[[^]]+\], \[(%\w+)\]", ptx)
+    assert len(set(loads)) == 1
+    (expected,) = re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);", ptx)
+    width = width_of(CHOSEN[code][0])
+    rows = int(expected) / (2 * kwargs["BLOCK_K"]) - kwargs["BLOCK_M"] // kwargs["CTAS"]
+    assert width <= rows <= width + 64
+
+
+# ---- programs of two CTAs
+
+
+@pytest.mark.parametrize("code", PAIRS)
+def test_two_ctas_are_launched_as_one_cluster(kernels, code):
+    ptx = kernels[code].asm["ptx"]
+    assert ".reqnctapercluster 2" in ptx
+    assert kernels[code].metadata.num_ctas == 2
+
+
+@pytest.mark.parametrize("code", PAIRS)
+def test_only_columns_are_loaded_into_both_and_by_one_of_them(kernels, code):
+    kwargs = CHOSEN[code][0].kwargs
+    ptx, sass = kernels[code].asm["ptx"], kernels[code].asm["sass"]
+    loads = re.findall(r"(@%p\d+)? *cp\.async\.bulk\.tensor\.2d\.(shared::\w+)\.global(\S*)", ptx)
+    own = [guard for guard, space, kind in loads if (space, "multicast" in kind) == ("shared::cta", False)]
+    for_both = [
+        guard for guard, space, kind in loads if (space, "multicast" in kind) == ("shared::cluster", True)
+    ]
+    assert len(own) + len(for_both) == len(loads)
+    assert own
+    assert for_both
+    assert all(guard.startswith("@") for guard in own + for_both)
+    assert not set(own) & set(for_both)  # of one thread of CTA 0, not of one thread of each
+    assert sass.count("UTMALDG.2D.MULTICAST") == len(for_both)
+    rows = kwargs["BLOCK_M"] // 2
+    expected = {
+        int(number) for number in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);", ptx)
+    }
+    narrow = 2 * kwargs["BLOCK_K"] * (rows + kwargs["BLOCK_N"])
+    assert min(expected) >= narrow  # half of A, all of B: what arrives in each
+    assert (
+        kwargs["JOINED"]
+        or expected == {narrow, narrow + 2 * kwargs["BLOCK_K"] * kwargs["EXTRA_N"]}
+        or (not kwargs["SPREAD"] and expected == {narrow + 2 * kwargs["BLOCK_K"] * kwargs["EXTRA_N"]})
+    )
+
+
+@pytest.mark.parametrize("code", PAIRS)
+def test_readers_give_a_slot_back_to_their_own_cta_and_to_the_one_that_loads_for_both(kernels, code):
+    kwargs = CHOSEN[code][0].kwargs
+    ptx = kernels[code].asm["ptx"]
+    given_back = re.findall(r"mbarrier\.arrive\.shared::(\w+)\.b64", ptx)
+    both = given_back.count("cluster")
+    in_loops_and_behind = 2 * consumers(kwargs)
+    assert both >= in_loops_and_behind
+    turns = given_back.count("cta") - both  # of ping-pong, within a CTA
+    assert (turns > 0) == (kwargs["VARIANT"] == "pingpong")
+    counts = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\S+\], (\d+);", ptx)
+    assert counts.count("2") == kwargs["NUM_BUFFERS"]  # `empty_in_both`: an arrival of each CTA
+
+
+@pytest.mark.parametrize("code", PAIRS)
+def test_mbarriers_are_there_before_the_other_cta_uses_them_and_nobody_leaves_before_the_other(kernels, code):
+    ptx = kernels[code].asm["ptx"]
+    marks = (
+        r"(mbarrier\.init|fence\.mbarrier_init\.release\.cluster|barrier\.cluster\.\w+|mbarrier\.arrive|ret;)"
+    )
+    order = re.findall(marks, ptx[: ptx.index("ret;") + len("ret;")])
+    meeting = ["barrier.cluster.arrive", "barrier.cluster.wait"]
+    last_init = max(at for at, mark in enumerate(order) if mark == "mbarrier.init")
+    assert order[last_init + 1 : last_init + 4] == ["fence.mbarrier_init.release.cluster", *meeting]
+    assert "mbarrier.arrive" not in order[:last_init]
+    assert order[-3:] == [*meeting, "ret;"]
+    # All threads of a CTA are waited for: the warps that load meet the others' at a place of their own.
+    assert order.count("barrier.cluster.arrive") == order.count("barrier.cluster.wait") == 2 * 2
+    assert len(re.findall(r"UCGABAR_WAIT", kernels[code].asm["sass"])) == 2 * 2
+
+
+# ---- the path to a launch
+
+
+@pytest.mark.parametrize(("m", "n", "programs"), [(1024, 2048, 33), (16, 4096, 132)])
+def test_a_config_of_two_ctas_reaches_triton_as_a_cluster(m, n, programs, monkeypatch):
+    pair, _ = CHOSEN[PAIRS[0]]
+    tiles = -(-m // pair.kwargs["BLOCK_M"]) * -(-n // width_of(pair))
+    a, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((m, 64), (n, 64), (m, n)))
+    with only_compiling(monkeypatch, launching, launching.tuned_gemm, pair) as device:
+        for _ in range(2):  # asked of the tuner, then the short way
+            assert operation._run_gluon(a, weight.T, out, "auto", "grouped", programs, 1, tensor_memory=False)
+    first, settled = device.launched
+    assert arguments(first) == arguments(settled)
+    for launched in (first, settled):
+        assert launched[:3] == (min(programs // 2, tiles), 1, 1)
+        assert launched[5][1] == 2  # CTAs of a cluster: in what Triton packs for its launcher
+    halves = "cga_layout=[[1, 0]]"
+    assert [halves in arguments(first)[i][-1] for i in range(4)] == [True, False, False, True]  # A and C
+    assert arguments(first)[0][5] == pair.kwargs["BLOCK_M"]  # whole blocks of A, however few rows it has

@@ -1,0 +1,255 @@
+"""Which calls are offered tiles of any width (`JOINED`) and pairs of CTAs (`CTAS`), and their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
+from dist_autotune.kernels.persistent_gemm import candidates
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta
+from dist_autotune.kernels.persistent_gemm.candidates import (
+    GLUON_CANDIDATES,
+    accumulator_registers,
+    fits,
+    operand_bytes,
+    prune,
+    shared_bytes,
+    suits,
+)
+from dist_autotune.kernels.persistent_gemm.launch import Shape
+
+LIMIT = 232448
+KIB = 1024
+NEEDS_39 = pytest.mark.skipif(not HAS_CLUSTERS_AND_PTX, reason="such candidates are there since Triton 3.9")
+
+# The halves of two CTAs: of the rows, of the columns, or of nothing, as both have all.
+ROWS, COLUMNS, ALL = ((1, 0),), ((0, 1),), ((0, 0),)
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: LIMIT)
+
+
+def config_of(
+    blocks: tuple[int, int, int], extra_n: int = 0, *, warps: int = 8, ctas: int = 1, **changed: Any
+) -> triton.Config:
+    kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
+    kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
+    kwargs |= {"STREAM_K": 0, "STAGGER": False, "SPREAD": False, "JOINED": False, "CTAS": ctas}
+    return triton.Config(kwargs | changed, num_warps=warps, num_stages=1, num_ctas=ctas)
+
+
+JOINED = config_of((128, 128, 64), 48, JOINED=True)
+PAIR = config_of((256, 128, 64), ctas=2)
+BOTH = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
+
+
+def call(**changed: Any) -> dict[str, Any]:
+    """Return what the kernel is called with."""
+    args = {"M": 4096, "N": 4096, "K": 4096, "splits": 1, "programs": 132, "SCHEDULE": "grouped"}
+    args |= {"wanted": candidates.NAMES.index("auto"), "OUT": "bf16", "TRANS_A": False, "TRANS_B": True}
+    return args | {"TENSOR_MEMORY": False, "a_alignment": 128, "b_alignment": 128} | changed
+
+
+def new_of(configs: list[triton.Config]) -> list[triton.Config]:
+    return [config for config in configs if config.kwargs["JOINED"] or config.num_ctas > 1]
+
+
+# ---- which calls may use them
+
+
+@pytest.mark.parametrize(("trans_a", "trans_b"), [(True, True), (True, False), (False, False)])
+def test_an_instruction_of_any_width_reads_both_operands_along_k_only(trans_a, trans_b):
+    args = call(TRANS_A=trans_a, TRANS_B=trans_b)
+    assert not suits(JOINED.kwargs, args)
+    assert not suits(BOTH.kwargs, args)
+    assert suits(PAIR.kwargs, args)
+    assert suits(JOINED.kwargs, call())
+
+
+def test_two_ctas_need_a_schedule_that_both_know_and_two_sms():
+    assert suits(PAIR.kwargs, call())
+    assert suits(PAIR.kwargs, call(programs=2))
+    assert not suits(PAIR.kwargs, call(programs=1))
+    assert not suits(PAIR.kwargs, call(SCHEDULE="dynamic"))
+    for schedule in ("grouped", "contiguous", "strided", "chiplet"):
+        assert suits(PAIR.kwargs, call(SCHEDULE=schedule))
+    assert suits(JOINED.kwargs, call(SCHEDULE="dynamic", programs=1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "joined", "pairs"),
+    [
+        pytest.param({}, True, True, id="A by rows, a weight"),
+        pytest.param({"TRANS_A": True}, False, True, id="A by columns"),
+        pytest.param({"TRANS_B": False}, False, True, id="B by rows"),
+        pytest.param({"SCHEDULE": "dynamic"}, True, False, id="dynamic"),
+        pytest.param({"programs": 1}, True, False, id="one program"),
+        pytest.param({"TENSOR_MEMORY": True}, False, False, id="Blackwell"),
+    ],
+)
+@NEEDS_39
+def test_the_candidates_of_a_call(changed, joined, pairs, monkeypatch):
+    monkeypatch.setattr(candidates, "MOST_TRIALS", len(GLUON_CANDIDATES))
+    tried = prune(GLUON_CANDIDATES, call(**changed))
+    assert any(config.kwargs["JOINED"] for config in tried) == joined
+    assert any(config.num_ctas > 1 for config in tried) == pairs
+    assert len(tried) > len(new_of(tried))
+
+
+def test_before_triton_3_9_there_are_none():
+    assert bool(new_of(GLUON_CANDIDATES)) == HAS_CLUSTERS_AND_PTX
+
+
+def test_tensor_memory_has_neither():
+    for config in (JOINED, PAIR, BOTH, config_of((128, 192, 64), JOINED=True)):
+        assert not fits(config, 2, LIMIT, tensor_memory=True)
+        assert fits(config, 2, LIMIT, tensor_memory=False)
+
+
+@NEEDS_39
+def test_every_candidate_fits_hopper_and_is_what_the_kernel_can_run():
+    for config in new_of(GLUON_CANDIDATES):
+        kwargs = config.kwargs
+        assert fits(config, 2, LIMIT, tensor_memory=False)
+        assert config.num_ctas == kwargs["CTAS"]  # what the kernel is compiled for, and what it reads
+        assert kwargs["STREAM_K"] == 0
+        assert rows_of_a_cta(kwargs) % (64 * consumers(config)) == 0
+        assert rows_of_a_cta(kwargs) >= 16 * config.num_warps
+        if kwargs["JOINED"]:
+            width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+            assert width % 8 == 0
+            assert kwargs["STORE_N"] <= width <= 256
+            assert kwargs["BLOCK_K"] == 64
+            assert not kwargs["SPREAD"]
+            assert kwargs["STORE_BUFFERS"] > 0
+
+
+def consumers(config: triton.Config) -> int:
+    return config.num_warps // 4
+
+
+# ---- blocks
+
+
+@pytest.mark.parametrize(
+    ("trans_a", "trans_b", "a", "b", "extra"),
+    [
+        (False, True, Block(256, 64, ROWS), Block(128, 64, ALL), Block(64, 64, ALL)),
+        (True, True, Block(64, 256, COLUMNS), Block(128, 64, ALL), Block(64, 64, ALL)),
+        (False, False, Block(256, 64, ROWS), Block(64, 128, ALL), Block(64, 64, ALL)),
+        (True, False, Block(64, 256, COLUMNS), Block(64, 128, ALL), Block(64, 64, ALL)),
+    ],
+)
+def test_two_ctas_divide_rows_of_a_and_c_and_both_have_all_columns(trans_a, trans_b, a, b, extra):
+    kwargs = config_of((256, 128, 64), 64, ctas=2).kwargs
+    blocks = blocks_of({**kwargs, "TRANS_A": trans_a, "TRANS_B": trans_b})
+    assert blocks == {"a_desc": a, "b_desc": b, "extra_desc": extra, "c_desc": Block(256, 64, ROWS)}
+
+
+@pytest.mark.parametrize(("trans_a", "trans_b"), [(False, True), (True, True), (False, False), (True, False)])
+def test_one_cta_divides_nothing(trans_a, trans_b):
+    kwargs = config_of((128, 128, 64), 64).kwargs
+    blocks = blocks_of({**kwargs, "TRANS_A": trans_a, "TRANS_B": trans_b})
+    assert all(block.cga == () for block in blocks.values())
+    pair = blocks_of({**kwargs, "CTAS": 2, "TRANS_A": trans_a, "TRANS_B": trans_b})
+    assert {name: block[:2] for name, block in pair.items()} == {
+        name: block[:2] for name, block in blocks.items()
+    }
+
+
+def test_two_ctas_load_whole_blocks_of_a_however_few_rows_there_are():
+    sizes = {"TRANS_A": False, "TRANS_B": True, "M": 16, "N": 4096}
+    assert blocks_of({**PAIR.kwargs, **sizes})["a_desc"] == Block(256, 64, ROWS)
+    alone = config_of((256, 128, 64)).kwargs
+    assert blocks_of({**alone, **sizes})["a_desc"] == Block(16, 64)
+
+
+def test_boxes_of_one_operand_lie_one_behind_the_other_and_are_powers_of_two():
+    for block_n, extra_n, in_shared_memory in ((128, 48, 192), (192, 16, 256), (64, 32, 128), (64, 56, 128)):
+        kwargs = config_of((128, block_n, 64), extra_n, JOINED=True).kwargs
+        blocks = blocks_of({**kwargs, "TRANS_A": False, "TRANS_B": True, "M": 4096, "N": 4096})
+        b, extra = blocks["b_desc"].rows, blocks["extra_desc"].rows
+        assert (b & (b - 1), extra & (extra - 1)) == (0, 0)
+        assert block_n % b == 0  # whole boxes, the further columns begin with one
+        assert extra_n <= extra
+        assert block_n + extra <= in_shared_memory
+        one_slot = operand_bytes({**kwargs, "NUM_BUFFERS": 1}) - 128 * 64 * 2
+        assert one_slot == in_shared_memory * 64 * 2
+
+
+def test_a_kernel_that_knows_no_clusters_has_the_blocks_it_had():
+    kwargs = {"BLOCK_M": 128, "BLOCK_N": 128, "EXTRA_N": 64, "BLOCK_K": 64, "STORE_N": 64}
+    assert blocks_of(kwargs) == {
+        "a_desc": Block(128, 64),
+        "b_desc": Block(128, 64),
+        "extra_desc": Block(64, 64),
+        "c_desc": Block(128, 64),
+    }
+    assert rows_of_a_cta(kwargs) == 128
+
+
+def test_a_descriptor_has_the_layout_of_its_block():
+    matrix = Matrix(4096, 512, 512, 512, torch.bfloat16, transposed=False)
+    descriptor = describe(matrix, Block(8, 64))
+    assert (descriptor.block_shape, list(descriptor.layout.cga_layout or [])) == ([8, 64], [])
+    for block in (Block(256, 64, ROWS), Block(128, 64, ALL), Block(64, 256, COLUMNS), Block(64, 64)):
+        set_block(descriptor, block)
+        assert descriptor.block_shape == [block.rows, block.columns]
+        assert [tuple(basis) for basis in descriptor.layout.cga_layout or []] == list(block.cga)
+
+
+# ---- shared memory, registers, the grid
+
+
+def test_bytes_and_registers_are_those_of_one_cta():
+    assert operand_bytes(PAIR.kwargs) == 4 * (128 + 128) * 64 * 2
+    assert shared_bytes(PAIR.kwargs, 2, tensor_memory=False) == 128 * KIB + 128 * 64 * 2 + KIB
+    alone = config_of((128, 128, 64))
+    assert accumulator_registers(PAIR) == accumulator_registers(alone) == 64
+    assert operand_bytes(BOTH.kwargs) == operand_bytes(JOINED.kwargs) == 4 * (128 + 192) * 64 * 2
+    assert accumulator_registers(JOINED) == 88
+
+
+def shape(m: int, n: int, programs: int = 132) -> Shape:
+    return Shape(
+        m=m,
+        n=n,
+        k=4096,
+        trans_a=False,
+        trans_b=True,
+        dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+        schedule="grouped",
+        wanted="auto",
+        splits=1,
+        split_rows=0,
+        programs=programs,
+        a_alignment=128,
+        b_alignment=128,
+        device=torch.device("cuda"),
+        tensor_memory=False,
+    )
+
+
+def test_half_as_many_programs_of_two_ctas_run_and_none_without_a_tile():
+    assert shape(8192, 8192).grid(PAIR.kwargs) == (66, 1, 1)
+    assert shape(8192, 8192, programs=131).grid(PAIR.kwargs) == (65, 1, 1)
+    assert shape(512, 256).grid(PAIR.kwargs) == (4, 1, 1)
+    assert shape(8192, 8192).grid(JOINED.kwargs) == (132, 1, 1)
+    assert shape(128, 352).grid(JOINED.kwargs) == (2, 1, 1)
+    assert shape(257, 177).grid(BOTH.kwargs) == (4, 1, 1)
+
+
+@NEEDS_39
+def test_the_tuner_hands_the_number_of_ctas_to_triton_with_each_config():
+    for config in GLUON_CANDIDATES:
+        assert config.all_kwargs()["num_ctas"] == config.kwargs["CTAS"]
+    (pair, *_) = [config for config in GLUON_CANDIDATES if config.num_ctas == 2]
+    assert "num_ctas: 2" in str(pair)  # caches and journals tell it from a config of one
