@@ -45,7 +45,7 @@ from dist_autotune.compile import preflight
 from dist_autotune.compile_sharing import Terms
 from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.matrices import as_matrix, describe
+from dist_autotune.kernels.matrices import Block, as_matrix, describe
 from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
 from pretended_device import PretendedDevice
 
@@ -86,7 +86,7 @@ def launch_persistent_gemm(device: str) -> Arguments:
         torch.empty(shape, dtype=torch.bfloat16, device=device)
         for shape in ((ROWS, INNER), (COLUMNS, INNER), (COLUMNS, INNER), (ROWS, COLUMNS))
     ]
-    descriptors = [describe(as_matrix(tensor), (8, 64)) for tensor in tensors]
+    descriptors = [describe(as_matrix(tensor), Block(8, 64)) for tensor in tensors]
     counter = torch.zeros(2, dtype=torch.int32, device=device)
     parts = torch.empty(8, dtype=torch.float32, device=device)
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}

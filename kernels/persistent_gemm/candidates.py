@@ -26,7 +26,8 @@ MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and
 LEAST_SAVED_K = 512
 SAVED_K_FOR_A_PART = 8
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
-MOST_TRIALS = 30  # of a call; those that the estimate puts behind are not tried
+# Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
+MOST_TRIALS = 48 if HAS_CLUSTERS_AND_PTX else 30
 
 
 def gluon_candidate(
@@ -255,7 +256,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
         # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
         if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
             return False
-        if config.num_ctas > 1:
+        if config.num_ctas > 1 or kwargs.get("JOINED"):
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
         return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
@@ -304,7 +305,10 @@ def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     """Return whether a config can run with the call's layouts, schedule and number of programs."""
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
         return False
-    return bool(kwargs["CTAS"] == 1 or (args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"]))
+    if kwargs["CTAS"] == 1:
+        return True
+    # With columns of A in memory two CTAs have not been run.
+    return bool(not args["TRANS_A"] and args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"])
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:

@@ -2,8 +2,8 @@
 
 A k block of a tile costs what takes longest, in clocks of an SM:
 
-    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, and 1.2 times that where
-                the numbers are random
+    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, by data sheets. Products of
+                random numbers were seen to take 1.2 times that, cuBLAS' as well
     share       shared memory passes 128 bytes a clock: what is loaded is written there, and each instruction
                 reads its rows of A and its columns of B. A tile of two accumulators reads its rows twice, so
                 128 + 64 columns are bound by that
@@ -13,8 +13,9 @@ Tiles are done in waves. What is not hidden of a tile's store and of its first l
 is faster than memory, which is as fast as there are bytes in flight.
 
 The constants are an H200's at 1.98 GHz, which is what it runs at for products that take little power: of data
-sheets, or such that the medians in docs/benchmarks come out. With 2.5 us for the launch, 18 of the 24 configs
-that `auto` chose below 0.2 ms are within a tenth. Large products take longer, as the clock falls.
+sheets, or such that the medians in docs/benchmarks come out. With 2.5 us for the launch, half of the configs
+that `auto` chose below 0.2 ms for the ragged shapes there are within a tenth, nearly all within a fifth. Large
+products take longer, as the clock falls.
 """
 
 from __future__ import annotations
@@ -29,11 +30,9 @@ from .blocks import rows_of_a_cta
 from .mma import WIDEST_FROM_REGISTERS
 from .widths import tiles_side_by_side
 
-L2_BYTES_PER_CLOCK = (
-    60  # into one SM; 64 would be the most, 58 were seen (304 x 5120 x 5120, tiles of 64 x 208)
-)
+L2_BYTES_PER_CLOCK = 60  # into one SM; 55 to 58 were seen for 304 x 5120 x 5120
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
-RANDOM_NUMBERS = 1.2  # cuBLAS' and our time for 64 of K, from K = 1024 to 4096, over what instructions take
+SEEN_OVER_NOMINAL = 1.2  # of instructions, by what K = 4096 takes longer than K = 1024
 SHARED_BYTES_PER_CLOCK = 128
 FROM_REGISTERS = 0.95  # times that where the rows of two accumulators pass through registers
 MEMORY_BYTES_PER_CLOCK = 2020  # of the GPU: about 4 TB/s
@@ -99,7 +98,7 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
     shared = (read + written) / SHARED_BYTES_PER_CLOCK
     if len(widths) > 1 and widths[1] <= WIDEST_FROM_REGISTERS.value and rows >= 128:
         shared *= 1 if kwargs["VARIANT"] == "pingpong" else FROM_REGISTERS
-    return max(RANDOM_NUMBERS * instructions * sum(widths) / 2, shared)
+    return max(SEEN_OVER_NOMINAL * instructions * sum(widths) / 2, shared)
 
 
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:

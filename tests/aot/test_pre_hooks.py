@@ -28,7 +28,7 @@ from dist_autotune import contextual_autotune, intercept, rehearsal
 from dist_autotune.compile import Preflight
 from dist_autotune.compile_sharing import Terms
 from dist_autotune.kernels.compat import GluonASTSource
-from dist_autotune.kernels.matrices import set_block
+from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
 from pretended_device import PretendedDevice
@@ -196,7 +196,7 @@ def test_a_hook_may_set_a_layout():
     layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.float16)
     x = torch.zeros(64, 64, dtype=torch.float16)
     descriptor = GluonDescriptor.from_tensor(x, [16, 64], layout)
-    config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], (8, 16)))
+    config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], Block(8, 16)))
     found = rehearsal.rehearse(kernel(GOOD), {"one": config}, (descriptor,), {}, 60.0)
     (changed,), _ = found.launches["one"]
     assert (changed.block_shape, changed.layout.swizzle_byte_width) == ([8, 16], 32)
