@@ -65,11 +65,11 @@ def new_of(configs: list[triton.Config]) -> list[triton.Config]:
 
 
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(True, True), (True, False), (False, False)])
-def test_an_instruction_of_any_width_reads_both_operands_along_k_only(trans_a, trans_b):
+def test_an_instruction_of_any_width_reads_both_operands_along_k_and_pairs_have_rows_of_a(trans_a, trans_b):
     args = call(TRANS_A=trans_a, TRANS_B=trans_b)
     assert not suits(JOINED.kwargs, args)
     assert not suits(BOTH.kwargs, args)
-    assert suits(PAIR.kwargs, args)
+    assert suits(PAIR.kwargs, args) is not trans_a
     assert suits(JOINED.kwargs, call())
 
 
@@ -87,7 +87,7 @@ def test_two_ctas_need_a_schedule_that_both_know_and_two_sms():
     ("changed", "joined", "pairs"),
     [
         pytest.param({}, True, True, id="A by rows, a weight"),
-        pytest.param({"TRANS_A": True}, False, True, id="A by columns"),
+        pytest.param({"TRANS_A": True}, False, False, id="A by columns"),
         pytest.param({"TRANS_B": False}, False, True, id="B by rows"),
         pytest.param({"SCHEDULE": "dynamic"}, True, False, id="dynamic"),
         pytest.param({"programs": 1}, True, False, id="one program"),

@@ -2,8 +2,8 @@
 
 A k block of a tile costs what takes longest, in clocks of an SM:
 
-    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, by data sheets. Products of
-                random numbers were seen to take 1.2 times that, cuBLAS' as well
+    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, by data sheets. Products
+                of random numbers were seen to take 1.2 times that, cuBLAS' as well
     share       shared memory passes 128 bytes a clock: what is loaded is written there, and each instruction
                 reads its rows of A and its columns of B. A tile of two accumulators reads its rows twice, so
                 128 + 64 columns are bound by that
@@ -14,7 +14,7 @@ is faster than memory, which is as fast as there are bytes in flight.
 
 The constants are an H200's at 1.98 GHz, which is what it runs at for products that take little power: of data
 sheets, or such that the medians in docs/benchmarks come out. With 2.5 us for the launch, half of the configs
-that `auto` chose below 0.2 ms for the ragged shapes there are within a tenth, nearly all within a fifth. Large
+that `auto` chose below 0.2 ms for the ragged shapes are within a tenth, nearly all within a fifth. Large
 products take longer, as the clock falls.
 """
 
