@@ -38,16 +38,14 @@ from typing import Any
 
 import numpy as np
 
-from gluon_machine import Deadlock, Machine, Program, drain, machine, now
+import gluon_instructions as instructions
+from gluon_machine import Deadlock, Machine, Program, machine, now
 from gluon_memory import (
-    Barrier,
     BarrierLayout,
-    Barriers,
     Buffer,
     Descriptor,
     Layout,
     Pointer,
-    Scalar,
     Tensor,
     TensorMemory,
 )
@@ -56,159 +54,7 @@ from gluon_ptx import inline_asm
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 
 KERNELS = Path(__file__).parents[1] / "kernels"
-TURN_NS = 10_000  # of the clock, so that there is time for the polls between two looks at it
 LATE_TURNS = 30  # of a CTA's start, behind that of the other one
-
-
-def _allocate(dtype: object, shape: list[int], layout: Layout | None) -> Any:
-    cta = now().cta
-    if isinstance(layout, BarrierLayout):
-        return cta.allocate(lambda: Barriers(shape[0], layout))
-    each = (layout or Layout()).share(shape)
-    return Buffer(cta.allocate(lambda: np.full([len(cta.program.ctas), *each], np.nan)), cta.rank)
-
-
-def _zeros(shape: tuple[int, ...], dtype: object, layout: Layout | None) -> Tensor:
-    return Tensor(np.zeros((layout or Layout()).share(shape)))
-
-
-def _wait(bar: Barrier, parity: int, pred: bool = True) -> None:
-    now().cta.program.begin()
-    if pred and bar.cta is now().cta:
-        now().pause(lambda: bar.phase % 2 != parity, f"parity {parity} of an mbarrier in phase {bar.phase}")
-
-
-def _init(bar: Barrier, count: int) -> None:
-    """Begin with a count from each CTA that has no mbarrier of its own."""
-    bar.count = bar.pending = count * bar.everywhere.count(bar)
-
-
-def _arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
-    now().cta.program.begin()
-    if pred:
-        bar.arrive(count)
-    now().pause()
-
-
-def _expect(bar: Barrier, nbytes: int, pred: bool = True) -> None:
-    now().cta.program.begin()
-    if pred:
-        bar.bytes += nbytes
-        bar.arrive(1)
-
-
-def _must_be_fenced(buf: Buffer, what: str) -> None:
-    fenced = all(buf.memory not in task.unfenced for task in machine().tasks)
-    assert fenced, f"a {what} needs a proxy fence first"
-
-
-def _tma_load(
-    desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, *, multicast: bool = False
-) -> None:
-    now().cta.program.begin()
-    desc.may_load(coord)
-    if not multicast:
-        _copy(desc, coord, bar, buf)
-    elif now().cta.rank == 0:
-        for rank, of_cta in enumerate(bar.everywhere):  # there is no saying in which it arrives first
-            _copy(desc, coord, of_cta, buf.in_cta(rank))
-    now().pause()
-
-
-def _copy(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
-    """Start a load."""
-    _must_be_fenced(buf, "load")
-    assert buf.array.shape == tuple(desc.layout.share(desc.block_type.shape)), "it fills another buffer"
-    begin = desc.start_of(coord)
-
-    def copy() -> None:
-        bar.cta.must_be_there()
-        desc.read(begin, buf.array)
-        bar.transfer(-2 * buf.array.size)
-
-    buf.array[...] = np.nan  # from now on nobody may count on what was there
-    machine().copies.append(copy)
-
-
-def _tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
-    _must_be_fenced(buf, "store")
-    begin = desc.start_of(coord)
-    now().storing.append(lambda: desc.write(begin, buf.array))
-    now().pause()
-
-
-def _store_wait(pendings: int) -> None:
-    drain(now().storing, pendings)
-    now().pause()
-
-
-def _multiply(a: Buffer | Tensor, b: Buffer, acc: Tensor, *, is_async: bool) -> Tensor:
-    assert is_async
-
-    def finish() -> None:
-        acc.array += a.array @ b.array
-        acc.in_flight -= 1
-
-    acc.in_flight += 1
-    now().multiplying.append(finish)
-    now().pause()
-    return acc
-
-
-def _multiply_wait(num_outstanding: int, deps: tuple[Tensor, ...]) -> Any:
-    drain(now().multiplying, num_outstanding)
-    now().pause()
-    return deps[0] if len(deps) == 1 else deps
-
-
-def _tcgen05(a: Buffer, b: Buffer, acc: TensorMemory, *, use_acc: bool) -> None:
-    def finish() -> None:
-        acc.array[...] = a.array @ b.array + (acc.array if use_acc else 0)
-
-    machine().queues.setdefault(now().cta, []).append(finish)
-    now().pause()
-
-
-def _commit(bar: Barrier) -> None:
-    machine().queues.setdefault(now().cta, []).append(lambda: bar.arrive(1))
-    now().pause()
-
-
-def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
-    parent = now()
-    parent.cta.program.begin()
-    for (body, arguments), count in zip(partitions[1:], warps, strict=True):
-        name = f"{parent.name}/{body.__name__}{len(machine().tasks)}"
-        machine().start(name, parent.cta, count, lambda body=body, arguments=arguments: body(*arguments))
-    body, arguments = partitions[0]
-    body(*arguments)
-
-
-def _atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar:
-    before = pointer.get()
-    pointer.set(before + value)
-    now().order(sem)
-    if "acq" in sem:
-        now().acquired[pointer.address] = before
-    now().pause()
-    return before
-
-
-def _atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> None:
-    pointer.set(value)
-
-
-def _assembly(text: str, *arguments: Any, **options: Any) -> Scalar:
-    if "fence.proxy.async.global" in text:
-        now().visible.update(now().acquired)
-        return Scalar(0)
-    if "vote.sync.any" in text:  # of the lanes of one warp, which are one here
-        return Scalar(arguments[1][0])
-    if "%globaltimer" in text:
-        time_ns = machine().turns * TURN_NS
-        return Scalar(time_ns >> 20 if "shr.u64 now, now, 20" in text else time_ns)
-    assert "%smid" in text
-    return Scalar(now().program)
 
 
 def _same(value: Any) -> Any:
@@ -256,9 +102,14 @@ def _fakes() -> dict[str, types.ModuleType]:
         return None
 
     mbarrier = module(
-        "mbarrier", MBarrierLayout=BarrierLayout, init=_init, wait=_wait, arrive=_arrive, expect=_expect
+        "mbarrier",
+        MBarrierLayout=BarrierLayout,
+        init=instructions.init,
+        wait=instructions.wait,
+        arrive=instructions.arrive,
+        expect=instructions.expect,
     )
-    tma = module("tma", tensor_descriptor=None, store_wait=_store_wait)
+    tma = module("tma", tensor_descriptor=None, store_wait=instructions.store_wait)
     language = module(
         "language",
         constexpr=_constexpr,
@@ -274,15 +125,15 @@ def _fakes() -> dict[str, types.ModuleType]:
         bfloat16="bfloat16",
         tuple=None,
         distributed_type=lambda dtype, shape, layout: types.SimpleNamespace(layout=layout),
-        zeros=_zeros,
+        zeros=instructions.zeros,
         full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value)),
         max=lambda tensor, axis: int(tensor.array.max()),
         num_warps=lambda: now().warps,
         num_ctas=lambda: len(now().cta.program.ctas),
         program_id=lambda axis: now().program,
         num_programs=lambda axis: machine().programs,
-        allocate_shared_memory=_allocate,
-        warp_specialize=_specialize,
+        allocate_shared_memory=instructions.allocate,
+        warp_specialize=instructions.specialize,
         BlockedLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
@@ -290,14 +141,14 @@ def _fakes() -> dict[str, types.ModuleType]:
         DotOperandLayout=nothing,
         join=Tensor.join,
         convert_layout=lambda tensor, layout: tensor,
-        atomic_add=_atomic_add,
-        atomic_xchg=_atomic_xchg,
+        atomic_add=instructions.atomic_add,
+        atomic_xchg=instructions.atomic_xchg,
         load=lambda pointer: pointer.get(),
         store=lambda pointer, value: pointer.set(value),
         arange=lambda start, end, layout: Tensor(np.arange(start, end)),
         where=lambda condition, a, b: a if condition else b,
         cast=lambda value, dtype: value,
-        inline_asm_elementwise=_assembly,
+        inline_asm_elementwise=instructions.assembly,
     )
     gluon = module("gluon", jit=_jit, constexpr_function=_same, language=language)
     hopper = module(
@@ -305,15 +156,15 @@ def _fakes() -> dict[str, types.ModuleType]:
         mbarrier=mbarrier,
         tma=tma,
         fence_async_shared=lambda: now().unfenced.clear(),
-        warpgroup_mma=_multiply,
-        warpgroup_mma_wait=_multiply_wait,
+        warpgroup_mma=instructions.multiply,
+        warpgroup_mma_wait=instructions.multiply_wait,
     )
     blackwell = module(
         "blackwell",
         TensorMemoryLayout=nothing,
         allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full([1, *shape], np.nan), 0),
-        tcgen05_commit=_commit,
-        tcgen05_mma=_tcgen05,
+        tcgen05_commit=instructions.commit,
+        tcgen05_mma=instructions.tcgen05,
         tensor_memory_descriptor=None,
     )
     triton = module(
@@ -363,8 +214,8 @@ def load_kernel_module(name: str) -> Any:
         compiled_for=lambda: "cuda",
         inline_asm=inline_asm,
         is_one_warp=lambda: now().warps == 1,
-        tma_load=_tma_load,
-        tma_store=_tma_store,
+        tma_load=instructions.tma_load,
+        tma_store=instructions.tma_store,
         partition_barrier=lambda: now().barrier(),
         reinterpret=Buffer.reinterpret,
         load_accumulator=Buffer.load,

@@ -12,13 +12,14 @@ import triton.language as tl
 
 import gluon_model
 from dist_autotune.kernels.signals import as_patience, poll_until, wait_until
+from gluon_instructions import TURN_NS
 from gluon_machine import machine
 from gluon_memory import Pointer
 from ranks import assert_all_ok, run_ranks
 
 SIGNALS = gluon_model.load_kernel_module("signals")
 ROUND, MOST_ROUNDS_PER_TICK = SIGNALS.POLLS_PER_ROUND, SIGNALS.MOST_ROUNDS_PER_TICK
-TURNS_PER_TICK = 2**20 / gluon_model.TURN_NS
+TURNS_PER_TICK = 2**20 / TURN_NS
 
 
 class Wait:

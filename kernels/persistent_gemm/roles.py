@@ -271,13 +271,12 @@ def run(
 ):
     """Multiply and store the tiles of the problem that are this program's; `gemm` says what is what."""
     gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
+    STEALS: gl.constexpr = STORE_BUFFERS == 0
     if JOINED:
+        gl.static_assert(not TENSOR_MEMORY and not problem.SPREAD and not STEALS, "of one width, for Hopper")
         gl.static_assert(STORE_N <= BLOCK_N + EXTRA_N, "the last piece ends with the tile")
     else:
         gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
-    STEALS: gl.constexpr = STORE_BUFFERS == 0
-    if JOINED:
-        gl.static_assert(not TENSOR_MEMORY and not problem.SPREAD, "of one width, for Hopper")
     if STEALS:
         gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
         gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
