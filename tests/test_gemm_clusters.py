@@ -10,10 +10,11 @@ import triton
 
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
-from dist_autotune.kernels.persistent_gemm import candidates
+from dist_autotune.kernels.persistent_gemm import candidates, pruning
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta
-from dist_autotune.kernels.persistent_gemm.candidates import (
-    GLUON_CANDIDATES,
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.launch import Shape
+from dist_autotune.kernels.persistent_gemm.pruning import (
     accumulator_registers,
     fits,
     operand_bytes,
@@ -21,7 +22,6 @@ from dist_autotune.kernels.persistent_gemm.candidates import (
     shared_bytes,
     suits,
 )
-from dist_autotune.kernels.persistent_gemm.launch import Shape
 
 LIMIT = 232448
 KIB = 1024
@@ -33,7 +33,7 @@ ROWS, COLUMNS, ALL = ((1, 0),), ((0, 1),), ((0, 0),)
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: LIMIT)
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: LIMIT)
 
 
 def config_of(
@@ -96,7 +96,7 @@ def test_two_ctas_need_a_schedule_that_both_know_and_two_sms():
 )
 @NEEDS_39
 def test_the_candidates_of_a_call(changed, joined, pairs, monkeypatch):
-    monkeypatch.setattr(candidates, "MOST_TRIALS", len(GLUON_CANDIDATES))
+    monkeypatch.setattr(pruning, "MOST_TRIALS", len(GLUON_CANDIDATES))
     tried = prune(GLUON_CANDIDATES, call(**changed))
     assert any(config.kwargs["JOINED"] for config in tried) == joined
     assert any(config.num_ctas > 1 for config in tried) == pairs

@@ -24,18 +24,17 @@ from dist_autotune.kernels.persistent_gemm import (
     launch,
     operation,
     persistent_matmul,
+    pruning,
 )
 from dist_autotune.kernels.persistent_gemm.candidates import (
     GLUON_CANDIDATES,
     PLAIN_CANDIDATES,
     PLAIN_GPU_CANDIDATES,
-    cuts_the_last_wave,
-    fits,
-    is_wanted,
 )
 from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied
 from dist_autotune.kernels.persistent_gemm.launch import Shape
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
+from dist_autotune.kernels.persistent_gemm.pruning import cuts_the_last_wave, fits, is_wanted
 from dist_autotune.kernels.persistent_gemm.splits import sum_splits, workspace_of
 from padded_rooms import poison_rooms
 
@@ -369,11 +368,11 @@ def test_the_last_wave_is_cut_where_that_makes_it_much_shorter(sizes, programs, 
 def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
     wanted, out, tensor_memory, monkeypatch
 ):
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
     args = {"M": 8192, "N": 8192, "K": 512, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
     args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
     args |= {"TRANS_A": False, "TRANS_B": True, "a_alignment": 128, "b_alignment": 128}
-    cut = [config.kwargs["STREAM_K"] > 0 for config in candidates.prune(GLUON_CANDIDATES, args)]
+    cut = [config.kwargs["STREAM_K"] > 0 for config in pruning.prune(GLUON_CANDIDATES, args)]
     assert cut
     assert set(cut) == {wanted == "stream_k"}
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
-from dist_autotune.kernels.persistent_gemm import candidates, copies, operation, padded
+from dist_autotune.kernels.persistent_gemm import copies, operation, padded, pruning
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
 from dist_autotune.kernels.persistent_gemm.launch import Shape
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +214,7 @@ def test_what_becomes_of_odd_sizes(sizes, expected):
 
 
 def test_a_gpu_that_no_config_fits_copies_nothing(monkeypatch):
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 1000)
     assert what_to_copy(a_shape(4100, 4104, 4104), out=False) == NOTHING
     assert what_to_copy(a_shape(4001, 2003, 999), out=True) is None
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dist_autotune.kernels.matrices import LINE_BYTES
-from dist_autotune.kernels.persistent_gemm import candidates
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, MOST_TRIALS, prune
+from dist_autotune.kernels.persistent_gemm import candidates, pruning
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.estimate import (
     BETWEEN_LINES,
     BETWEEN_SECTORS,
@@ -22,6 +22,7 @@ from dist_autotune.kernels.persistent_gemm.estimate import (
     memory_clocks,
     multiply_clocks,
 )
+from dist_autotune.kernels.persistent_gemm.pruning import MOST_TRIALS, prune
 
 RECORDS = Path(__file__).parents[1] / "docs" / "benchmarks"
 ALIGNMENTS = ("a_alignment", "b_alignment")
@@ -29,7 +30,7 @@ ALIGNMENTS = ("a_alignment", "b_alignment")
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
 
 
 def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_autotune.kernels.persistent_gemm import candidates
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, prune, saves_tiles
+from dist_autotune.kernels.persistent_gemm import candidates, pruning
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.estimate import estimated_clocks
+from dist_autotune.kernels.persistent_gemm.pruning import prune, saves_tiles
 from dist_autotune.kernels.persistent_gemm.widths import column_of, tiles_side_by_side, width_of_last
 from dist_autotune.kernels.tiles import on_host
 
@@ -69,7 +70,7 @@ def test_without_further_columns_or_where_all_are_wide_there_is_one_width():
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: 232448)
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
     args = {"splits": 1, "programs": 132, "wanted": candidates.NAMES.index("auto"), "SCHEDULE": "grouped"}
     args |= {"OUT": "bf16", "TENSOR_MEMORY": False, "a_alignment": 128, "b_alignment": 128}
     args |= {"TRANS_A": False, "TRANS_B": True}

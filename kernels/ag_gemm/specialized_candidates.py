@@ -7,7 +7,8 @@ from typing import Any
 import triton
 
 from ..configs import not_too_large, shared_memory_bytes
-from ..persistent_gemm.candidates import fits, gluon_candidate
+from ..persistent_gemm.candidates import gluon_candidate
+from ..persistent_gemm.pruning import fits
 
 CANDIDATES = [
     # The first is what a tuner's first run takes.

@@ -1,8 +1,8 @@
 """Hopper's MMA part for tiles of any width, a multiple of 8: one instruction for all columns (`JOINED`).
 
 A tensor's sides are powers of two, so `mma.Wgmma` multiplies 144 columns as 128 and 16; and an instruction
-for 16 columns takes as long as one for 40 would, as it reads its rows like any other. But the hardware's is
-as wide as any multiple of 8. Here it is written in PTX (`inline_asm`, since Triton 3.9):
+for 16 columns takes as long as one for 34 to 52 would, as it reads its rows like any other. The hardware's
+is as wide as any multiple of 8. Here it is written in PTX (`inline_asm`, since Triton 3.9):
 
     B in shared memory   boxes of 64 columns, one behind the other: BLOCK_N in all, and one for EXTRA_N more
     the accumulator      tensors of 8 columns, "strips"; a thread has 4 registers of each 64 rows of a strip,

@@ -15,10 +15,11 @@ import math
 from dataclasses import dataclass, replace
 
 from ..matrices import LINE_BYTES, TMA_BYTES
-from .candidates import GLUON_CANDIDATES, prune
+from .candidates import GLUON_CANDIDATES
 from .estimate import MEMORY_BYTES_PER_CLOCK, estimated_clocks
 from .launch import Shape
 from .padded import pitch_of
+from .pruning import prune
 
 CLOCKS_PER_US = 1980  # of an H200's SMs
 # 4 TB/s, read and written bytes together, where 16 bytes are moved at a time; else a little less.

@@ -18,7 +18,8 @@ from ..matrices import Block, Matrix, describe
 from ..settled_launch import SettledLaunches
 from .blocks import blocks_of
 from .body import gemm
-from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES, prune
+from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES
+from .pruning import prune
 from .widths import tiles_side_by_side
 
 COUNTERS_KEPT = 64

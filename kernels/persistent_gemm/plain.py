@@ -7,7 +7,8 @@ import triton.language as tl
 
 from ..configs import do_bench
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
-from .candidates import PLAIN_CANDIDATES, prune_plain
+from .candidates import PLAIN_CANDIDATES
+from .pruning import prune_plain
 
 
 @triton.autotune(

@@ -21,7 +21,8 @@ from launch_path import arguments, only_compiling
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, fits, shared_bytes
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.pruning import fits, shared_bytes
 
 pytestmark = [
     pytest.mark.aot,

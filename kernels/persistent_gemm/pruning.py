@@ -1,0 +1,154 @@
+"""Which of the `candidates` a call of `persistent_matmul` can use, and which of those are worth a trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from ..compat import HAS_CLUSTERS_AND_PTX
+from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
+from ..tails import tail_share
+from ..tiles import on_host
+from .any_width import BOX_N, boxes_of
+from .blocks import rows_of_a_cta
+from .candidates import CUT_SCHEDULES, NAMES
+from .estimate import estimated_clocks
+from .widths import tiles_side_by_side
+
+MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and the epilogue need the rest
+# By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
+LEAST_SAVED_K = 512
+SAVED_K_FOR_A_PART = 8
+BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
+# Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
+MOST_TRIALS = 48 if HAS_CLUSTERS_AND_PTX else 30
+
+
+def operand_bytes(kwargs: dict[str, Any]) -> int:
+    """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
+    a_bytes = kwargs["NUM_BUFFERS"] * rows_of_a_cta(kwargs) * kwargs["BLOCK_K"] * 2
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    if kwargs.get("JOINED"):
+        width = BOX_N.value * boxes_of(kwargs["BLOCK_N"], kwargs["EXTRA_N"])
+    b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
+    stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
+    return int(a_bytes + b_bytes + stolen)
+
+
+def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
+    """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
+    storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1
+    piece = rows_of_a_cta(kwargs) * kwargs["STORE_N"] * out_bytes
+    return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
+
+
+def accumulator_registers(config: triton.Config) -> int:
+    """Return how many registers of each thread the accumulator takes on Hopper."""
+    width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
+    return int(rows_of_a_cta(config.kwargs) * width // (32 * config.num_warps))
+
+
+def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:
+    """Return whether the config fits an SM."""
+    kwargs = config.kwargs
+    if shared_bytes(kwargs, out_bytes, tensor_memory=tensor_memory) > limit_bytes:
+        return False
+    if kwargs["STORE_BUFFERS"] == 0 and _stolen_is_too_small(kwargs, out_bytes):
+        return False
+    if tensor_memory:
+        # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
+        if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
+            return False
+        if config.num_ctas > 1 or kwargs.get("JOINED"):
+            return False
+        # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
+        return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
+    return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
+
+
+def _stolen_is_too_small(kwargs: dict[str, Any], out_bytes: int) -> bool:
+    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
+    return bool(piece > kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2)
+
+
+def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
+    """Return whether a config belongs to one of VARIANTS or PARTS."""
+    variant, steals = kwargs["VARIANT"], kwargs["STORE_BUFFERS"] == 0
+    if wanted == "warp_specialized":
+        return variant in ("cooperative", "pingpong")
+    if wanted == "stream_k" or kwargs["STREAM_K"] > 0:  # neither cooperative nor ping-pong as PARTS
+        return kwargs["STREAM_K"] > 0 and wanted in ("auto", "stream_k")
+    if wanted in ("own_buffers", "stealing"):
+        return variant == "persistent_pipelined" and steals == (wanted == "stealing")
+    return wanted in ("auto", variant)
+
+
+def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: int) -> bool:
+    """Return whether a config with STREAM_K makes the last wave enough shorter to be worth a trial."""
+    if args["SCHEDULE"] not in CUT_SCHEDULES or args["splits"] > 1:
+        return False
+    tiles_n, _wide = tiles_side_by_side(kwargs, args["N"])
+    tail = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * tiles_n % programs
+    k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
+    share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+    parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
+    saved_k = (k_blocks - share) * kwargs["BLOCK_K"]
+    return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))
+
+
+def saves_tiles(kwargs: dict[str, Any], n: int) -> bool:
+    """Return whether tiles of two widths are fewer than of the lesser one; True for one width."""
+    if not kwargs["SPREAD"]:
+        return True
+    tiles_n, wide = tiles_side_by_side(kwargs, n)
+    return wide < tiles_n < triton.cdiv(n, kwargs["BLOCK_N"])
+
+
+def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Return whether a config can run with the call's layouts, schedule and number of programs."""
+    if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
+        return False
+    if kwargs["CTAS"] == 1:
+        return True
+    # With columns of A in memory two CTAs have not been run.
+    return bool(not args["TRANS_A"] and args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"])
+
+
+def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
+    """Return the candidates of the Gluon body that this call can use."""
+    args = {**named_args, **kwargs}
+    out_bytes, limit = (4 if args["OUT"] == "fp32" else 2), shared_memory_bytes()
+    wanted = NAMES[args["wanted"]]
+    usable = [
+        config
+        for config in configs
+        if is_wanted(config.kwargs, wanted)
+        and (
+            config.kwargs["STREAM_K"] == 0
+            or wanted == "stream_k"
+            or cuts_the_last_wave(config.kwargs, args, args["programs"])
+        )
+        and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
+        and suits(config.kwargs, args)
+    ]
+    usable = [config for config in usable if saves_tiles(config.kwargs, args["N"])] or usable
+    usable = not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
+    return usable if args["TENSOR_MEMORY"] else most_promising(usable, args)
+
+
+def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
+    """Return no more configs than are tried, those that the estimate puts first, in its order."""
+    return sorted(configs, key=lambda config: estimated_clocks(config.kwargs, args))[:MOST_TRIALS]
+
+
+def prune_plain(
+    configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any
+) -> list[triton.Config]:
+    """Return the candidates of the plain body that this call can use."""
+    args = {**named_args, **kwargs}
+    usable = configs
+    if not INTERPRETED:
+        limit = shared_memory_bytes()
+        usable = [config for config in configs if pipeline_bytes(config, 2) <= limit] or configs
+    return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
