@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gluon_model
+from dist_autotune.kernels.persistent_gemm.any_width import BOX_N, further_box
 from gluon_model import Deadlock, Descriptor, Pointer
 
 BODY = gluon_model.load_kernel_module("persistent_gemm.body")
@@ -51,8 +52,8 @@ def multiply(
     split_rows = -(-m // block_m) * block_m if splits > 1 else m
     c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
-    if joined:  # boxes of 64 columns, and one of a power of two, which may be more than EXTRA_N
-        loaded = loaded or (block_m, 64, 1 << (extra_n - 1).bit_length() if extra_n else 64)
+    if joined:
+        loaded = (block_m, BOX_N.value, further_box(extra_n) or BOX_N.value)
     a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
 
     def descriptor(array: np.ndarray, block: list[int], halved: tuple[int, int]) -> Descriptor:

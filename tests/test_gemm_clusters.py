@@ -13,15 +13,14 @@ from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
 from dist_autotune.kernels.persistent_gemm import candidates, pruning
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.launch import Shape
-from dist_autotune.kernels.persistent_gemm.pruning import (
+from dist_autotune.kernels.persistent_gemm.footprint import (
     accumulator_registers,
-    fits,
+    deepest_ring,
     operand_bytes,
-    prune,
     shared_bytes,
-    suits,
 )
+from dist_autotune.kernels.persistent_gemm.launch import Shape
+from dist_autotune.kernels.persistent_gemm.pruning import fits, no_wider_than_need_be, prune, suits
 
 LIMIT = 232448
 KIB = 1024
@@ -171,17 +170,21 @@ def test_two_ctas_load_whole_blocks_of_a_however_few_rows_there_are():
     assert blocks_of({**alone, **sizes})["a_desc"] == Block(16, 64)
 
 
-def test_boxes_of_one_operand_lie_one_behind_the_other_and_are_powers_of_two():
-    for block_n, extra_n, in_shared_memory in ((128, 48, 192), (192, 16, 256), (64, 32, 128), (64, 56, 128)):
-        kwargs = config_of((128, block_n, 64), extra_n, JOINED=True).kwargs
-        blocks = blocks_of({**kwargs, "TRANS_A": False, "TRANS_B": True, "M": 4096, "N": 4096})
-        b, extra = blocks["b_desc"].rows, blocks["extra_desc"].rows
-        assert (b & (b - 1), extra & (extra - 1)) == (0, 0)
-        assert block_n % b == 0  # whole boxes, the further columns begin with one
-        assert extra_n <= extra
-        assert block_n + extra <= in_shared_memory
-        one_slot = operand_bytes({**kwargs, "NUM_BUFFERS": 1}) - 128 * 64 * 2
-        assert one_slot == in_shared_memory * 64 * 2
+@pytest.mark.parametrize(
+    ("block_n", "extra_n", "further"),
+    [
+        *[(128, 48, 16), (192, 16, 16), (64, 32, 32), (64, 56, 8), (192, 24, 8), (64, 8, 8)],
+    ],
+)
+def test_boxes_fill_a_slot_of_the_ring(block_n, extra_n, further):
+    kwargs = config_of((128, block_n, 64), extra_n, JOINED=True).kwargs
+    for columns in (4096, block_n + 8):  # however few there are: a slot is as wide as the instruction
+        blocks = blocks_of({**kwargs, "TRANS_A": False, "TRANS_B": True, "M": 4096, "N": columns})
+        assert (blocks["b_desc"].rows, blocks["extra_desc"].rows) == (64, further)
+    assert block_n % 64 == extra_n % further == 0
+    assert further % 8 == 0  # where the swizzle repeats
+    one_slot = operand_bytes({**kwargs, "NUM_BUFFERS": 1}) - 128 * 64 * 2
+    assert one_slot == (block_n + extra_n) * 64 * 2
 
 
 def test_a_kernel_that_knows_no_clusters_has_the_blocks_it_had():
@@ -213,8 +216,56 @@ def test_bytes_and_registers_are_those_of_one_cta():
     assert shared_bytes(PAIR.kwargs, 2, tensor_memory=False) == 128 * KIB + 128 * 64 * 2 + KIB
     alone = config_of((128, 128, 64))
     assert accumulator_registers(PAIR) == accumulator_registers(alone) == 64
-    assert operand_bytes(BOTH.kwargs) == operand_bytes(JOINED.kwargs) == 4 * (128 + 192) * 64 * 2
+    assert operand_bytes(BOTH.kwargs) == operand_bytes(JOINED.kwargs) == 4 * (128 + 176) * 64 * 2
     assert accumulator_registers(JOINED) == 88
+
+
+@pytest.mark.parametrize("width", [80, 112, 200, 240])
+@pytest.mark.parametrize(("rows", "store_bytes"), [(64, 8 * KIB), (128, 16 * KIB), (128, 32 * KIB)])
+def test_the_deepest_ring_leaves_no_room_for_another_slot(rows, store_bytes, width):
+    slots = deepest_ring(rows, width, store_bytes=store_bytes)
+    slot = (rows + width) * 128
+    taken = slots * slot + store_bytes + KIB
+    assert taken <= LIMIT < taken + slot
+
+
+# ---- which widths are tried
+
+
+def columns(configs: list[triton.Config]) -> list[int]:
+    return [config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"] for config in configs]
+
+
+@pytest.mark.parametrize(
+    ("n", "tried"),
+    [
+        pytest.param(80, [80], id="one tile"),
+        pytest.param(152, [80, 152], id="two, or one"),
+        pytest.param(300, [80, 104, 152], id="four, three, two"),
+        pytest.param(320, [80, 112, 160], id="four, three, two: 120 are three as well"),
+        pytest.param(5120, [80, 104, 112, 120, 152, 160, 208], id="each as many as no other"),
+    ],
+)
+def test_of_as_many_tiles_the_narrowest_are_tried(n, tried):
+    widths = (80, 104, 112, 120, 152, 160, 208)
+    offered = [config_of((128, width - width % 64, 64), width % 64, JOINED=True) for width in widths]
+    assert columns(no_wider_than_need_be(offered, n)) == tried
+    assert columns(no_wider_than_need_be(offered[::-1], n)) == tried[::-1]
+
+
+def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
+    narrow = config_of((128, 64, 64), 16, JOINED=True)
+    others = [
+        config_of((128, 64, 64), 32, JOINED=True, VARIANT="pingpong"),
+        config_of((256, 64, 64), 32, JOINED=True),
+        config_of((128, 64, 64), 32, ctas=2, JOINED=True),
+        config_of((128, 64, 64), 32, JOINED=True, STORE_N=32),
+        config_of((128, 64, 64), 32),
+    ]
+    assert no_wider_than_need_be([narrow, *others], 80) == [narrow, *others]
+    wider = config_of((128, 64, 64), 32, JOINED=True)
+    assert no_wider_than_need_be([wider, narrow], 80) == [narrow]
+    assert no_wider_than_need_be([wider, narrow], 96) == [wider, narrow]
 
 
 def shape(m: int, n: int, programs: int = 132) -> Shape:

@@ -4,7 +4,9 @@ A tensor's sides are powers of two, so `mma.Wgmma` multiplies 144 columns as 128
 for 16 columns takes as long as one for 34 to 52 would, as it reads its rows like any other. The hardware's
 is as wide as any multiple of 8. Here it is written in PTX (`inline_asm`, since Triton 3.9):
 
-    B in shared memory   boxes of 64 columns, one behind the other: BLOCK_N in all, and one for EXTRA_N more
+    B in shared memory   a slot of the ring is as many columns as the tile has, not a power of two of them, so
+                         that the ring is as deep as it can be. TMA brings boxes of 64 columns, BLOCK_N in
+                         all, and for the EXTRA_N others boxes of the power of two that divides these
     the accumulator      tensors of 8 columns, "strips"; a thread has 4 registers of each 64 rows of a strip,
                          in the order of the instruction's operands
 
@@ -17,14 +19,15 @@ it shares with the piece before is stored twice, the same.
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..compat import aggregate, inline_asm
+from ..compat import aggregate, inline_asm, reinterpret
+from .clusters import load_for_both
 
 STRIP_N = gl.constexpr(8)  # the narrowest instruction
 BOX_N = gl.constexpr(64)  # columns of B that TMA brings at a time, but for the last ones
+SWIZZLED_N = gl.constexpr(8)  # columns after which the swizzle repeats: slots begin at multiples of it
 
 SWIZZLE_128 = 1 << 62
 ROW_GROUP = (1024 >> 4) << 32  # 8 rows of 128 bytes; in units of 16 bytes, like all addresses there
@@ -33,10 +36,34 @@ K_STEP = 32 >> 4  # 16 elements
 WARPGROUP_ROWS = 64 * 128 >> 4  # bytes of a warpgroup's rows
 
 
-@gluon.constexpr_function
-def boxes_of(block_n, extra_n):
-    """Return of how many boxes of B a slot of the ring is."""
-    return triton.cdiv(block_n + extra_n, BOX_N.value)
+def further_box(extra_n: int) -> int:
+    """Return how many of the EXTRA_N columns TMA brings at a time: whole boxes of a power of two columns."""
+    return extra_n & -extra_n
+
+
+@gluon.jit
+def _load_box(desc, col, inner, bar, ring, FIRST: gl.constexpr):
+    """Start a copy of the descriptor's columns to those of the ring from FIRST on."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[0]
+    box = ring.slice(FIRST // SWIZZLED_N, COLUMNS // SWIZZLED_N, 0)
+    load_for_both(desc, [col, inner], bar, reinterpret(box, desc.dtype, desc.block_type.shape, desc.layout))
+
+
+@gluon.jit
+def load_columns(operands, slot, col, inner, bar):
+    """Start the copies of the tile's columns, from the k-th on (`inner`), to a slot of the ring.
+
+    Where a box of the ring begins must be known to the compiler, so there is code for each slot.
+    """
+    BLOCK_N: gl.constexpr = operands.BLOCK_N
+    WIDTH: gl.constexpr = BLOCK_N + operands.EXTRA_N
+    FURTHER_N: gl.constexpr = operands.extra_desc.block_type.shape[0]
+    for s in gl.static_range(operands.NUM_BUFFERS):
+        if slot == s:
+            for at in gl.static_range(0, BLOCK_N, BOX_N):
+                _load_box(operands.b_desc, col + at, inner, bar, operands.b_bufs, s * WIDTH + at)
+            for at in gl.static_range(BLOCK_N, WIDTH, FURTHER_N):
+                _load_box(operands.extra_desc, col + at, inner, bar, operands.b_bufs, s * WIDTH + at)
 
 
 @gluon.constexpr_function

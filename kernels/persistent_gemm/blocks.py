@@ -7,7 +7,7 @@ from typing import Any
 import triton
 
 from ..matrices import Block, set_block
-from .any_width import BOX_N
+from .any_width import BOX_N, further_box
 
 ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
@@ -25,9 +25,11 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     columns = args.get("N", block_n + extra_n)
     whole = "TRANS_A" not in args or ctas > 1
     a_rows = block_m if whole else rows_to_load(block_m, args.get("M", block_m))
-    b_rows = BOX_N.value if args.get("JOINED") else rows_to_load(block_n, columns)
-    further = triton.next_power_of_2(extra_n)
-    further_n = rows_to_load(further, columns - block_n) if extra_n else b_rows
+    if args.get("JOINED"):
+        b_rows, further_n = BOX_N.value, further_box(extra_n) or BOX_N.value
+    else:
+        b_rows = rows_to_load(block_n, columns)
+        further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows
 
     def divided(rows: int, columns: int, halved: tuple[int, int]) -> Block:
         return Block(rows, columns, (halved,) * (ctas // 2))
@@ -36,7 +38,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         "a_desc": divided(block_k, block_m, COLUMNS) if trans_a else divided(a_rows, block_k, ROWS),
         "b_desc": divided(b_rows, block_k, NEITHER) if trans_b else divided(block_k, block_n, NEITHER),
         "extra_desc": (
-            divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, further or block_n, NEITHER)
+            divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, extra_n or block_n, NEITHER)
         ),
         "c_desc": divided(block_m, args["STORE_N"], ROWS),
     }

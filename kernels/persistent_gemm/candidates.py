@@ -10,6 +10,7 @@ from ..compat import HAS_CLUSTERS_AND_PTX
 from ..configs import INTERPRETED
 from .any_width import BOX_N
 from .blocks import set_blocks
+from .footprint import deepest_ring
 
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
 # Of the last two, for whoever wants to know what each is worth.
@@ -61,15 +62,17 @@ def _candidate(
     return config
 
 
-def _any_width(
-    variant: str, block_m: int, width: int, buffers: int, *, warps: int, ctas: int = 1
-) -> triton.Config:
-    """Return a config whose tiles are so wide, a multiple of 8."""
+def _any_width(variant: str, block_m: int, width: int, *, ctas: int = 1) -> triton.Config:
+    """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
     extra_n = width % BOX_N.value
+    storers = 2 if variant == "pingpong" else 1
+    rows = block_m // ctas  # of a CTA, and of each warpgroup that has a tile for itself
+    store_n = 64
     return _candidate(
-        *(variant, (block_m, width - extra_n, 64), buffers),
-        warps=warps,
-        store=(64, 1),
+        *(variant, (block_m, width - extra_n, 64)),
+        deepest_ring(rows, width, store_bytes=storers * rows * store_n * 2),
+        warps=4 if variant == "pingpong" or rows == 64 else 8,
+        store=(store_n, 1),
         extra_n=extra_n,
         joined=True,
         ctas=ctas,
@@ -83,6 +86,10 @@ def _pair(*args: Any, **options: Any) -> triton.Config:
 
 
 STOLEN = (128, 0)
+# Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
+WIDTHS = (80, 96, 104, 112, 120, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
+MOST_PINGPONG_COLUMNS = 176  # 176 registers of a thread
+FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
 
 GLUON_CANDIDATES = [
     # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
@@ -159,17 +166,12 @@ GLUON_CANDIDATES = [
 if HAS_CLUSTERS_AND_PTX:
     GLUON_CANDIDATES += [
         # Widths that a tensor cannot have: as many tiles as there are SMs, or a little less than a multiple.
-        *(_any_width("cooperative", 128, width, 4, warps=8) for width in (208, 224, 240)),
-        *(_any_width("cooperative", 128, width, 5, warps=8) for width in (144, 160, 176, 192)),
-        *(_any_width("cooperative", 128, width, 6, warps=8) for width in (96, 112, 120)),
-        *(_any_width("cooperative", 64, width, 5, warps=4) for width in (208, 240)),
-        *(_any_width("cooperative", 64, width, 6, warps=4) for width in (144, 160, 176)),
-        *(_any_width("cooperative", 64, width, 8, warps=4) for width in (96, 112)),
-        *(_any_width("pingpong", 128, width, 4, warps=4) for width in (144, 160, 176)),
-        *(_any_width("pingpong", 128, width, 6, warps=4) for width in (96, 112, 120)),
-        # Two CTAs, which load half the columns each: where rows begin between cache lines.
-        *(_any_width("cooperative", 256, width, 4, warps=8, ctas=2) for width in (208, 216, 224, 240)),
-        *(_any_width("cooperative", 256, width, 5, warps=8, ctas=2) for width in (176,)),
+        *(_any_width("cooperative", 64, width) for width in WIDTHS),
+        *(_any_width("cooperative", 128, width) for width in WIDTHS),
+        *(_any_width("pingpong", 128, width) for width in WIDTHS if width <= MOST_PINGPONG_COLUMNS),
+        # Two CTAs, which L2 sends the columns once: where rows begin between cache lines.
+        *(_any_width("cooperative", 256, width, ctas=2) for width in WIDTHS if width >= FEWEST_PAIR_COLUMNS),
+        *(_any_width("pingpong", 256, width, ctas=2) for width in (144, 176, 192)),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),

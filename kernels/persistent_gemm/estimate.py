@@ -103,7 +103,7 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
 
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return what an SM takes to load one k block, whose rows beyond the edges cost nothing."""
-    width = kwargs["BLOCK_N"] + triton.next_power_of_2(kwargs["EXTRA_N"])
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     a_rows = min(rows_of_a_cta(kwargs), args["M"]) * slowed(args["a_alignment"])
     b_rows = min(width, args["N"]) / kwargs["CTAS"] * slowed(args["b_alignment"])
     rows = a_rows + b_rows

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, tma_load
 from ..rings import ring_phase, ring_slot
-from .any_width import BOX_N, boxes_of
+from .any_width import SWIZZLED_N, load_columns
 from .clusters import allocate_mbarriers, load_for_both
 
 
@@ -41,7 +41,7 @@ class Operands:
     B may have more slots than the ring has steps in flight (`B_SLOTS`), for an epilogue that borrows the
     two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
     a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie behind the
-    others in boxes of one ring, for an instruction that reads them all (`any_width`).
+    others in one ring, for an instruction that reads them all (`any_width`).
 
     A program of two CTAs divides A's rows among them, and loads B for both (`clusters`).
     """
@@ -85,7 +85,8 @@ class Operands:
         a_bufs = allocate_ring(a_desc, NUM_BUFFERS, BLOCK_K if TRANS_A else BLOCK_M)
         if JOINED:
             gl.static_assert(TRANS_B and not TRANS_A and BLOCK_K == 64, "what `any_width` can read")
-            b_bufs = allocate_ring(b_desc, B_SLOTS * boxes_of(BLOCK_N, EXTRA_N), BOX_N)
+            gl.static_assert(STOLEN == 0, "a piece of C is no slot of B")
+            b_bufs = allocate_ring(b_desc, NUM_BUFFERS * (BLOCK_N + EXTRA_N) // SWIZZLED_N, SWIZZLED_N)
         else:
             b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
         extra_bufs = b_bufs
@@ -134,30 +135,28 @@ class Operands:
         if gl.num_ctas() > 1:
             mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
         rows_of_a: gl.constexpr = self.a_desc.block_type.nbytes // gl.num_ctas()
-        boxes: gl.constexpr = self.BLOCK_N // BOX_N if self.JOINED else 1
-        nbytes: gl.constexpr = rows_of_a + boxes * self.b_desc.block_type.nbytes
         inner = k * self.BLOCK_K
-        if WIDE and self.EXTRA_N > 0:
-            mbarrier.expect(bar, nbytes + self.extra_desc.block_type.nbytes)
+        b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
+        if self.JOINED:
+            mbarrier.expect(bar, rows_of_a + self.joined_nbytes())
+        elif WIDE and self.EXTRA_N > 0:
+            mbarrier.expect(bar, rows_of_a + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
-            mbarrier.expect(bar, nbytes)
+            mbarrier.expect(bar, rows_of_a + b_nbytes)
         a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
         b_slot = ring_slot(step, self.B_SLOTS)
         if self.TRANS_A:
             tma_load(self.a_desc, [inner, row], bar, a_buf)
         else:
             tma_load(self.a_desc, [row, inner], bar, a_buf)
-        first_box = b_slot * boxes_of(self.BLOCK_N, self.EXTRA_N)
         if self.JOINED:
-            for i in gl.static_range(boxes):
-                load_for_both(self.b_desc, [col + i * BOX_N, inner], bar, self.b_bufs.index(first_box + i))
+            load_columns(self, slot, col, inner, bar)
         elif self.TRANS_B:
             load_for_both(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         else:
             load_for_both(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
-        if WIDE and self.EXTRA_N > 0:
-            extra_buf = self.b_bufs.index(first_box + boxes) if self.JOINED else self.extra_bufs.index(slot)
-            extra_buf = _first_rows(extra_buf, self.extra_desc)
+        if WIDE and self.EXTRA_N > 0 and not self.JOINED:
+            extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
             if self.TRANS_B:
                 load_for_both(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)
             else:
@@ -201,8 +200,14 @@ class Operands:
     @gluon.jit
     def b_offset(self, step):
         """Return how many bytes behind the ring's beginning the step's block of B begins; JOINED only."""
-        BYTES: gl.constexpr = boxes_of(self.BLOCK_N, self.EXTRA_N) * BOX_N * self.BLOCK_K * 2
-        return ring_slot(step, self.B_SLOTS) * BYTES
+        return ring_slot(step, self.NUM_BUFFERS) * self.joined_nbytes()
+
+    @gluon.jit
+    def joined_nbytes(self):
+        """Return of how many bytes a k block of B is; JOINED only."""
+        COLUMN_NBYTES: gl.constexpr = self.b_desc.block_type.nbytes // self.b_desc.block_type.shape[0]
+        NBYTES: gl.constexpr = (self.BLOCK_N + self.EXTRA_N) * COLUMN_NBYTES
+        return NBYTES
 
     @gluon.jit
     def b_extra(self, step):

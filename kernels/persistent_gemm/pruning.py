@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import triton
@@ -10,43 +11,17 @@ from ..compat import HAS_CLUSTERS_AND_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from ..tails import tail_share
 from ..tiles import on_host
-from .any_width import BOX_N, boxes_of
-from .blocks import rows_of_a_cta
 from .candidates import CUT_SCHEDULES, NAMES
 from .estimate import estimated_clocks
+from .footprint import MOST_ACCUMULATOR_REGISTERS, accumulator_registers, shared_bytes
 from .widths import tiles_side_by_side
 
-MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and the epilogue need the rest
 # By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
 LEAST_SAVED_K = 512
 SAVED_K_FOR_A_PART = 8
-BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
 # Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
 MOST_TRIALS = 48 if HAS_CLUSTERS_AND_PTX else 30
-
-
-def operand_bytes(kwargs: dict[str, Any]) -> int:
-    """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
-    a_bytes = kwargs["NUM_BUFFERS"] * rows_of_a_cta(kwargs) * kwargs["BLOCK_K"] * 2
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    if kwargs.get("JOINED"):
-        width = BOX_N.value * boxes_of(kwargs["BLOCK_N"], kwargs["EXTRA_N"])
-    b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
-    stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
-    return int(a_bytes + b_bytes + stolen)
-
-
-def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
-    """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
-    storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1
-    piece = rows_of_a_cta(kwargs) * kwargs["STORE_N"] * out_bytes
-    return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
-
-
-def accumulator_registers(config: triton.Config) -> int:
-    """Return how many registers of each thread the accumulator takes on Hopper."""
-    width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
-    return int(rows_of_a_cta(config.kwargs) * width // (32 * config.num_warps))
+MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
 
 
 def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:
@@ -105,6 +80,34 @@ def saves_tiles(kwargs: dict[str, Any], n: int) -> bool:
     return wide < tiles_n < triton.cdiv(n, kwargs["BLOCK_N"])
 
 
+def no_wider_than_need_be(configs: list[triton.Config], n: int) -> list[triton.Config]:
+    """Leave out tiles of any width of which others that differ in it alone are as many, and narrower."""
+    least: dict[tuple[Any, ...], int] = {}
+    for config in configs:
+        kind = _kind_and_tiles(config, n)
+        least[kind] = min(_width(config), least.get(kind, _width(config)))
+    return [
+        config
+        for config in configs
+        if not config.kwargs["JOINED"] or _width(config) == least[_kind_and_tiles(config, n)]
+    ]
+
+
+def _kind(config: triton.Config) -> tuple[Any, ...]:
+    """Return what tiles of any width have in common that differ in it alone."""
+    return tuple(
+        config.kwargs[name] for name in ("JOINED", "VARIANT", "BLOCK_M", "CTAS", "GROUP_M", "STORE_N")
+    )
+
+
+def _kind_and_tiles(config: triton.Config, n: int) -> tuple[Any, ...]:
+    return (*_kind(config), tiles_side_by_side(config.kwargs, n))
+
+
+def _width(config: triton.Config) -> int:
+    return int(config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"])
+
+
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     """Return whether a config can run with the call's layouts, schedule and number of programs."""
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
@@ -133,13 +136,20 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         and suits(config.kwargs, args)
     ]
     usable = [config for config in usable if saves_tiles(config.kwargs, args["N"])] or usable
+    usable = no_wider_than_need_be(usable, args["N"])
     usable = not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
     return usable if args["TENSOR_MEMORY"] else most_promising(usable, args)
 
 
 def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
     """Return no more configs than are tried, those that the estimate puts first, in its order."""
-    return sorted(configs, key=lambda config: estimated_clocks(config.kwargs, args))[:MOST_TRIALS]
+    promising = []
+    widths: Counter[tuple[Any, ...]] = Counter()
+    for config in sorted(configs, key=lambda config: estimated_clocks(config.kwargs, args)):
+        widths[_kind(config)] += 1
+        if not config.kwargs["JOINED"] or widths[_kind(config)] <= MOST_WIDTHS:
+            promising.append(config)
+    return promising[:MOST_TRIALS]
 
 
 def prune_plain(

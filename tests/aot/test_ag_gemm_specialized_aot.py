@@ -25,7 +25,7 @@ from dist_autotune.kernels.ag_gemm.call import Call
 from dist_autotune.kernels.ag_gemm.specialized_candidates import CANDIDATES, fewest_rows, prune
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.persistent_gemm.pruning import shared_bytes
+from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
 from dist_autotune.kernels.persistent_gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot

@@ -22,7 +22,8 @@ from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.pruning import fits, shared_bytes
+from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
+from dist_autotune.kernels.persistent_gemm.pruning import fits
 
 pytestmark = [
     pytest.mark.aot,

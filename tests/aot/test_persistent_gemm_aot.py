@@ -21,9 +21,9 @@ from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.footprint import accumulator_registers, shared_bytes
 from dist_autotune.kernels.persistent_gemm.mma import WIDEST_FROM_REGISTERS
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
-from dist_autotune.kernels.persistent_gemm.pruning import accumulator_registers, shared_bytes
 from dist_autotune.kernels.settled_launch import SettledLaunches
 
 pytestmark = pytest.mark.aot
