@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gluon_model
-from dist_autotune.kernels.persistent_gemm.any_width import BOX_N, further_box
+from dist_autotune.kernels.persistent_gemm.any_width import box_of
 from gluon_model import Deadlock, Descriptor, Pointer
 
 BODY = gluon_model.load_kernel_module("persistent_gemm.body")
@@ -53,7 +53,7 @@ def multiply(
     c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
-        loaded = (block_m, BOX_N.value, further_box(extra_n) or BOX_N.value)
+        loaded = (block_m, box_of(block_n), box_of(extra_n or block_n))
     a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
 
     def descriptor(array: np.ndarray, block: list[int], halved: tuple[int, int]) -> Descriptor:

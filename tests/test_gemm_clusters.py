@@ -11,6 +11,7 @@ import triton
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
 from dist_autotune.kernels.persistent_gemm import candidates, pruning
+from dist_autotune.kernels.persistent_gemm.any_width import in_boxes
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.footprint import (
@@ -170,21 +171,25 @@ def test_two_ctas_load_whole_blocks_of_a_however_few_rows_there_are():
     assert blocks_of({**alone, **sizes})["a_desc"] == Block(16, 64)
 
 
-@pytest.mark.parametrize(
-    ("block_n", "extra_n", "further"),
-    [
-        *[(128, 48, 16), (192, 16, 16), (64, 32, 32), (64, 56, 8), (192, 24, 8), (64, 8, 8)],
-    ],
-)
-def test_boxes_fill_a_slot_of_the_ring(block_n, extra_n, further):
+@pytest.mark.parametrize("width", range(72, 257, 8))
+def test_boxes_fill_a_slot_of_the_ring(width):
+    block_n, extra_n = in_boxes(width)
     kwargs = config_of((128, block_n, 64), extra_n, JOINED=True).kwargs
-    for columns in (4096, block_n + 8):  # however few there are: a slot is as wide as the instruction
+    for columns in (4096, width - 8):  # however few there are: a slot is as wide as the instruction
         blocks = blocks_of({**kwargs, "TRANS_A": False, "TRANS_B": True, "M": 4096, "N": columns})
-        assert (blocks["b_desc"].rows, blocks["extra_desc"].rows) == (64, further)
-    assert block_n % 64 == extra_n % further == 0
-    assert further % 8 == 0  # where the swizzle repeats
+        box, further = blocks["b_desc"].rows, blocks["extra_desc"].rows
+        assert block_n % box == extra_n % further == 0
+        assert {box & (box - 1), further & (further - 1), box % 8, further % 8} == {0}  # the swizzle's period
     one_slot = operand_bytes({**kwargs, "NUM_BUFFERS": 1}) - 128 * 64 * 2
-    assert one_slot == (block_n + extra_n) * 64 * 2
+    assert one_slot == width * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("width", "boxes"),
+    [(176, (128, 48)), (120, (96, 24)), (200, (192, 8)), (216, (192, 24)), (144, (128, 16)), (256, (256, 0))],
+)
+def test_boxes_are_as_few_as_can_be(width, boxes):
+    assert in_boxes(width) == boxes
 
 
 def test_a_kernel_that_knows_no_clusters_has_the_blocks_it_had():

@@ -5,8 +5,8 @@ for 16 columns takes as long as one for 34 to 52 would, as it reads its rows lik
 is as wide as any multiple of 8. Here it is written in PTX (`inline_asm`, since Triton 3.9):
 
     B in shared memory   a slot of the ring is as many columns as the tile has, not a power of two of them, so
-                         that the ring is as deep as it can be. TMA brings boxes of 64 columns, BLOCK_N in
-                         all, and for the EXTRA_N others boxes of the power of two that divides these
+                         that the ring is as deep as it can be. TMA brings boxes of a power of two columns:
+                         some that are BLOCK_N in all, and smaller ones for the EXTRA_N others
     the accumulator      tensors of 8 columns, "strips"; a thread has 4 registers of each 64 rows of a strip,
                          in the order of the instruction's operands
 
@@ -26,7 +26,6 @@ from ..compat import aggregate, inline_asm, reinterpret
 from .clusters import load_for_both
 
 STRIP_N = gl.constexpr(8)  # the narrowest instruction
-BOX_N = gl.constexpr(64)  # columns of B that TMA brings at a time, but for the last ones
 SWIZZLED_N = gl.constexpr(8)  # columns after which the swizzle repeats: slots begin at multiples of it
 
 SWIZZLE_128 = 1 << 62
@@ -34,11 +33,18 @@ ROW_GROUP = (1024 >> 4) << 32  # 8 rows of 128 bytes; in units of 16 bytes, like
 UNUSED = 1 << 16  # the distance along K, which a swizzled operand of one swizzle's width has not
 K_STEP = 32 >> 4  # 16 elements
 WARPGROUP_ROWS = 64 * 128 >> 4  # bytes of a warpgroup's rows
+BOXES = (128, 64, 32, 16, 8)
 
 
-def further_box(extra_n: int) -> int:
-    """Return how many of the EXTRA_N columns TMA brings at a time: whole boxes of a power of two columns."""
-    return extra_n & -extra_n
+def in_boxes(width: int) -> tuple[int, int]:
+    """Return BLOCK_N and EXTRA_N, with which the columns are of the fewest boxes: each takes TMA its time."""
+    ways = [(width - width % box, width % box) for box in BOXES if box <= width]
+    return min(ways, key=lambda way: sum(columns // box_of(columns) for columns in way if columns))
+
+
+def box_of(columns: int) -> int:
+    """Return how many of BLOCK_N or of EXTRA_N columns TMA brings at a time: the power of two in them."""
+    return columns & -columns
 
 
 @gluon.jit
@@ -57,6 +63,7 @@ def load_columns(operands, slot, col, inner, bar):
     """
     BLOCK_N: gl.constexpr = operands.BLOCK_N
     WIDTH: gl.constexpr = BLOCK_N + operands.EXTRA_N
+    BOX_N: gl.constexpr = operands.b_desc.block_type.shape[0]
     FURTHER_N: gl.constexpr = operands.extra_desc.block_type.shape[0]
     for s in gl.static_range(operands.NUM_BUFFERS):
         if slot == s:

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 
 from ..matrices import Block, set_block
-from .any_width import BOX_N, further_box
+from .any_width import box_of
 
 ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
@@ -26,7 +26,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     whole = "TRANS_A" not in args or ctas > 1
     a_rows = block_m if whole else rows_to_load(block_m, args.get("M", block_m))
     if args.get("JOINED"):
-        b_rows, further_n = BOX_N.value, further_box(extra_n) or BOX_N.value
+        b_rows, further_n = box_of(block_n), box_of(extra_n or block_n)
     else:
         b_rows = rows_to_load(block_n, columns)
         further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows

@@ -8,7 +8,7 @@ import triton
 
 from ..compat import HAS_CLUSTERS_AND_PTX
 from ..configs import INTERPRETED
-from .any_width import BOX_N
+from .any_width import in_boxes
 from .blocks import set_blocks
 from .footprint import deepest_ring
 
@@ -64,12 +64,12 @@ def _candidate(
 
 def _any_width(variant: str, block_m: int, width: int, *, ctas: int = 1) -> triton.Config:
     """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
-    extra_n = width % BOX_N.value
+    block_n, extra_n = in_boxes(width)
     storers = 2 if variant == "pingpong" else 1
     rows = block_m // ctas  # of a CTA, and of each warpgroup that has a tile for itself
     store_n = 64
     return _candidate(
-        *(variant, (block_m, width - extra_n, 64)),
+        *(variant, (block_m, block_n, 64)),
         deepest_ring(rows, width, store_bytes=storers * rows * store_n * 2),
         warps=4 if variant == "pingpong" or rows == 64 else 8,
         store=(store_n, 1),
