@@ -237,4 +237,5 @@ def specialized_all_gather_gemm(
         STORE_N,
         STORE_BUFFERS,
         False,
+        1,
     )

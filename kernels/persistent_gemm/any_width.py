@@ -151,6 +151,7 @@ class AnyWidthAccumulator:
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr
+    TEAM: gl.constexpr
 
     @gluon.jit
     def multiply(self, operands, step, k, WIDE: gl.constexpr):
@@ -159,7 +160,7 @@ class AnyWidthAccumulator:
         ROWS: gl.constexpr = self.BLOCK_M // gl.num_ctas()
         REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
         strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
-        addresses = (operands.a(step), operands.b_bufs, operands.b_offset(step))
+        addresses = (operands.a(step, self.TEAM), operands.b_bufs, operands.b_offset(step))
         strips = inline_asm(
             _products(self.WIDTH, self.DTYPE, gl.num_warps() // 4, REPS),
             _in_place(4 * REPS * COUNT, 3),
@@ -167,7 +168,7 @@ class AnyWidthAccumulator:
             _times(strip, COUNT),
         )
         operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
-        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE)
+        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
 
     @gluon.jit
     def end(self, operands, step):
@@ -183,7 +184,7 @@ class AnyWidthAccumulator:
             _times(strip, COUNT),
         )
         operands.give_back(step + operands.NUM_BUFFERS - 1)
-        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE)
+        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
 
     @gluon.jit
     def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
@@ -196,18 +197,20 @@ class WgmmaAnyWidth:
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr  # of A and B, as PTX spells it
+    TEAM: gl.constexpr  # which rows of a tile it multiplies
 
     @staticmethod
     @gluon.jit
-    def create(BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr):
-        return WgmmaAnyWidth(BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16")
+    def create(BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr, TEAM: gl.constexpr):
+        return WgmmaAnyWidth(BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16", TEAM)
 
     @gluon.jit
     def begin(self, visit):
         """Return zeros."""
         strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
         zeros = gl.zeros((self.BLOCK_M, STRIP_N), gl.float32, strip.layout)
-        return AnyWidthAccumulator((zeros,) * (self.WIDTH // STRIP_N), self.BLOCK_M, self.WIDTH, self.DTYPE)
+        strips = (zeros,) * (self.WIDTH // STRIP_N)
+        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
 
     @gluon.jit
     def await_result(self, visit):

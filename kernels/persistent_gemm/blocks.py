@@ -22,9 +22,10 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
     extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
+    rows = block_m // args.get("TEAMS", 1)
     columns = args.get("N", block_n + extra_n)
-    whole = "TRANS_A" not in args or ctas > 1
-    a_rows = block_m if whole else rows_to_load(block_m, args.get("M", block_m))
+    whole = "TRANS_A" not in args or ctas > 1 or rows < block_m
+    a_rows = rows if whole else rows_to_load(block_m, args.get("M", block_m))
     if args.get("JOINED"):
         b_rows, further_n = box_of(block_n), box_of(extra_n or block_n)
     else:
@@ -40,7 +41,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         "extra_desc": (
             divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, extra_n or block_n, NEITHER)
         ),
-        "c_desc": divided(block_m, args["STORE_N"], ROWS),
+        "c_desc": divided(rows, args["STORE_N"], ROWS),
     }
 
 

@@ -54,6 +54,7 @@ def gemm(
     STAGGER: gl.constexpr,  # neighbours begin at different k blocks
     SPREAD: gl.constexpr,  # only as many tiles as need be have their EXTRA_N columns, see `widths`
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
+    TEAMS: gl.constexpr,  # that share a tile, see `roles`
     CTAS: gl.constexpr,  # of a program, which is a cluster: two halve the rows of each tile, see `clusters`
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
@@ -113,4 +114,5 @@ def gemm(
         STORE_N,
         STORE_BUFFERS,
         JOINED,
+        TEAMS,
     )

@@ -51,13 +51,14 @@ def _candidate(
     stagger: bool = False,
     spread: bool = False,
     joined: bool = False,
+    teams: int = 1,
     ctas: int = 1,
     **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
     config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger, "SPREAD": spread}
-    config.kwargs |= {"JOINED": joined, "CTAS": ctas}
+    config.kwargs |= {"JOINED": joined, "TEAMS": teams, "CTAS": ctas}
     config.num_ctas = ctas
     return config
 
@@ -65,16 +66,17 @@ def _candidate(
 def _any_width(variant: str, block_m: int, width: int, *, ctas: int = 1) -> triton.Config:
     """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
     block_n, extra_n = in_boxes(width)
-    storers = 2 if variant == "pingpong" else 1
-    rows = block_m // ctas  # of a CTA, and of each warpgroup that has a tile for itself
-    store_n = 64
+    storers = 2 if variant == "pingpong" else 1  # of all rows
+    rows, store_n = block_m // ctas, 64
+    teams = 3 if rows == 192 else 1
     return _candidate(
         *(variant, (block_m, block_n, 64)),
         deepest_ring(rows, width, store_bytes=storers * rows * store_n * 2),
-        warps=4 if variant == "pingpong" or rows == 64 else 8,
+        warps=4 if variant == "pingpong" or rows // teams == 64 else 8,
         store=(store_n, 1),
         extra_n=extra_n,
         joined=True,
+        teams=teams,
         ctas=ctas,
         group_m=8 // ctas,
     )
@@ -89,6 +91,7 @@ STOLEN = (128, 0)
 # Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
 WIDTHS = (80, 96, 104, 112, 120, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
 MOST_PINGPONG_COLUMNS = 176  # 176 registers of a thread
+MOST_TEAM_COLUMNS = 192  # 96 registers of the 128 that ptxas gives 512 threads
 FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
 
 GLUON_CANDIDATES = [
@@ -172,6 +175,13 @@ if HAS_CLUSTERS_AND_PTX:
         # Two CTAs, which L2 sends the columns once: where rows begin between cache lines.
         *(_any_width("cooperative", 256, width, ctas=2) for width in WIDTHS if width >= FEWEST_PAIR_COLUMNS),
         *(_any_width("pingpong", 256, width, ctas=2) for width in (144, 176, 192)),
+        # 192 rows of a CTA, in three teams.
+        *(_any_width("cooperative", 192, width) for width in WIDTHS if 112 <= width <= MOST_TEAM_COLUMNS),
+        *(
+            _any_width("cooperative", 384, width, ctas=2)
+            for width in WIDTHS
+            if 144 <= width <= MOST_TEAM_COLUMNS
+        ),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),

@@ -24,6 +24,7 @@ class OwnBuffers:
     BLOCK_N: gl.constexpr
     WIDTH: gl.constexpr  # of a tile with its further columns
     STORE_N: gl.constexpr
+    TEAM: gl.constexpr  # which rows of a tile it stores
 
     @staticmethod
     @gluon.jit
@@ -36,7 +37,12 @@ class OwnBuffers:
         STORERS: gl.constexpr,
     ):
         bufs = allocate_ring(c_desc, STORERS * BUFFERS, c_desc.block_type.shape[0])
-        return OwnBuffers(c_desc, bufs, BUFFERS, operands.BLOCK_N, WIDTH, STORE_N)
+        return OwnBuffers(c_desc, bufs, BUFFERS, operands.BLOCK_N, WIDTH, STORE_N, 0)
+
+    @gluon.jit
+    def of_team(self, TEAM: gl.constexpr):
+        """Return that of another team, with buffers of its own."""
+        return OwnBuffers(self.c_desc, self.bufs, self.BUFFERS, self.BLOCK_N, self.WIDTH, self.STORE_N, TEAM)
 
     @gluon.jit
     def store(self, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
@@ -49,9 +55,11 @@ class OwnBuffers:
         thread.
         """
         width: gl.constexpr = self.WIDTH if WIDE else self.BLOCK_N
+        row += self.TEAM * self.c_desc.block_type.shape[0]
+        FIRST: gl.constexpr = (STORER + self.TEAM) * self.BUFFERS
         for i in gl.static_range((width + self.STORE_N - 1) // self.STORE_N):
             piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
-            buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
+            buf = self.bufs.index(FIRST + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             buf.store(piece)
             fence_async_shared()

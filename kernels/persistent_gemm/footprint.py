@@ -10,7 +10,8 @@ from .blocks import rows_of_a_cta
 
 SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
-MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers, descriptors and the epilogue need the rest
+# Of a thread's 255, or of the 128 where 512 threads are compiled; pointers and the epilogue need the rest.
+MOST_ACCUMULATOR_REGISTERS, MOST_OF_THREE_TEAMS = 192, 96
 
 
 def operand_bytes(kwargs: dict[str, Any]) -> int:
@@ -24,7 +25,7 @@ def operand_bytes(kwargs: dict[str, Any]) -> int:
 
 def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
     """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
-    storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1
+    storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1  # of all rows
     piece = rows_of_a_cta(kwargs) * kwargs["STORE_N"] * out_bytes
     return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
 
@@ -34,7 +35,13 @@ def deepest_ring(block_m: int, width: int, *, store_bytes: int) -> int:
     return (SHARED_BYTES - BARRIER_BYTES - store_bytes) // ((block_m + width) * 64 * 2)
 
 
+def most_accumulator_registers(kwargs: dict[str, Any]) -> int:
+    """Return how many registers of each thread an accumulator may take."""
+    return MOST_ACCUMULATOR_REGISTERS if kwargs.get("TEAMS", 1) == 1 else MOST_OF_THREE_TEAMS
+
+
 def accumulator_registers(config: triton.Config) -> int:
     """Return how many registers of each thread the accumulator takes on Hopper."""
     width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
-    return int(rows_of_a_cta(config.kwargs) * width // (32 * config.num_warps))
+    rows_of_a_team = rows_of_a_cta(config.kwargs) // config.kwargs.get("TEAMS", 1)
+    return int(rows_of_a_team * width // (32 * config.num_warps))

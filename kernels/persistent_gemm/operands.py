@@ -63,6 +63,7 @@ class Operands:
     EXTRA_N: gl.constexpr
     BLOCK_K: gl.constexpr
     JOINED: gl.constexpr
+    TEAMS: gl.constexpr  # of readers, which have a part of the rows of A each
 
     @staticmethod
     @gluon.jit
@@ -79,10 +80,11 @@ class Operands:
         EXTRA_N: gl.constexpr,
         BLOCK_K: gl.constexpr,
         JOINED: gl.constexpr,
+        TEAMS: gl.constexpr,
     ):
         """Allocate the ring; STOLEN slots more for B."""
         B_SLOTS: gl.constexpr = NUM_BUFFERS + STOLEN
-        a_bufs = allocate_ring(a_desc, NUM_BUFFERS, BLOCK_K if TRANS_A else BLOCK_M)
+        a_bufs = allocate_ring(a_desc, NUM_BUFFERS * TEAMS, BLOCK_K if TRANS_A else BLOCK_M // TEAMS)
         if JOINED:
             gl.static_assert(TRANS_B and not TRANS_A and BLOCK_K == 64, "what `any_width` can read")
             gl.static_assert(STOLEN == 0, "a piece of C is no slot of B")
@@ -99,9 +101,9 @@ class Operands:
             empty_in_both = allocate_mbarriers(NUM_BUFFERS, True)
         for i in gl.static_range(NUM_BUFFERS):
             mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=1)
+            mbarrier.init(empty.index(i), count=TEAMS)
             if gl.num_ctas() > 1:
-                mbarrier.init(empty_in_both.index(i), count=1)  # from each CTA
+                mbarrier.init(empty_in_both.index(i), count=TEAMS)  # from each CTA
         return Operands(
             a_desc,
             b_desc,
@@ -120,6 +122,7 @@ class Operands:
             EXTRA_N,
             BLOCK_K,
             JOINED,
+            TEAMS,
         )
 
     @gluon.jit
@@ -134,7 +137,7 @@ class Operands:
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
         if gl.num_ctas() > 1:
             mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        rows_of_a: gl.constexpr = self.a_desc.block_type.nbytes // gl.num_ctas()
+        rows_of_a: gl.constexpr = self.TEAMS * self.a_desc.block_type.nbytes // gl.num_ctas()
         inner = k * self.BLOCK_K
         b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
         if self.JOINED:
@@ -143,12 +146,13 @@ class Operands:
             mbarrier.expect(bar, rows_of_a + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, rows_of_a + b_nbytes)
-        a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
         b_slot = ring_slot(step, self.B_SLOTS)
-        if self.TRANS_A:
-            tma_load(self.a_desc, [inner, row], bar, a_buf)
-        else:
-            tma_load(self.a_desc, [row, inner], bar, a_buf)
+        for team in gl.static_range(self.TEAMS):
+            a_buf = _first_rows(self.a_bufs.index(slot * self.TEAMS + team), self.a_desc)
+            if self.TRANS_A:
+                tma_load(self.a_desc, [inner, row], bar, a_buf)
+            else:
+                tma_load(self.a_desc, [row + team * self.a_desc.block_type.shape[0], inner], bar, a_buf)
         if self.JOINED:
             load_columns(self, slot, col, inner, bar)
         elif self.TRANS_B:
@@ -182,9 +186,9 @@ class Operands:
         return self.empty.index(ring_slot(step, self.NUM_BUFFERS))
 
     @gluon.jit
-    def a(self, step):
-        """Return the step's block of A, [BLOCK_M, BLOCK_K]."""
-        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS))
+    def a(self, step, TEAM: gl.constexpr = 0):
+        """Return a team's rows of the step's block of A, [BLOCK_M / TEAMS, BLOCK_K]."""
+        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS) * self.TEAMS + TEAM)
         if self.TRANS_A:
             buf = buf.permute((1, 0))
         return buf

@@ -13,7 +13,7 @@ from ..tails import tail_share
 from ..tiles import on_host
 from .candidates import CUT_SCHEDULES, NAMES
 from .estimate import estimated_clocks
-from .footprint import MOST_ACCUMULATOR_REGISTERS, accumulator_registers, shared_bytes
+from .footprint import accumulator_registers, most_accumulator_registers, shared_bytes
 from .widths import tiles_side_by_side
 
 # By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
@@ -39,7 +39,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
         return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
-    return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
+    return accumulator_registers(config) <= most_accumulator_registers(kwargs)
 
 
 def _stolen_is_too_small(kwargs: dict[str, Any], out_bytes: int) -> bool:
@@ -111,6 +111,8 @@ def _width(config: triton.Config) -> int:
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     """Return whether a config can run with the call's layouts, schedule and number of programs."""
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
+        return False
+    if kwargs["TEAMS"] > 1 and args["SCHEDULE"] == "dynamic":
         return False
     if kwargs["CTAS"] == 1:
         return True

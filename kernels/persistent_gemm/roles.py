@@ -6,6 +6,7 @@
     persistent            many tiles         |   NUM_BUFFERS - 1 k blocks ahead, up to the tile's end
     persistent_pipelined  many tiles         |   or across it: the next tile is loaded under the epilogue
     cooperative           _load (1 warp)     | _work: all other warps share a tile
+    cooperative, 3 TEAMS  _load (1 warp)     | _work, _work, _work: 64 rows of a tile each (of each CTA)
     pingpong              _load (1 warp)     | _work, _work: every second tile each; one multiplies while
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
@@ -28,8 +29,9 @@ Which tiles there are is asked of a part as well, the `problem`. It has `tiles`,
 steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
 
     full[s]         TMA, of a load that was started: `_load` starts each step of each visit once
-    empty[s]        the reader of step s - NUM_BUFFERS, which needs steps up to that one only. `_work` that
-                    loads for itself starts step s + NUM_BUFFERS - 1 after it has given back step s - 1
+    empty[s]        the readers of step s - NUM_BUFFERS, who need steps up to that one only, and nothing of
+                    each other. `_work` that loads for itself starts step s + NUM_BUFFERS - 1 after it has
+                    given back step s - 1
     turn            see `_work`
     accumulator     Blackwell: `ready` by the multiplier, once for each visit; `empty` for visit v by the
                     storer of visit v - 2
@@ -61,6 +63,7 @@ from .schedule import DynamicSchedule, StaticSchedule
 
 LOADER_REGISTERS = gl.constexpr(24)  # the least that setmaxnreg takes; the loader is scalar code
 CONSUMER_REGISTERS = gl.constexpr(240)  # 2 * 240 + 24 for each of 128 lanes: 64512 of an SM's 65536
+TEAM_REGISTERS = gl.constexpr(160)  # 3 * 160 + 24: the same
 
 
 @aggregate
@@ -268,6 +271,7 @@ def run(
     STORE_N: gl.constexpr,
     STORE_BUFFERS: gl.constexpr,
     JOINED: gl.constexpr,
+    TEAMS: gl.constexpr,
 ):
     """Multiply and store the tiles of the problem that are this program's; `gemm` says what is what."""
     gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
@@ -282,7 +286,13 @@ def run(
         gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
     SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
     PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
-    CONSUMERS: gl.constexpr = 2 if PINGPONG else 1
+    CONSUMERS: gl.constexpr = 2 if PINGPONG else TEAMS
+    if TEAMS > 1:
+        gl.static_assert(TEAMS == 3, "there are partitions for three")
+        gl.static_assert(
+            VARIANT == "cooperative" and JOINED, "teams share tiles, and have 64 rows of any width"
+        )
+        gl.static_assert(SCHEDULE != "dynamic", "one team would have to tell the others")
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
 
     operands = Operands.create(
@@ -298,11 +308,12 @@ def run(
         EXTRA_N,
         BLOCK_K,
         JOINED,
+        TEAMS,
     )
     if TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
     elif JOINED:
-        mma = WgmmaAnyWidth.create(BLOCK_M, WIDTH, a_desc.dtype)
+        mma = WgmmaAnyWidth.create(BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 0)
     else:
         mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
     # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
@@ -345,6 +356,20 @@ def run(
             ],
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+    elif TEAMS == 3:
+        mma_1 = WgmmaAnyWidth.create(BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 1)
+        mma_2 = WgmmaAnyWidth.create(BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 2)
+        out_1, out_2 = epilogue.of_team(1), epilogue.of_team(2)
+        gl.warp_specialize(
+            [
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma_1, out_1, turn, 0, 1, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma_2, out_2, turn, 0, 1, True, True, False, False)),
+                (_load, (problem, schedule, operands, 1)),
+            ],
+            [4, 4, 1],
+            [TEAM_REGISTERS, TEAM_REGISTERS, LOADER_REGISTERS],
         )
     else:
         gl.warp_specialize(
