@@ -30,6 +30,7 @@ import contextlib
 import functools
 import importlib.metadata
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,3 +195,21 @@ def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     from rank_programs import SHORT_S
 
     monkeypatch.setattr(attendant, "HEARTBEAT_S", SHORT_S / 3)
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Keep this thread and those that it starts on one core: threads that take turns wake each other sooner.
+
+    The core is where this thread wakes up from a short sleep, an idle one if there is any: another session
+    of tests may keep another one busy.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    time.sleep(1e-3)
+    behind_name = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
+    os.sched_setaffinity(0, {int(behind_name[36])})  # `processor` of proc(5)
+    yield
+    os.sched_setaffinity(0, allowed)

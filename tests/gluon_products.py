@@ -35,6 +35,7 @@ def multiply(
     stagger: bool = False,
     spread: bool = False,
     joined: bool = False,
+    teams: int = 1,
     ctas: int = 1,
     loaded: tuple[int, int, int] | None = None,
     warps: int = 4,
@@ -53,7 +54,7 @@ def multiply(
     c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
-        loaded = (block_m, box_of(block_n), box_of(extra_n or block_n))
+        loaded = (block_m // teams, box_of(block_n), box_of(extra_n or block_n))
     a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
 
     def descriptor(array: np.ndarray, block: list[int], halved: tuple[int, int]) -> Descriptor:
@@ -68,7 +69,7 @@ def multiply(
     def b_descriptor(width: int, loaded: int) -> Descriptor:
         return descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], NEITHER)
 
-    c_desc = descriptor(c, [block_m, store_n], ROWS)
+    c_desc = descriptor(c, [block_m // teams, store_n], ROWS)
     tiles = -(-m // block_m) * -(-n // (block_n + extra_n)) * splits
     gluon_model.launch(
         BODY.gemm,
@@ -111,6 +112,7 @@ def multiply(
         STAGGER=stagger,
         SPREAD=spread,
         JOINED=joined,
+        TEAMS=teams,
         CTAS=ctas,
     )
     products = c.reshape(splits, split_rows, n)

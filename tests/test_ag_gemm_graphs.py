@@ -90,9 +90,9 @@ def mixed(rank, seed, calls=14, backend="auto"):
     return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
 
 
-@pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 3), (4, 4)])
-def test_both_lanes_mix_in_any_order_when_ranks_are_late(world, seed):
-    for errors in values(mixed, world, seed):
+@pytest.mark.parametrize(("world", "seed", "calls"), [(2, 1, 14), (3, 3, 11), (4, 4, 8)])
+def test_both_lanes_mix_in_any_order_when_ranks_are_late(world, seed, calls):
+    for errors in values(mixed, world, seed, calls):
         assert max(errors) < 1
 
 

@@ -18,6 +18,8 @@ from gluon_machine import Task, machine, now
 from gluon_memory import Descriptor, Pointer
 from gluon_model import Deadlock
 
+pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 WORDS = importlib.import_module("kernels_in_the_model.ag_gemm.words")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
@@ -291,12 +293,9 @@ def fails(*, pushed: bool = False) -> str:
     return ""
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    assert fails() == ""
-    yield monkeypatch
-    monkeypatch.undo()
-    assert fails() == ""
+@LANES
+def test_nothing_is_found_in_the_kernel_as_it_is(pushed):
+    assert fails(pushed=pushed) == ""
 
 
 Wait = Callable[..., int]
@@ -319,12 +318,12 @@ def wrong(change: Callable[..., tuple[int, int]]) -> Wait:
         pytest.param(lambda *args: WAIT(*args) + BLOCK_M, id="remembers-too-much"),
     ],
 )
-def test_a_wait_that_does_not_cover_the_load_is_found(kernel, pushed, wait):
-    kernel.setattr(KERNEL, "wait_for_rows", wait)
+def test_a_wait_that_does_not_cover_the_load_is_found(monkeypatch, pushed, wait):
+    monkeypatch.setattr(KERNEL, "wait_for_rows", wait)
     assert "has not arrived" in fails(pushed=pushed)
 
 
-def test_a_poll_that_acquires_nothing_is_found(kernel):
+def test_a_poll_that_acquires_nothing_is_found(monkeypatch):
     signals = importlib.import_module("kernels_in_the_model.signals")
     add = signals.tl.atomic_add
     relaxed = type("tl", (), {**vars(signals.tl)})
@@ -333,15 +332,15 @@ def test_a_poll_that_acquires_nothing_is_found(kernel):
         return add(pointer, value, sem="relaxed", scope=scope)
 
     relaxed.atomic_add = staticmethod(add_relaxed)
-    kernel.setattr(signals, "tl", relaxed)
+    monkeypatch.setattr(signals, "tl", relaxed)
     assert "has not arrived" in fails()
 
 
-def test_a_ragged_tile_that_is_not_moved_back_is_found(kernel):
-    kernel.setattr(KERNEL, "min", lambda a, b: a, raising=False)
+def test_a_ragged_tile_that_is_not_moved_back_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL, "min", lambda a, b: a, raising=False)
     assert "behind the chunk's last one" in fails()
 
 
-def test_a_kernel_that_does_not_part_from_its_peers_is_found(kernel):
-    kernel.setattr(KERNEL.Chunks, "loaded", lambda self: None)
+def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL.Chunks, "loaded", lambda self: None)
     assert "the kernel ended before" in fails()

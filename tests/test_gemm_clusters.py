@@ -41,7 +41,7 @@ def config_of(
 ) -> triton.Config:
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
     kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
-    kwargs |= {"STREAM_K": 0, "STAGGER": False, "SPREAD": False, "JOINED": False, "CTAS": ctas}
+    kwargs |= {"STREAM_K": 0, "STAGGER": False, "SPREAD": False, "JOINED": False, "TEAMS": 1, "CTAS": ctas}
     return triton.Config(kwargs | changed, num_warps=warps, num_stages=1, num_ctas=ctas)
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import gluon_model
 from gluon_products import change, fails, multiply
 
+pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+
 PROBLEM = importlib.import_module("kernels_in_the_model.persistent_gemm.problem")
 TMA_BEGINS_AT = PROBLEM.ALIGNED
 SCHEDULES = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
@@ -31,7 +33,7 @@ KINDS = [*((name, False) for name in HOPPER), *((name, True) for name in BLACKWE
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
     programs=st.integers(1, 3),
@@ -58,7 +60,7 @@ def test_every_variant_ends_with_the_right_product(
 
 
 @pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 13)),
     programs=st.integers(1, 3),
@@ -84,7 +86,7 @@ def test_an_epilogue_that_steals_operand_buffers_harms_no_load(
 
 
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined", "pipelined"])
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
     programs=st.integers(1, 3),
@@ -98,7 +100,7 @@ def test_a_tile_of_two_widths_is_one_tile(variant, sizes, programs, store_buffer
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     sizes=st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(1, 23)),
     programs=st.integers(1, 3),
@@ -121,7 +123,7 @@ def test_parts_of_k_add_up_and_keep_to_their_rows(
 
 
 JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
-WIDTHS = [(64, 0), (64, 8), (64, 40), (128, 16), (0, 40)]
+WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
 
 
 @pytest.mark.parametrize("variant", HOPPER)
@@ -156,11 +158,37 @@ def test_a_tile_of_any_width_is_one_product(
     )
 
 
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(st.integers(1, 450), st.integers(1, 300), st.integers(1, 500)),
+    widths=st.sampled_from(WIDTHS),
+    programs=st.integers(1, 3),
+    buffers=st.integers(2, 4),
+    store=st.sampled_from([(8, 1), (16, 3), (32, 2)]),
+    splits=st.integers(1, 2),
+    seed=st.integers(0, 10**6),
+)
+def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, splits, seed):
+    (block_n, extra_n) = widths
+    multiply(
+        "cooperative",
+        *sizes,
+        programs=programs,
+        blocks=(192, block_n, 64),
+        extra_n=extra_n,
+        buffers=buffers,
+        splits=splits,
+        teams=3,
+        seed=seed,
+        **JOINED | {"store": store},
+    )
+
+
 CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
     splits=st.integers(1, 3),
@@ -211,7 +239,7 @@ def test_rows_that_a_small_matrix_has_not_need_not_be_loaded(
 
 
 @pytest.mark.parametrize("variant", ["pipelined", "persistent", "persistent_pipelined", "cooperative"])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
     programs=st.integers(1, 5),
@@ -264,7 +292,7 @@ def test_a_last_wave_in_parts_adds_up(case, stream_k, variant, tensor_memory):
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), CUT_KINDS)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 33)),
     programs=st.integers(1, 7),
@@ -303,7 +331,7 @@ def test_a_tile_of_two_widths_is_cut_as_one(variant, sizes, seed):
 
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
 @pytest.mark.parametrize("stream_k", [0, 2])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 23)),
     programs=st.integers(1, 5),
@@ -570,6 +598,43 @@ def test_an_address_that_is_wrong_is_found(part, name, value):
 def test_columns_that_ptx_leaves_out_or_finds_behind_the_tile_are_found(part, width):
     changed_products(part, lambda text: text.replace("m64n80k16", f"m64n{width}k16"))
     assert "of other columns" in fails(**WIDE_TILE)
+
+
+TEAMS = {"variant": "cooperative", "m": 250, "n": 130, "k": 500, "buffers": 2, "teams": 3} | JOINED
+TEAMS |= {"blocks": (192, 64, 64), "extra_n": 16}
+
+
+def test_teams_that_multiply_the_same_rows_are_found(part):
+    create = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width").WgmmaAnyWidth.create
+    part("any_width", "WgmmaAnyWidth.create", staticmethod(lambda *args: create(*args[:-1], 0)))
+    assert "not equal" in fails(**TEAMS).lower()
+
+
+def test_teams_that_store_to_the_same_rows_are_found(part):
+    part("epilogue", "OwnBuffers.of_team", lambda self, team: self)
+    assert fails(**TEAMS)
+
+
+def test_a_slot_that_counts_as_read_when_one_team_has_read_it_is_found(part):
+    mbarrier = importlib.import_module("kernels_in_the_model.persistent_gemm.operands").mbarrier
+    names = {name: staticmethod(value) for name, value in vars(mbarrier).items() if callable(value)}
+    names["init"] = staticmethod(lambda bar, count: mbarrier.init(bar, count=1))
+    part("operands", "mbarrier", type("mbarrier", (), names))
+    assert fails(**TEAMS)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"schedule": "dynamic"}, "one team would have to tell the others"),
+        ({"variant": "pingpong"}, "teams share tiles of any width"),
+        ({"teams": 2, "blocks": (128, 64, 64)}, "there are partitions for three"),
+    ],
+    ids=str,
+)
+def test_what_teams_cannot_do_is_refused(options, why):
+    with pytest.raises(AssertionError, match=why):
+        multiply(**TEAMS | options)
 
 
 def test_stolen_slots_that_are_loaded_too_early_are_found(part):

@@ -44,7 +44,7 @@ def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
 def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
     """Return the kwargs of a config."""
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
-    kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False, "JOINED": False, "CTAS": 1}
+    kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False, "JOINED": False, "TEAMS": 1, "CTAS": 1}
     return kwargs | changed
 
 

@@ -15,6 +15,8 @@ from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program, dra
 from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
 
+pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads that take turns
+
 ALWAYS = Pattern()
 
 

@@ -289,9 +289,7 @@ def run(
     CONSUMERS: gl.constexpr = 2 if PINGPONG else TEAMS
     if TEAMS > 1:
         gl.static_assert(TEAMS == 3, "there are partitions for three")
-        gl.static_assert(
-            VARIANT == "cooperative" and JOINED, "teams share tiles, and have 64 rows of any width"
-        )
+        gl.static_assert(VARIANT == "cooperative" and JOINED, "teams share tiles of any width")
         gl.static_assert(SCHEDULE != "dynamic", "one team would have to tell the others")
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
 

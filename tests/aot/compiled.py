@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -40,6 +41,29 @@ def compile_for(
     source_of = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_of(kernel, signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=target, options=options)
+
+
+def of_each_code(configs: list[triton.Config]) -> list[triton.Config]:
+    """Return one of those configs that differ in nothing but GROUP_M, a constant of where a tile lies."""
+    return list({_parts(config): config for config in reversed(configs)}.values())[::-1]
+
+
+def of_each_pair(configs: list[triton.Config]) -> list[triton.Config]:
+    """Return configs in which any two values that are together in one of all are together, GROUP_M apart."""
+
+    def pairs(config: triton.Config) -> set[Any]:
+        return {*itertools.combinations(_parts(config), 2)}
+
+    left, found = set().union(*map(pairs, configs)), []
+    while left:
+        found.append(max(configs, key=lambda config: len(left & pairs(config))))
+        left -= pairs(found[-1])
+    return found
+
+
+def _parts(config: triton.Config) -> tuple[tuple[str, Any], ...]:
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return tuple((name, value) for name, value in (config.kwargs | options).items() if name != "GROUP_M")
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:

@@ -97,7 +97,8 @@ def describe(config: triton.Config) -> str:
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
     kinds = {"stream-K": kwargs["STREAM_K"], "staggered": kwargs["STAGGER"], "spread": kwargs["SPREAD"]}
-    kinds |= {"one MMA": kwargs["JOINED"], f"{kwargs['CTAS']} CTAs": kwargs["CTAS"] > 1}
+    kinds |= {"one MMA": kwargs["JOINED"], f"{kwargs['TEAMS']} teams": kwargs["TEAMS"] > 1}
+    kinds |= {f"{kwargs['CTAS']} CTAs": kwargs["CTAS"] > 1}
     which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
     return (
         f"{kwargs['VARIANT']}{which} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
