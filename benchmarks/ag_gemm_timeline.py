@@ -148,7 +148,7 @@ def run(options: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> No
         )
         tuned()
         clock = GpuClock()
-        times_ms = [clock.time(tuned)[0] for _ in range(options.warm_ups + options.iterations)]
+        times_ms = [clock.time(tuned).ms for _ in range(options.warm_ups + options.iterations)]
         median_ms = statistics.median(times_ms[options.warm_ups :])
         record["ms"] = max(ranks.gather(median_ms))
         record["tuned"] = str(tuned.report)

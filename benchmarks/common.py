@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ INTERPRETER_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour,
 
 CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz; at lower clocks a sleep lasts longer
 FIRST_LEAD_MS, SHORTEST_LEAD_MS, LONGEST_LEAD_MS = 1.0, 0.2, 5.0
+MOST_LATE = 0.1  # of an arm's calls, which the device had to wait for
 
 
 class Unsupported(RuntimeError):
@@ -234,11 +235,12 @@ def _check(
 
 def _time(
     calls: Sequence[Callable[[], torch.Tensor]], ranks: Ranks, refresh: Callable[[], None], plan: Plan
-) -> tuple[list[list[tuple[float, float]]], float]:
-    """Return (ms, host ms) of each timed call of each arm, and how far ahead the host was."""
+) -> tuple[list[list[Timed]], float]:
+    """Return the times of each timed call of each arm, and how far ahead the host was."""
     clock = GpuClock() if ON_GPU else WallClock(ranks)
     warm_ups = _rounds(calls, clock, refresh, ranks, math.ceil(plan.warm_ups / max(1, len(calls))))
-    clock.settle(max(ranks.gather(max((times[-1][1] for times in warm_ups if times), default=0.0))))
+    late_ones = [timed.ahead_ms for times in warm_ups for timed in times[len(times) // 2 :]]
+    clock.settle(max(ranks.gather(max(late_ones, default=0.0))))
     times = _rounds(calls, clock, refresh, ranks, plan.iterations)
     return times, clock.lead_ms
 
@@ -249,8 +251,8 @@ def _rounds(
     refresh: Callable[[], None],
     ranks: Ranks,
     count: int,
-) -> list[list[tuple[float, float]]]:
-    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+) -> list[list[Timed]]:
+    times: list[list[Timed]] = [[] for _ in calls]
     order = list(range(len(calls)))
     for number in range(count):
         _renew(refresh, ranks)
@@ -270,6 +272,14 @@ def _renew(refresh: Callable[[], None], ranks: Ranks) -> None:
     ranks.gather(None)
 
 
+class Timed(NamedTuple):
+    """A call: what it took, its host part alone, and that with what went before it while the device slept."""
+
+    ms: float
+    host_ms: float
+    ahead_ms: float
+
+
 class GpuClock:
     """Times one call with CUDA events, its host part with the wall clock."""
 
@@ -277,21 +287,22 @@ class GpuClock:
         self.lead_ms = FIRST_LEAD_MS
         self._token = torch.zeros(1, device="cuda")
 
-    def time(self, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    def time(self, call: Callable[[], torch.Tensor]) -> Timed:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        asleep = time.perf_counter()
         torch.cuda._sleep(int(self.lead_ms * CYCLES_PER_MS))
         dist.all_reduce(self._token)
         begin.record()
         began = time.perf_counter()
         call()
-        host_ms = (time.perf_counter() - began) * 1e3
+        done = time.perf_counter()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end), host_ms
+        return Timed(begin.elapsed_time(end), (done - began) * 1e3, (done - asleep) * 1e3)
 
-    def settle(self, slowest_host_ms: float) -> None:
-        """Choose the lead by what the slowest arm took on the slowest host."""
-        self.lead_ms = min(max(1.5 * slowest_host_ms, SHORTEST_LEAD_MS), LONGEST_LEAD_MS)
+    def settle(self, slowest_ms: float) -> None:
+        """Choose the lead by how long the slowest call kept the slowest host."""
+        self.lead_ms = min(max(1.5 * slowest_ms, SHORTEST_LEAD_MS), LONGEST_LEAD_MS)
 
 
 class WallClock:
@@ -302,32 +313,31 @@ class WallClock:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def time(self, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    def time(self, call: Callable[[], torch.Tensor]) -> Timed:
         self._ranks.gather(None)  # the ranks start together
         began = time.perf_counter()
         call()
         ms = (time.perf_counter() - began) * 1e3
-        return ms, ms
+        return Timed(ms, ms, 0.0)
 
-    def settle(self, slowest_host_ms: float) -> None:
+    def settle(self, slowest_ms: float) -> None:
         """Nothing to choose."""
 
 
-def _row(
-    arm: Arm, times: list[tuple[float, float]], error: float, lead_ms: float, ranks: Ranks
-) -> dict[str, Any]:
-    ms, host_ms = ([pair[part] for pair in times] for part in (0, 1))
-    everyone = ranks.gather((statistics.median(ms), statistics.median(host_ms), quantiles(ms)))
-    slowest_ms, slowest_host_ms = (max(of_rank[part] for of_rank in everyone) for part in (0, 1))
+def _row(arm: Arm, times: list[Timed], error: float, lead_ms: float, ranks: Ranks) -> dict[str, Any]:
+    ms, host_ms = [timed.ms for timed in times], [timed.host_ms for timed in times]
+    late = statistics.mean(timed.ahead_ms > lead_ms for timed in times)
+    everyone = ranks.gather((statistics.median(ms), statistics.median(host_ms), late, quantiles(ms)))
+    slowest_ms, slowest_host_ms, latest = (max(of_rank[part] for of_rank in everyone) for part in range(3))
     return {
         "name": arm.name,
         "ms": slowest_ms,
         "host_ms": slowest_host_ms,
-        "host_bound": ON_GPU and slowest_host_ms > lead_ms,  # then gaps of the host are in the figure
+        "host_bound": latest > MOST_LATE,  # then gaps of the host are in the figure
         "rate": arm.work / slowest_ms if arm.rate else None,
         "rate_unit": arm.rate,
         "error": error,
-        "ranks_ms": [of_rank for _, _, of_rank in everyone],
+        "ranks_ms": [of_rank for _, _, _, of_rank in everyone],
     }
 
 

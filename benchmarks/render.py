@@ -140,7 +140,9 @@ def _reasons(record: dict[str, Any]) -> list[str]:
     for case in record["cases"]:
         lines += [f"{case['case']}: trouble at closing: {reason}" for reason in case["trouble_at_closing"]]
     if any(arm.get("host_bound") for case in record["cases"] for arm in case["arms"]):
-        lines.append("*: the host took longer than the device slept before it; its gaps are in the figure")
+        lines.append(
+            "*: the device waited for the host in more than a tenth of the calls; its gaps are in the figure"
+        )
     return lines
 
 

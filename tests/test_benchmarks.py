@@ -15,7 +15,7 @@ import torch
 
 import common
 import render
-from common import Arm, Plan, Ranks, Unsupported, measure, quantiles
+from common import Arm, Plan, Ranks, Timed, Unsupported, measure, quantiles
 from operation_runs import INTERPRETER
 from ranks import assert_all_ok, run_ranks, store_server
 
@@ -198,6 +198,20 @@ def test_arms_take_turns_each_behind_another_arm_and_every_second_round_is_rever
     assert times == [[(1.0, 0.5)] * 3] * 3
 
 
+@pytest.mark.parametrize(("late", "told"), [([0, 0], False), ([0, 1], False), ([0, 2], True), ([4, 0], True)])
+def test_an_arm_for_which_the_device_waits_often_on_some_rank_is_marked(late, told) -> None:
+    class Gathering:  # of two ranks, of which this is the last
+        def gather(self, value: Any) -> list[Any]:
+            median, host, _, found = value
+            return [(median, host, late[0] / 10, found), value]
+
+    times = [Timed(0.1 * i, 0.05, 0.31 if i < late[1] else 0.29) for i in range(10)]
+    arm = Arm(name="a", prepare=lambda: lambda: torch.zeros(1), error=lambda _: 0.0, limit=1.0)
+    row = common._row(arm, times, 0.0, 0.3, Gathering())  # type: ignore[arg-type]
+    assert row["host_bound"] is told
+    assert (row["ms"], row["host_ms"]) == (pytest.approx(0.45), 0.05)
+
+
 def test_quantiles_interpolate() -> None:
     assert quantiles([3.0]) == [3.0] * len(common.QUANTILES)
     assert quantiles([5.0, 1.0, 2.0, 4.0, 3.0]) == [1.0, 1.4, 2.0, 3.0, 4.0, 4.6, 5.0]
@@ -307,7 +321,7 @@ def test_a_page_holds_times_ratios_reasons_and_where_they_come_from() -> None:
         "Times by CUDA events.",
         "| 64 | 3.000 | 1.500* | 2.000 |",
         "| 32 | 2.000 | n/a | n/a |",
-        "* b: n/a for 32: no GPU\n* *: the host",
+        "* b: n/a for 32: no GPU\n* *: the device waited for the host",
         "| 64 | a | 3.000 | 2.800 | 3.200 | 700.2 TFLOP/s | 0.050 | 1.0e-03 |",
         "| 64 | BLOCK: 1 | 12 | 40 | tuned | clocks.sm 1980 MHz |",
     ):
