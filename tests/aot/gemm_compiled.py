@@ -131,8 +131,8 @@ INTRODUCTION = """# persistent_matmul, its candidates: compiled, not run
 bf16 in and out, A row-major, B column-major, grouped schedule. Nothing here was measured: registers, spills
 and shared memory are what the compiler and ptxas say. `store`: columns of a piece x its buffers. Registers of
 warp-specialised kernels are what each warp starts with; the loading warp then hands most of its share on.
-`one MMA`: an instruction is as wide as the tile. `2 CTAs`: the tile is theirs together, warps and shared
-memory are those of one.
+`one MMA`: an instruction is as wide as the tile. `3 teams`: partitions of 64 rows each. `2 CTAs`: the tile is
+theirs together, warps and shared memory are those of one.
 """
 
 
