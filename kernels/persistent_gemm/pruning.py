@@ -20,8 +20,8 @@ from .widths import tiles_side_by_side
 LEAST_SAVED_K = 512
 SAVED_K_FOR_A_PART = 8
 # Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
-MOST_TRIALS = 50 if HAS_CLUSTERS_AND_PTX else 30
-MOST_WIDTHS = 3  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
+MOST_TRIALS = 54 if HAS_CLUSTERS_AND_PTX else 30
+MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
 
 
 def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:
