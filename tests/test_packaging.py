@@ -13,6 +13,8 @@ import pytest
 
 import dist_autotune
 
+pytestmark = pytest.mark.any_triton
+
 ROOT = Path(__file__).parents[1]
 
 # Forks of a process that has imported torch and triton: one import of those, several figures. They are of the
