@@ -36,7 +36,7 @@ def _first_rows(buf, desc):
 
 @aggregate
 class Operands:
-    """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` an arrival of each team of readers.
+    """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` an arrival of each reader.
 
     B may have more slots than the ring has steps in flight (`B_SLOTS`), for an epilogue that borrows the
     two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
