@@ -239,8 +239,8 @@ def _time(
     """Return the times of each timed call of each arm, and how far ahead the host was."""
     clock = GpuClock() if ON_GPU else WallClock(ranks)
     warm_ups = _rounds(calls, clock, refresh, ranks, math.ceil(plan.warm_ups / max(1, len(calls))))
-    late_ones = [timed.ahead_ms for times in warm_ups for timed in times[len(times) // 2 :]]
-    clock.settle(max(ranks.gather(max(late_ones, default=0.0))))
+    settled = [timed.ahead_ms for times in warm_ups for timed in times[len(times) // 2 :]]
+    clock.settle(max(ranks.gather(max(settled, default=0.0))))
     times = _rounds(calls, clock, refresh, ranks, plan.iterations)
     return times, clock.lead_ms
 

@@ -15,8 +15,6 @@ from dist_autotune.agreement import AGREEMENTS
 from rank_programs import IN_TIME_S, SHORT_S, SOON_S, ending, exchange, is_gone, listen, wait_for
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
-pytestmark = pytest.mark.any_triton
-
 # ---- somebody does not come
 
 

@@ -17,8 +17,6 @@ import elementwise_add
 import persistent_gemm as benchmark
 import render
 
-pytestmark = pytest.mark.any_triton
-
 PROGRAM = Path(benchmark.__file__)
 
 

@@ -19,8 +19,6 @@ from common import Arm, Plan, Ranks, Timed, Unsupported, measure, quantiles
 from operation_runs import INTERPRETER
 from ranks import assert_all_ok, run_ranks, store_server
 
-pytestmark = pytest.mark.any_triton
-
 AG_GEMM = Path(__file__).parents[1] / "benchmarks" / "ag_gemm.py"
 QUICK = ("--json", "record.json", "--commit", "0ff1ce", "--warm-ups", "1", "--iterations", "1")
 PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)

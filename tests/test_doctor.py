@@ -23,8 +23,6 @@ from dist_autotune.examination import CACHE, CPU_ONLY, LOGS, Examination
 from dist_autotune.gpu_probe import parse_topology
 from dist_autotune.probes import why_unwritable
 
-pytestmark = pytest.mark.any_triton
-
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
 
 

@@ -13,8 +13,6 @@ import pytest
 import exchange_cost
 from dist_autotune.payload import Payload
 
-pytestmark = pytest.mark.any_triton
-
 PROGRAM = Path(exchange_cost.__file__)
 
 

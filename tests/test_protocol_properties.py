@@ -15,10 +15,7 @@ from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program, dra
 from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
 
-pytestmark = [
-    pytest.mark.any_triton,
-    pytest.mark.usefixtures("one_core"),  # virtual ranks are threads that take turns
-]
+pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads that take turns
 
 ALWAYS = Pattern()
 

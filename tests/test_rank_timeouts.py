@@ -29,8 +29,6 @@ from rank_programs import (
 )
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
-pytestmark = pytest.mark.any_triton
-
 # ---- gone
 
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 import ranks
 from ranks import Result, assert_all_ok, assert_killed, describe, meet, run_ranks
 
-pytestmark = pytest.mark.any_triton
-
 
 def sum_of_ranks(rank):
     total = torch.tensor([rank])

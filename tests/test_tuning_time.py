@@ -14,8 +14,6 @@ import render
 import tuning_time
 from tuning_time import ARMS, Start
 
-pytestmark = pytest.mark.any_triton
-
 PROGRAM = Path(tuning_time.__file__)
 
 
