@@ -30,7 +30,7 @@ from .blocks import rows_of_a_cta
 from .mma import WIDEST_FROM_REGISTERS
 from .widths import tiles_side_by_side
 
-L2_BYTES_PER_CLOCK = 60  # into one SM; 55 to 58 were seen with rings of five slots, a little more with six
+L2_BYTES_PER_CLOCK = 60  # into one SM; 55 to 58 were seen with rings of five slots
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
 SEEN_OVER_NOMINAL = 1.2  # of instructions, by what K = 4096 takes longer than K = 1024
 SHARED_BYTES_PER_CLOCK = 128
