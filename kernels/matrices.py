@@ -88,6 +88,12 @@ def describe(matrix: Matrix, block: Block) -> TensorDescriptor:
     )
 
 
+def set_matrix(descriptor: TensorDescriptor, matrix: Matrix) -> None:
+    """Have a descriptor of `describe` describe another matrix, with the block that it has."""
+    descriptor.base, descriptor.shape = matrix, [matrix.rows, matrix.columns]
+    descriptor.strides = [matrix.pitch, 1]
+
+
 def set_block(descriptor: TensorDescriptor, block: Block) -> None:
     """Give a descriptor of `describe` another block: what a config's `pre_hook` does."""
     descriptor.block_shape = list(block[:2])

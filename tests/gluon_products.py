@@ -37,6 +37,7 @@ def multiply(
     joined: bool = False,
     teams: int = 1,
     ctas: int = 1,
+    swap_ab: bool = False,
     loaded: tuple[int, int, int] | None = None,
     warps: int = 4,
     seed: int = 0,
@@ -50,6 +51,7 @@ def multiply(
     numbers = np.random.default_rng(seed)
     a = numbers.integers(-3, 4, (m, k)).astype(float)
     b = numbers.integers(-3, 4, (k, n)).astype(float)
+    sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
     split_rows = -(-m // block_m) * block_m if splits > 1 else m
     c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
@@ -70,13 +72,23 @@ def multiply(
         return descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], NEITHER)
 
     c_desc = descriptor(c, [block_m // teams, store_n], ROWS)
-    tiles = -(-m // block_m) * -(-n // (block_n + extra_n)) * splits
-    gluon_model.launch(
-        BODY.gemm,
-        tiles if variant == "pipelined" else programs,
+    operands = [
         a_desc,
         b_descriptor(block_n, b_rows_loaded),
         b_descriptor(extra_n or block_n, extra_rows),
+    ]
+    if swap_ab:
+        c_desc = descriptor(c, [store_n, block_m // teams], COLUMNS)
+        operands = [
+            descriptor(a, [b_rows_loaded, block_k], NEITHER),
+            descriptor(b_rows, [a_rows, block_k], ROWS),
+            descriptor(a, [extra_rows, block_k], NEITHER),
+        ]
+    tiles = -(-sides[0] // block_m) * -(-sides[1] // (block_n + extra_n)) * splits
+    gluon_model.launch(
+        BODY.gemm,
+        tiles if variant == "pipelined" else programs,
+        *operands,
         c_desc,
         Pointer(counter),
         m,
@@ -114,13 +126,14 @@ def multiply(
         JOINED=joined,
         TEAMS=teams,
         CTAS=ctas,
+        SWAP_AB=swap_ab,
     )
     products = c.reshape(splits, split_rows, n)
     np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
     np.testing.assert_array_equal(np.nan_to_num(products[:, m:]), 0)
     writes = c_desc.writes.reshape(products.shape)[:, :m]
     most = 2 if (block_n + extra_n) % store_n else 1  # the last piece of a tile is moved back
-    if not (stagger or stream_k or (m % block_m == n % (block_n + extra_n) == 0)):
+    if not (stagger or stream_k or (sides[0] % block_m == sides[1] % (block_n + extra_n) == 0)):
         most *= 4  # and so are the last tiles
     assert ((writes >= 1) & (writes <= most)).all() if k else not writes.any()
     assert not counter.any()

@@ -12,7 +12,7 @@ from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
 from dist_autotune.kernels.persistent_gemm import candidates, pruning
 from dist_autotune.kernels.persistent_gemm.any_width import in_boxes
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta, set_blocks
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.footprint import (
     accumulator_registers,
@@ -21,7 +21,13 @@ from dist_autotune.kernels.persistent_gemm.footprint import (
     shared_bytes,
 )
 from dist_autotune.kernels.persistent_gemm.launch import Shape
-from dist_autotune.kernels.persistent_gemm.pruning import fits, no_wider_than_need_be, prune, suits
+from dist_autotune.kernels.persistent_gemm.pruning import (
+    fits,
+    no_wider_than_need_be,
+    prune,
+    saves_tiles,
+    suits,
+)
 
 LIMIT = 232448
 KIB = 1024
@@ -42,9 +48,11 @@ def config_of(
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
     kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
     kwargs |= {"STREAM_K": 0, "STAGGER": False, "SPREAD": False, "JOINED": False, "TEAMS": 1, "CTAS": ctas}
+    kwargs |= {"SWAP_AB": False}
     return triton.Config(kwargs | changed, num_warps=warps, num_stages=1, num_ctas=ctas)
 
 
+SWAPPED = config_of((384, 128, 64), 48, warps=4, ctas=2, JOINED=True, TEAMS=3, SWAP_AB=True)
 JOINED = config_of((128, 128, 64), 48, JOINED=True)
 PAIR = config_of((256, 128, 64), ctas=2)
 BOTH = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
@@ -81,6 +89,29 @@ def test_two_ctas_need_a_schedule_that_both_know_and_two_sms():
     for schedule in ("grouped", "contiguous", "strided", "chiplet"):
         assert suits(PAIR.kwargs, call(SCHEDULE=schedule))
     assert suits(JOINED.kwargs, call(SCHEDULE="dynamic", programs=1))
+
+
+def test_swapped_tiles_are_of_one_product_of_two_operands_along_k():
+    for trans_a, trans_b in ((True, True), (True, False), (False, False)):
+        assert not suits(SWAPPED.kwargs, call(TRANS_A=trans_a, TRANS_B=trans_b))
+    assert not suits(SWAPPED.kwargs, call(splits=2))
+    assert suits(SWAPPED.kwargs, call())
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tried"),
+    [
+        pytest.param(2040, 4104, True, id="11 x 12 instead of 6 x 24"),
+        pytest.param(4104, 2040, False, id="11 x 12 as it is"),
+        pytest.param(4096, 4096, False, id="the same either way"),
+        pytest.param(384, 176, False, id="one tile instead of three"),
+    ],
+)
+def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
+    assert saves_tiles(SWAPPED.kwargs, call(M=m, N=n)) is tried
+    assert saves_tiles({**SWAPPED.kwargs, "SWAP_AB": False}, call(M=m, N=n))
+    other = config_of((128, 128, 64))
+    assert (SWAPPED in prune([SWAPPED, other], call(M=m, N=n))) is tried
 
 
 @pytest.mark.parametrize(
@@ -192,6 +223,36 @@ def test_boxes_are_as_few_as_can_be(width, boxes):
     assert in_boxes(width) == boxes
 
 
+def test_swapped_tiles_have_rows_of_b_and_are_stored_by_columns():
+    sizes = {"TRANS_A": False, "TRANS_B": True, "M": 2040, "N": 4104}
+    blocks = blocks_of({**SWAPPED.kwargs, **sizes})
+    assert list(blocks) == ["a_desc", "b_desc", "extra_desc", "c_desc"]
+    assert blocks == {
+        "a_desc": Block(128, 64, ALL),
+        "b_desc": Block(128, 64, ROWS),  # of a team, in both CTAs
+        "extra_desc": Block(16, 64, ALL),
+        "c_desc": Block(64, 128, COLUMNS),
+    }
+
+
+def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_config_columns_of_b_again():
+    def matrix(address: int, rows: int, pitch: int) -> Matrix:
+        return Matrix(address, rows, 1368, pitch, torch.bfloat16, transposed=False)
+
+    a, b, c = matrix(1 << 20, 2040, 1376), matrix(1 << 30, 4104, 1384), matrix(1 << 40, 2040, 4104)
+    names = ("a_desc", "b_desc", "extra_desc", "c_desc")
+    args = dict(zip(names, (describe(m, Block(8, 64)) for m in (a, b, b, c)), strict=True))
+    args |= {"TRANS_A": False, "TRANS_B": True, "M": 2040, "N": 4104}
+    for config, further in ((JOINED, b), (SWAPPED, a), (SWAPPED, a), (JOINED, b)):
+        set_blocks({**args, **config.kwargs})
+        found = args["extra_desc"]
+        assert (found.base, found.shape) == (further, [further.rows, 1368])
+        assert found.strides == [further.pitch, 1]
+        assert [args[name].base for name in ("a_desc", "b_desc", "c_desc")] == [a, b, c]
+        blocks = blocks_of({**args, **config.kwargs})
+        assert [args[name].block_shape for name in names] == [list(blocks[name][:2]) for name in names]
+
+
 def test_a_kernel_that_knows_no_clusters_has_the_blocks_it_had():
     kwargs = {"BLOCK_M": 128, "BLOCK_N": 128, "EXTRA_N": 64, "BLOCK_K": 64, "STORE_N": 64}
     assert blocks_of(kwargs) == {
@@ -254,8 +315,8 @@ def columns(configs: list[triton.Config]) -> list[int]:
 def test_of_as_many_tiles_the_narrowest_are_tried(n, tried):
     widths = (80, 104, 112, 120, 152, 160, 208)
     offered = [config_of((128, width - width % 64, 64), width % 64, JOINED=True) for width in widths]
-    assert columns(no_wider_than_need_be(offered, n)) == tried
-    assert columns(no_wider_than_need_be(offered[::-1], n)) == tried[::-1]
+    assert columns(no_wider_than_need_be(offered, call(N=n))) == tried
+    assert columns(no_wider_than_need_be(offered[::-1], call(N=n))) == tried[::-1]
 
 
 def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
@@ -265,12 +326,13 @@ def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
         config_of((256, 64, 64), 32, JOINED=True),
         config_of((128, 64, 64), 32, ctas=2, JOINED=True),
         config_of((128, 64, 64), 32, JOINED=True, STORE_N=32),
+        config_of((128, 64, 64), 32, JOINED=True, SWAP_AB=True),
         config_of((128, 64, 64), 32),
     ]
-    assert no_wider_than_need_be([narrow, *others], 80) == [narrow, *others]
+    assert no_wider_than_need_be([narrow, *others], call(N=80)) == [narrow, *others]
     wider = config_of((128, 64, 64), 32, JOINED=True)
-    assert no_wider_than_need_be([wider, narrow], 80) == [narrow]
-    assert no_wider_than_need_be([wider, narrow], 96) == [wider, narrow]
+    assert no_wider_than_need_be([wider, narrow], call(N=80)) == [narrow]
+    assert no_wider_than_need_be([wider, narrow], call(N=96)) == [wider, narrow]
 
 
 def shape(m: int, n: int, programs: int = 132) -> Shape:
@@ -301,6 +363,8 @@ def test_half_as_many_programs_of_two_ctas_run_and_none_without_a_tile():
     assert shape(8192, 8192).grid(JOINED.kwargs) == (132, 1, 1)
     assert shape(128, 352).grid(JOINED.kwargs) == (2, 1, 1)
     assert shape(257, 177).grid(BOTH.kwargs) == (4, 1, 1)
+    assert shape(2040, 4104).grid(SWAPPED.kwargs) == (66, 1, 1)
+    assert shape(177, 385).grid(SWAPPED.kwargs) == (4, 1, 1)
 
 
 @NEEDS_39

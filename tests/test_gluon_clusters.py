@@ -102,13 +102,13 @@ def test_two_ctas_have_tiles_of_two_widths(
     rows_warps=st.sampled_from([(128, 4), (256, 4), (256, 8)]),
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
-    splits=st.integers(1, 2),
+    splits_and_swapped=st.sampled_from([(1, False), (2, False), (1, True)]),
     seed=st.integers(0, 10**6),
 )
 def test_two_ctas_have_tiles_of_any_width(
-    variant, sizes, widths, rows_warps, programs, buffers, splits, seed
+    variant, sizes, widths, rows_warps, programs, buffers, splits_and_swapped, seed
 ):
-    (block_n, extra_n), (block_m, warps) = widths, rows_warps
+    (block_n, extra_n), (block_m, warps), (splits, swap_ab) = widths, rows_warps, splits_and_swapped
     pair(
         variant,
         *sizes,
@@ -117,6 +117,7 @@ def test_two_ctas_have_tiles_of_any_width(
         extra_n=extra_n,
         buffers=buffers,
         splits=splits,
+        swap_ab=swap_ab,
         warps=warps,
         transposed=(False, True),
         store=(32, 2),
@@ -131,9 +132,10 @@ def test_two_ctas_have_tiles_of_any_width(
     widths=st.sampled_from([(64, 0), (64, 8), (128, 16)]),
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
+    swap_ab=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_three_teams_of_two_ctas_share_a_tile(sizes, widths, programs, buffers, seed):
+def test_three_teams_of_two_ctas_share_a_tile(sizes, widths, programs, buffers, swap_ab, seed):
     (block_n, extra_n) = widths
     pair(
         "cooperative",
@@ -143,6 +145,7 @@ def test_three_teams_of_two_ctas_share_a_tile(sizes, widths, programs, buffers, 
         extra_n=extra_n,
         buffers=buffers,
         teams=3,
+        swap_ab=swap_ab,
         transposed=(False, True),
         store=(32, 2),
         joined=True,

@@ -124,6 +124,7 @@ def test_parts_of_k_add_up_and_keep_to_their_rows(
 
 JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
 WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
+SPLITS_AND_SWAPPED = st.sampled_from([(1, False), (2, False), (1, True)])  # parts lie one below the other
 
 
 @pytest.mark.parametrize("variant", HOPPER)
@@ -135,14 +136,14 @@ WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
     store=st.sampled_from([(8, 1), (16, 3), (32, 1), (32, 2)]),
-    splits=st.integers(1, 2),
+    splits_and_swapped=SPLITS_AND_SWAPPED,
     stagger=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_a_tile_of_any_width_is_one_product(
-    variant, sizes, widths, rows_warps, programs, buffers, store, splits, stagger, seed
+    variant, sizes, widths, rows_warps, programs, buffers, store, splits_and_swapped, stagger, seed
 ):
-    (block_n, extra_n), (block_m, warps) = widths, rows_warps
+    (block_n, extra_n), (block_m, warps), (splits, swap_ab) = widths, rows_warps, splits_and_swapped
     multiply(
         variant,
         *sizes,
@@ -151,6 +152,7 @@ def test_a_tile_of_any_width_is_one_product(
         extra_n=extra_n,
         buffers=buffers,
         splits=splits,
+        swap_ab=swap_ab,
         stagger=stagger,
         warps=warps,
         seed=seed,
@@ -165,11 +167,11 @@ def test_a_tile_of_any_width_is_one_product(
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
     store=st.sampled_from([(8, 1), (16, 3), (32, 2)]),
-    splits=st.integers(1, 2),
+    splits_and_swapped=SPLITS_AND_SWAPPED,
     seed=st.integers(0, 10**6),
 )
-def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, splits, seed):
-    (block_n, extra_n) = widths
+def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, splits_and_swapped, seed):
+    (block_n, extra_n), (splits, swap_ab) = widths, splits_and_swapped
     multiply(
         "cooperative",
         *sizes,
@@ -178,6 +180,7 @@ def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, split
         extra_n=extra_n,
         buffers=buffers,
         splits=splits,
+        swap_ab=swap_ab,
         teams=3,
         seed=seed,
         **JOINED | {"store": store},
@@ -573,15 +576,15 @@ class GivesBack:
 
 def test_a_slot_given_back_under_ptx_that_reads_it_is_found(part):
     any_width = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width")
-    multiply, end = any_width.AnyWidthAccumulator.multiply, any_width.AnyWidthAccumulator.end
+    start, end = any_width.AnyWidthAccumulator.start, any_width.AnyWidthAccumulator.end
 
-    def at_once(self, operands, step, k, WIDE):
-        return multiply(self, GivesBack(operands, lambda *_, pred: operands.give_back(step)), step, k, WIDE)
+    def at_once(self, operands, step, k, STEPS):
+        return start(self, GivesBack(operands, lambda *_, pred: operands.give_back(step)), step, k, STEPS)
 
     def not_again(self, operands, step):
         return end(self, GivesBack(operands, lambda step: None), step)
 
-    part("any_width", "AnyWidthAccumulator.multiply", at_once)
+    part("any_width", "AnyWidthAccumulator.start", at_once)
     part("any_width", "AnyWidthAccumulator.end", not_again)
     assert "not equal" in fails(**WIDE_TILE).lower()
 
@@ -592,6 +595,27 @@ def test_a_slot_given_back_under_ptx_that_reads_it_is_found(part):
 def test_an_address_that_is_wrong_is_found(part, name, value):
     part("any_width", name, value)
     assert fails(**WIDE_TILE)
+
+
+def test_products_that_the_last_k_block_lacks_are_found(part):
+    part("problem", "STEP_K", 32)  # 32 of its 52 elements of K
+    assert "not equal" in fails(**WIDE_TILE).lower()
+
+
+@pytest.mark.parametrize(
+    ("k", "steps"), [(8, {1}), (16, {1}), (24, {2}), (40, {4}), (128, {4}), (136, {4, 1})]
+)
+def test_of_zeros_behind_k_few_are_multiplied(part, k, steps):
+    start = importlib.import_module(
+        "kernels_in_the_model.persistent_gemm.any_width"
+    ).AnyWidthAccumulator.start
+    seen = set()
+    part("any_width", "AnyWidthAccumulator.start", lambda *args: (seen.add(int(args[-1])), start(*args))[1])
+    multiply(**WIDE_TILE | {"k": k})
+    assert seen == steps
+    seen.clear()
+    multiply(**WIDE_TILE | {"k": k}, stagger=True)  # tiles come to the end of K at other times
+    assert seen == {4}
 
 
 @pytest.mark.parametrize("width", [72, 128])
@@ -635,6 +659,16 @@ def test_a_slot_that_counts_as_read_when_one_team_has_read_it_is_found(part):
 def test_what_teams_cannot_do_is_refused(options, why):
     with pytest.raises(AssertionError, match=why):
         multiply(**TEAMS | options)
+
+
+def test_only_tiles_of_any_width_have_columns_of_c_as_rows():
+    with pytest.raises(AssertionError, match="only tiles of any width have been exchanged"):
+        multiply(**TEAMS | {"joined": False, "teams": 1, "swap_ab": True})
+
+
+def test_swapped_tiles_at_the_wrong_place_are_found(part):
+    part("epilogue", "piece_start", lambda i, store_n, width: 0)
+    assert fails(**TEAMS | {"swap_ab": True})
 
 
 def test_stolen_slots_that_are_loaded_too_early_are_found(part):

@@ -45,6 +45,7 @@ def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
     """Return the kwargs of a config."""
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
     kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False, "JOINED": False, "TEAMS": 1, "CTAS": 1}
+    kwargs |= {"SWAP_AB": False}
     return kwargs | changed
 
 
@@ -72,6 +73,14 @@ def recorded_winners() -> list[Any]:
 @pytest.mark.parametrize(("args", "winner"), recorded_winners())
 def test_no_config_that_has_won_is_left_out(args, winner):
     assert is_among(winner, prune(GLUON_CANDIDATES, args))
+
+
+def test_a_swapped_config_takes_as_long_as_the_same_one_does_for_the_transposed_product():
+    kwargs = tile(384, 128, 48, JOINED=True, TEAMS=3, CTAS=2)
+    args = call(2040, 4104, 1368, a_alignment=128, b_alignment=16)
+    transposed = call(4104, 2040, 1368, a_alignment=16, b_alignment=128)
+    swapped = estimated_clocks(kwargs | {"SWAP_AB": True}, args)
+    assert swapped == estimated_clocks(kwargs, transposed) < estimated_clocks(kwargs, args)
 
 
 @pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (4100, 4104, 4104), (304, 5120, 5120), (64, 64, 64)])

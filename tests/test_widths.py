@@ -81,7 +81,7 @@ def test_a_spread_config_is_tried_where_it_saves_a_column_of_tiles_and_only_ther
     for n in (4096, 4104, 4352, 4384):
         for config in prune(GLUON_CANDIDATES, call(4096, n, 4096)):
             kwargs = config.kwargs
-            assert saves_tiles(kwargs, n)
+            assert saves_tiles(kwargs, call(4096, n, 4096))
             if kwargs["SPREAD"]:
                 assert tiles_side_by_side(kwargs, n)[0] < -(-n // kwargs["BLOCK_N"])
     of_tensors = [config for config in GLUON_CANDIDATES if not config.kwargs["JOINED"]]

@@ -238,4 +238,5 @@ def specialized_all_gather_gemm(
         STORE_BUFFERS,
         False,
         1,
+        False,
     )

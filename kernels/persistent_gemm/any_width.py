@@ -14,7 +14,8 @@ Descriptors of shared memory and the order of registers: PTX ISA, `wgmma.mma_asy
 Along K an operand has 64 elements of 2 bytes, with TMA's swizzle of 128 bytes.
 
 A store takes STORE_N columns, which need not divide the tile's: the last piece then begins earlier, and what
-it shares with the piece before is stored twice, the same.
+it shares with the piece before is stored twice, the same. The last k block of a tile may reach beyond K,
+where TMA reads zeros: of its four instructions only those are started that 16 or 32 elements of K need.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -32,6 +33,7 @@ SWIZZLE_128 = 1 << 62
 ROW_GROUP = (1024 >> 4) << 32  # 8 rows of 128 bytes; in units of 16 bytes, like all addresses there
 UNUSED = 1 << 16  # the distance along K, which a swizzled operand of one swizzle's width has not
 K_STEP = 32 >> 4  # 16 elements
+K_STEPS = gl.constexpr(4)  # of a k block
 WARPGROUP_ROWS = 64 * 128 >> 4  # bytes of a warpgroup's rows
 BOXES = (128, 64, 32, 16, 8)
 
@@ -80,11 +82,12 @@ def piece_start(i, store_n, width):
 
 
 @gluon.constexpr_function
-def _products(width, dtype, warpgroups, reps):
-    """Return the PTX that starts a k block of 64, and returns when all products before it are complete.
+def _products(width, dtype, warpgroups, reps, steps):
+    """Return the PTX that starts a k block, and returns when all products before it are complete.
 
     $0 and following are the sums; then come A's address, B's, and how many bytes behind that B's block is.
-    `reps`: each warpgroup has so many times 64 rows, which lie 64 * warpgroups apart.
+    `reps`: each warpgroup has so many times 64 rows, which lie 64 * warpgroups apart. `steps`: how many times
+    16 elements of K are multiplied, from the first on.
     """
     strips = width // 8
     registers = 4 * strips * reps
@@ -98,7 +101,7 @@ def _products(width, dtype, warpgroups, reps):
             f"mad.lo.u32 a, rows, {WARPGROUP_ROWS}, a;",
         ]
     lines += ["wgmma.fence.sync.aligned;"]
-    for step in range(4):
+    for step in range(steps):
         for rep in range(reps):
             first = [4 * (strip * reps + rep) for strip in range(strips)]
             sums = ", ".join(f"${at + i}" for at in first for i in range(4))
@@ -148,6 +151,7 @@ def _side_by_side(strips, FIRST: gl.constexpr, COUNT: gl.constexpr):
 @aggregate
 class AnyWidthAccumulator:
     strips: gl.tuple  # of [BLOCK_M, 8]
+    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to K_STEPS
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr
@@ -156,19 +160,36 @@ class AnyWidthAccumulator:
     @gluon.jit
     def multiply(self, operands, step, k, WIDE: gl.constexpr):
         """Start the step's k block, then give back the slot of the block before it; see `mma`."""
+        return self.start(operands, step, k, K_STEPS)
+
+    @gluon.jit
+    def multiply_last(self, operands, step, k, WIDE: gl.constexpr):
+        """Do so for the last k block of a tile: of zeros behind K no more than need be are multiplied."""
+        accumulator = self
+        if self.end_steps <= 1:
+            accumulator = self.start(operands, step, k, 1)
+        elif self.end_steps <= 2:
+            accumulator = self.start(operands, step, k, 2)
+        else:
+            accumulator = self.start(operands, step, k, K_STEPS)
+        return accumulator
+
+    @gluon.jit
+    def start(self, operands, step, k, STEPS: gl.constexpr):
+        """Start so many steps of a k block, then give back the slot of the block before it."""
         COUNT: gl.constexpr = self.WIDTH // STRIP_N
         ROWS: gl.constexpr = self.BLOCK_M // gl.num_ctas()
         REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
         strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
         addresses = (operands.a(step, self.TEAM), operands.b_bufs, operands.b_offset(step))
         strips = inline_asm(
-            _products(self.WIDTH, self.DTYPE, gl.num_warps() // 4, REPS),
+            _products(self.WIDTH, self.DTYPE, gl.num_warps() // 4, REPS, STEPS),
             _in_place(4 * REPS * COUNT, 3),
             addresses + self.strips,
             _times(strip, COUNT),
         )
         operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
-        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
+        return AnyWidthAccumulator(strips, self.end_steps, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
 
     @gluon.jit
     def end(self, operands, step):
@@ -184,7 +205,7 @@ class AnyWidthAccumulator:
             _times(strip, COUNT),
         )
         operands.give_back(step + operands.NUM_BUFFERS - 1)
-        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
+        return AnyWidthAccumulator(strips, self.end_steps, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
 
     @gluon.jit
     def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
@@ -194,6 +215,7 @@ class AnyWidthAccumulator:
 
 @aggregate
 class WgmmaAnyWidth:
+    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to K_STEPS
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr  # of A and B, as PTX spells it
@@ -201,8 +223,10 @@ class WgmmaAnyWidth:
 
     @staticmethod
     @gluon.jit
-    def create(BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr, TEAM: gl.constexpr):
-        return WgmmaAnyWidth(BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16", TEAM)
+    def create(
+        end_steps, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr, TEAM: gl.constexpr
+    ):
+        return WgmmaAnyWidth(end_steps, BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16", TEAM)
 
     @gluon.jit
     def begin(self, visit):
@@ -210,7 +234,7 @@ class WgmmaAnyWidth:
         strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
         zeros = gl.zeros((self.BLOCK_M, STRIP_N), gl.float32, strip.layout)
         strips = (zeros,) * (self.WIDTH // STRIP_N)
-        return AnyWidthAccumulator(strips, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
+        return AnyWidthAccumulator(strips, self.end_steps, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
 
     @gluon.jit
     def await_result(self, visit):

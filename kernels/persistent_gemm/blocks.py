@@ -1,4 +1,8 @@
-"""How much of each matrix one TMA operation of the Gluon body moves, under a config."""
+"""How much of each matrix one TMA operation of the Gluon body moves, under a config.
+
+With SWAP_AB tiles are those of the transposed product, C.T = B.T @ A.T: their rows are B's, their columns
+A's, and what is stored has a tile's columns as rows. What is said of rows and columns elsewhere is of tiles.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Any
 
 import triton
 
-from ..matrices import Block, set_block
+from ..matrices import Block, set_block, set_matrix
 from .any_width import box_of
 
 ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
@@ -19,6 +23,11 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     A kernel without a choice of layouts takes A by rows, [M, K], in tiles that end within A, and a weight,
     [N, K]. Without sizes no matrix is smaller than a block.
     """
+    if args.get("SWAP_AB"):
+        blocks = blocks_of({**swapped(args), "SWAP_AB": False})
+        rows, columns, halves = blocks["c_desc"]
+        by_columns = Block(columns, rows, (COLUMNS,) * len(halves))
+        return blocks | {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"], "c_desc": by_columns}
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
     extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
@@ -45,6 +54,17 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     }
 
 
+def swapped(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the transposed product, C.T = B.T @ A.T: whose tiles those of SWAP_AB are."""
+    names = {"M": "N", "N": "M", "a_alignment": "b_alignment", "b_alignment": "a_alignment"}
+    return {name: args[names.get(name, name)] for name in args}
+
+
+def as_tiled(kwargs: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the product into whose rows and columns a config's tiles divide a call."""
+    return swapped(args) if kwargs.get("SWAP_AB") else args
+
+
 def rows_of_a_cta(kwargs: dict[str, Any]) -> int:
     """Return how many rows of a tile a CTA has."""
     return int(kwargs["BLOCK_M"] // kwargs.get("CTAS", 1))  # kernels that know no clusters have no CTAS
@@ -59,3 +79,5 @@ def set_blocks(args: dict[str, Any]) -> None:
     """Give the descriptors of a launch the blocks of the config that is about to run: its `pre_hook`."""
     for name, block in blocks_of(args).items():
         set_block(args[name], block)
+    if "SWAP_AB" in args:
+        set_matrix(args["extra_desc"], args["a_desc" if args["SWAP_AB"] else "b_desc"].base)

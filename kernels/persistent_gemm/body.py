@@ -56,6 +56,7 @@ def gemm(
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
     TEAMS: gl.constexpr,  # that share a tile, see `roles`
     CTAS: gl.constexpr,  # of a program, which is a cluster: two halve the rows of each tile, see `clusters`
+    SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `blocks`
 ):
     """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
     gl.static_assert(EXTRA_N > 0 or not SPREAD, "all tiles are as wide as they can be")
@@ -63,6 +64,10 @@ def gemm(
     if CTAS > 1:
         gl.static_assert(not TENSOR_MEMORY, "only Hopper's roles have been divided among CTAs")
         gl.static_assert(SCHEDULE != "dynamic" and STREAM_K == 0, "one CTA would have to tell the other")
+    if SWAP_AB:
+        gl.static_assert(JOINED, "only tiles of any width have been exchanged")
+        a_desc, b_desc = b_desc, a_desc
+        M, N = N, M
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = columns_of_tiles(N, BLOCK_N, EXTRA_N, SPREAD)
     wide = wide_tiles(N, tiles_n, BLOCK_N, EXTRA_N, SPREAD)
@@ -74,9 +79,11 @@ def gemm(
         tiles_m,
         tiles_n,
         tiles,
-        M if STAYS else last_start(M, BLOCK_M, TRANS_A),
-        N if STAYS else last_start(N, width_of_last(tiles_n, wide, BLOCK_N, EXTRA_N), True),
+        M if STAYS else last_start(M, BLOCK_M, TRANS_A or SWAP_AB),
+        N if STAYS else last_start(N, width_of_last(tiles_n, wide, BLOCK_N, EXTRA_N), not SWAP_AB),
         wide,
+        K,
+        splits,
         k_blocks,
         split_rows,
         SCHEDULE,
@@ -84,6 +91,7 @@ def gemm(
         BLOCK_M,
         BLOCK_N,
         EXTRA_N,
+        BLOCK_K,
         NUM_BUFFERS,
         STAGGER,
         SPREAD,
@@ -115,4 +123,5 @@ def gemm(
         STORE_BUFFERS,
         JOINED,
         TEAMS,
+        SWAP_AB,
     )

@@ -53,17 +53,20 @@ def _candidate(
     joined: bool = False,
     teams: int = 1,
     ctas: int = 1,
+    swap_ab: bool = False,
     **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
     config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger, "SPREAD": spread}
-    config.kwargs |= {"JOINED": joined, "TEAMS": teams, "CTAS": ctas}
+    config.kwargs |= {"JOINED": joined, "TEAMS": teams, "CTAS": ctas, "SWAP_AB": swap_ab}
     config.num_ctas = ctas
     return config
 
 
-def _any_width(variant: str, block_m: int, width: int, *, ctas: int = 1) -> triton.Config:
+def _any_width(
+    variant: str, block_m: int, width: int, *, ctas: int = 1, swap_ab: bool = False
+) -> triton.Config:
     """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
     block_n, extra_n = in_boxes(width)
     storers = 2 if variant == "pingpong" else 1  # of all rows
@@ -78,6 +81,7 @@ def _any_width(variant: str, block_m: int, width: int, *, ctas: int = 1) -> trit
         joined=True,
         teams=teams,
         ctas=ctas,
+        swap_ab=swap_ab,
         group_m=8 // ctas,
     )
 
@@ -89,9 +93,10 @@ def _pair(*args: Any, **options: Any) -> triton.Config:
 
 STOLEN = (128, 0)
 # Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
-WIDTHS = (80, 96, 104, 112, 120, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
-MOST_PINGPONG_COLUMNS = 176  # 176 registers of a thread
-MOST_TEAM_COLUMNS = 192  # 96 registers of the 128 that ptxas gives 512 threads
+WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
+PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
+TEAM_WIDTHS = tuple(width for width in WIDTHS if 112 <= width <= 192)  # 96 of 512 threads' 128 registers
+TEAM_PAIR_WIDTHS = tuple(width for width in TEAM_WIDTHS if width >= 144)
 FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
 
 GLUON_CANDIDATES = [
@@ -171,17 +176,18 @@ if HAS_CLUSTERS_AND_PTX:
         # Widths that a tensor cannot have: as many tiles as there are SMs, or a little less than a multiple.
         *(_any_width("cooperative", 64, width) for width in WIDTHS),
         *(_any_width("cooperative", 128, width) for width in WIDTHS),
-        *(_any_width("pingpong", 128, width) for width in WIDTHS if width <= MOST_PINGPONG_COLUMNS),
+        *(_any_width("pingpong", 128, width) for width in PINGPONG_WIDTHS),
         # Two CTAs, which L2 sends the columns once: where rows begin between cache lines.
         *(_any_width("cooperative", 256, width, ctas=2) for width in WIDTHS if width >= FEWEST_PAIR_COLUMNS),
         *(_any_width("pingpong", 256, width, ctas=2) for width in (144, 176, 192)),
         # 192 rows of a CTA, in three teams.
-        *(_any_width("cooperative", 192, width) for width in WIDTHS if 112 <= width <= MOST_TEAM_COLUMNS),
-        *(
-            _any_width("cooperative", 384, width, ctas=2)
-            for width in WIDTHS
-            if 144 <= width <= MOST_TEAM_COLUMNS
-        ),
+        *(_any_width("cooperative", 192, width) for width in TEAM_WIDTHS),
+        *(_any_width("cooperative", 384, width, ctas=2) for width in TEAM_PAIR_WIDTHS),
+        # A tile's rows are columns of C: where its columns divide C's rows better.
+        *(_any_width("cooperative", 64, width, swap_ab=True) for width in WIDTHS),
+        *(_any_width("pingpong", 128, width, swap_ab=True) for width in PINGPONG_WIDTHS),
+        *(_any_width("cooperative", 192, width, swap_ab=True) for width in TEAM_WIDTHS),
+        *(_any_width("cooperative", 384, width, ctas=2, swap_ab=True) for width in TEAM_PAIR_WIDTHS),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),

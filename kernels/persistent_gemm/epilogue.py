@@ -24,6 +24,7 @@ class OwnBuffers:
     BLOCK_N: gl.constexpr
     WIDTH: gl.constexpr  # of a tile with its further columns
     STORE_N: gl.constexpr
+    TRANS_C: gl.constexpr  # C's memory has a tile's columns as rows, and so have the buffers
     TEAM: gl.constexpr  # which rows of a tile it stores
 
     @staticmethod
@@ -35,14 +36,24 @@ class OwnBuffers:
         STORE_N: gl.constexpr,
         BUFFERS: gl.constexpr,
         STORERS: gl.constexpr,
+        TRANS_C: gl.constexpr,
     ):
         bufs = allocate_ring(c_desc, STORERS * BUFFERS, c_desc.block_type.shape[0])
-        return OwnBuffers(c_desc, bufs, BUFFERS, operands.BLOCK_N, WIDTH, STORE_N, 0)
+        return OwnBuffers(c_desc, bufs, BUFFERS, operands.BLOCK_N, WIDTH, STORE_N, TRANS_C, 0)
 
     @gluon.jit
     def of_team(self, TEAM: gl.constexpr):
         """Return that of another team, with buffers of its own."""
-        return OwnBuffers(self.c_desc, self.bufs, self.BUFFERS, self.BLOCK_N, self.WIDTH, self.STORE_N, TEAM)
+        return OwnBuffers(
+            self.c_desc,
+            self.bufs,
+            self.BUFFERS,
+            self.BLOCK_N,
+            self.WIDTH,
+            self.STORE_N,
+            self.TRANS_C,
+            TEAM,
+        )
 
     @gluon.jit
     def store(self, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
@@ -55,15 +66,21 @@ class OwnBuffers:
         thread.
         """
         width: gl.constexpr = self.WIDTH if WIDE else self.BLOCK_N
-        row += self.TEAM * self.c_desc.block_type.shape[0]
+        row += self.TEAM * self.c_desc.block_type.shape[1 if self.TRANS_C else 0]
         FIRST: gl.constexpr = (STORER + self.TEAM) * self.BUFFERS
         for i in gl.static_range((width + self.STORE_N - 1) // self.STORE_N):
             piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
             buf = self.bufs.index(FIRST + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
-            buf.store(piece)
-            fence_async_shared()
-            tma_store(self.c_desc, [row, col + piece_start(i, self.STORE_N, width)], buf)
+            first = col + piece_start(i, self.STORE_N, width)
+            if self.TRANS_C:
+                buf.permute((1, 0)).store(piece)
+                fence_async_shared()
+                tma_store(self.c_desc, [first, row], buf)
+            else:
+                buf.store(piece)
+                fence_async_shared()
+                tma_store(self.c_desc, [row, first], buf)
 
     @gluon.jit
     def before_load(self):

@@ -26,7 +26,7 @@ import triton
 
 from ..tails import tail_share
 from ..tiles import on_host
-from .blocks import rows_of_a_cta
+from .blocks import as_tiled, rows_of_a_cta
 from .mma import WIDEST_FROM_REGISTERS
 from .widths import tiles_side_by_side
 
@@ -51,7 +51,7 @@ STARTS = {"cooperative": 1, "pingpong": 1}
 
 def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
-    variant, splits = kwargs["VARIANT"], args["splits"]
+    variant, splits, args = kwargs["VARIANT"], args["splits"], as_tiled(kwargs, args)
     programs = max(args["programs"] // kwargs["CTAS"], 1)
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     tiles_n, wide = tiles_side_by_side(kwargs, args["N"])

@@ -16,7 +16,7 @@ import triton
 
 from ..matrices import Block, Matrix, describe
 from ..settled_launch import SettledLaunches
-from .blocks import blocks_of
+from .blocks import as_tiled, blocks_of
 from .body import gemm
 from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES
 from .pruning import prune
@@ -85,8 +85,9 @@ class Shape:
         """Return how many programs run under a config."""
         if meta["STREAM_K"]:
             return self.programs, 1, 1
-        tiles_n, _wide = tiles_side_by_side(meta, self.n)
-        tiles = triton.cdiv(self.m, meta["BLOCK_M"]) * tiles_n * self.splits
+        args = as_tiled(meta, {"M": self.m, "N": self.n})
+        tiles_n, _wide = tiles_side_by_side(meta, args["N"])
+        tiles = triton.cdiv(args["M"], meta["BLOCK_M"]) * tiles_n * self.splits
         return (
             (tiles if meta["VARIANT"] == "pipelined" else min(max(self.programs // meta["CTAS"], 1), tiles)),
             1,
@@ -105,7 +106,8 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     settled = _SETTLED.find(shape)
     if settled is not None:
         counter, parts = scratch_of(shape, part_elements(settled.config))
-        settled.launch((a, b, b, c), counter, *shape.sizes().values(), parts)
+        further = a if settled.config.kwargs["SWAP_AB"] else b
+        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts)
         return
     largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
     counter, parts = scratch_of(shape, largest)  # for any config

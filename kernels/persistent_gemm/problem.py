@@ -12,6 +12,7 @@ from .widths import column_of
 
 # Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
 ALIGNED = gl.constexpr(8)
+STEP_K = gl.constexpr(16)  # of an instruction
 
 
 @gluon.jit
@@ -36,6 +37,8 @@ class Problem:
     last_row: gl.tensor  # behind which no tile begins
     last_col: gl.tensor
     wide: gl.tensor  # so many columns of tiles, the first ones, have EXTRA_N columns more
+    k: gl.tensor
+    splits: gl.tensor
     k_blocks: gl.tensor  # of a split
     split_rows: gl.tensor  # from one split's rows of C to the next one's
     SCHEDULE: gl.constexpr
@@ -43,6 +46,7 @@ class Problem:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     EXTRA_N: gl.constexpr
+    BLOCK_K: gl.constexpr
     NUM_BUFFERS: gl.constexpr
     STAGGER: gl.constexpr  # whether neighbours begin at different k blocks
     SPREAD: gl.constexpr  # whether there are tiles without their EXTRA_N columns
@@ -95,6 +99,20 @@ class Problem:
         else:
             k_block = first_k + k
         return k_block
+
+    @gluon.jit
+    def end_steps(self):
+        """Return how many times STEP_K elements of K the last k block of a tile has, the same for all tiles.
+
+        All that fit a k block, where tiles come to the end of K at other times, or some do not come to it.
+        """
+        STEPS: gl.constexpr = self.BLOCK_K // STEP_K
+        if self.STAGGER:
+            steps = gl.to_tensor(STEPS)
+        else:
+            steps = gl.cdiv(self.k - (self.k_blocks - 1) * self.BLOCK_K, STEP_K)
+            steps = gl.where(self.splits == 1, steps, STEPS)
+        return steps
 
     @gluon.jit
     def blocks_of(self, number):

@@ -11,6 +11,7 @@ from ..compat import HAS_CLUSTERS_AND_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from ..tails import tail_share
 from ..tiles import on_host
+from .blocks import as_tiled
 from .candidates import CUT_SCHEDULES, NAMES
 from .estimate import estimated_clocks
 from .footprint import accumulator_registers, most_accumulator_registers, shared_bytes
@@ -72,36 +73,46 @@ def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: i
     return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))
 
 
-def saves_tiles(kwargs: dict[str, Any], n: int) -> bool:
-    """Return whether tiles of two widths are fewer than of the lesser one; True for one width."""
+def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Return whether tiles of two widths are fewer than of the lesser one, and swapped ones fewer than not.
+
+    True for tiles of one width whose rows are rows of C.
+    """
+    if kwargs["SWAP_AB"]:
+        return _tiles(kwargs, args) < _tiles({**kwargs, "SWAP_AB": False}, args)
     if not kwargs["SPREAD"]:
         return True
-    tiles_n, wide = tiles_side_by_side(kwargs, n)
-    return wide < tiles_n < triton.cdiv(n, kwargs["BLOCK_N"])
+    tiles_n, wide = tiles_side_by_side(kwargs, args["N"])
+    return wide < tiles_n < triton.cdiv(args["N"], kwargs["BLOCK_N"])
 
 
-def no_wider_than_need_be(configs: list[triton.Config], n: int) -> list[triton.Config]:
+def _tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> int:
+    sizes = as_tiled(kwargs, args)
+    tiles_n, _wide = tiles_side_by_side(kwargs, sizes["N"])
+    return int(triton.cdiv(sizes["M"], kwargs["BLOCK_M"]) * tiles_n)
+
+
+def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
     """Leave out tiles of any width of which others that differ in it alone are as many, and narrower."""
     least: dict[tuple[Any, ...], int] = {}
     for config in configs:
-        kind = _kind_and_tiles(config, n)
+        kind = _kind_and_tiles(config, args)
         least[kind] = min(_width(config), least.get(kind, _width(config)))
     return [
         config
         for config in configs
-        if not config.kwargs["JOINED"] or _width(config) == least[_kind_and_tiles(config, n)]
+        if not config.kwargs["JOINED"] or _width(config) == least[_kind_and_tiles(config, args)]
     ]
 
 
 def _kind(config: triton.Config) -> tuple[Any, ...]:
     """Return what tiles of any width have in common that differ in it alone."""
-    return tuple(
-        config.kwargs[name] for name in ("JOINED", "VARIANT", "BLOCK_M", "CTAS", "GROUP_M", "STORE_N")
-    )
+    names = ("JOINED", "VARIANT", "BLOCK_M", "CTAS", "SWAP_AB", "GROUP_M", "STORE_N")
+    return tuple(config.kwargs[name] for name in names)
 
 
-def _kind_and_tiles(config: triton.Config, n: int) -> tuple[Any, ...]:
-    return (*_kind(config), tiles_side_by_side(config.kwargs, n))
+def _kind_and_tiles(config: triton.Config, args: dict[str, Any]) -> tuple[Any, ...]:
+    return (*_kind(config), tiles_side_by_side(config.kwargs, as_tiled(config.kwargs, args)["N"]))
 
 
 def _width(config: triton.Config) -> int:
@@ -113,6 +124,8 @@ def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
         return False
     if kwargs["TEAMS"] > 1 and args["SCHEDULE"] == "dynamic":
+        return False
+    if kwargs["SWAP_AB"] and args["splits"] > 1:  # parts of K lie one below the other, not side by side
         return False
     if kwargs["CTAS"] == 1:
         return True
@@ -137,10 +150,17 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
         and suits(config.kwargs, args)
     ]
-    usable = [config for config in usable if saves_tiles(config.kwargs, args["N"])] or usable
-    usable = no_wider_than_need_be(usable, args["N"])
-    usable = not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
+    usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
+    usable = no_wider_than_need_be(usable, args)
+    usable = [config for swap_ab in (False, True) for config in _not_too_large(usable, args, swap_ab)]
     return usable if args["TENSOR_MEMORY"] else most_promising(usable, args)
+
+
+def _not_too_large(configs: list[triton.Config], args: dict[str, Any], swap_ab: bool) -> list[triton.Config]:
+    """Return those of either kind whose tiles are no more than twice as large as C."""
+    kind = [config for config in configs if config.kwargs["SWAP_AB"] == swap_ab]
+    sizes = as_tiled({"SWAP_AB": swap_ab}, args)
+    return not_too_large(kind, BLOCK_M=sizes["M"], BLOCK_N=sizes["N"], BLOCK_K=sizes["K"])
 
 
 def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:

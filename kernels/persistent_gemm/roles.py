@@ -19,6 +19,7 @@ Which tiles there are is asked of a part as well, the `problem`. It has `tiles`,
     blocks_of(number)             how many k blocks it has: one or more
     first_blocks()                how many this program's first tile has
     blocks_behind(number)         how many its tile after this one has; any number if there is none
+    end_steps()                   of JOINED only: how many times 16 elements of K the last one of a tile has
     await_rows(number, known)     return once those rows of A may be read. Only `_load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
     loaded()                      `_load` has started its last load
@@ -199,6 +200,14 @@ def _work(
 
 
 @gluon.jit
+def _load_under(problem, schedule, operands, epilogue, cursor, k, last_visit):
+    """Start a load into the slot of the k block before the k-th one, under the multiplication of that."""
+    if k == 0:
+        epilogue.before_load()
+    return cursor.load(problem, schedule, operands, last_visit)
+
+
+@gluon.jit
 def _work_on(
     problem,
     schedule,
@@ -220,7 +229,6 @@ def _work_on(
 ):
     """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
     AHEAD: gl.constexpr = problem.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
-    _row_of_a, row, col, _first_k = problem.place(number)
     if MULTIPLIES:
         if LOADS and not ACROSS:
             for _ in gl.static_range(problem.NUM_BUFFERS - 1):
@@ -228,19 +236,27 @@ def _work_on(
         accumulator = mma.begin(visit)
         if EVERY == 2:
             mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
-        for k in range(problem.blocks_of(number)):
+        ENDS: gl.constexpr = 1 if operands.JOINED else 0  # k blocks that are multiplied in another way
+        blocks = problem.blocks_of(number) - ENDS
+        for k in range(blocks):
             operands.wait_full(step)
             accumulator = accumulator.multiply(operands, step, k, WIDE)
             if LOADS:
-                if k == 0:
-                    epilogue.before_load()
-                # Into the slot of the k block before this one, under the multiplication of this one.
-                cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
+                cursor = _load_under(problem, schedule, operands, epilogue, cursor, k, visit + AHEAD)
+            step += 1
+        if ENDS > 0:
+            operands.wait_full(step)
+            accumulator = accumulator.multiply_last(operands, step, blocks, WIDE)
+            if LOADS:
+                cursor = _load_under(problem, schedule, operands, epilogue, cursor, blocks, visit + AHEAD)
             step += 1
         if EVERY == 2:
             mbarrier.arrive(turn.index(1 - FIRST), count=1)
+        # Divisions, of which no product should have to wait.
+        _row_of_a, row, col, _first_k = problem.place(number)
         accumulator = accumulator.end(operands, step)
     else:
+        _row_of_a, row, col, _first_k = problem.place(number)
         accumulator = mma.accumulator(visit)
     if STORES:
         mma.await_result(visit)
@@ -272,6 +288,7 @@ def run(
     STORE_BUFFERS: gl.constexpr,
     JOINED: gl.constexpr,
     TEAMS: gl.constexpr,
+    TRANS_C: gl.constexpr,
 ):
     """Multiply and store the tiles of the problem that are this program's; `gemm` says what is what."""
     gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
@@ -281,6 +298,7 @@ def run(
         gl.static_assert(STORE_N <= BLOCK_N + EXTRA_N, "the last piece ends with the tile")
     else:
         gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
+        gl.static_assert(not TRANS_C, "only tiles of any width have been stored by columns")
     if STEALS:
         gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
         gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
@@ -311,7 +329,7 @@ def run(
     if TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
     elif JOINED:
-        mma = WgmmaAnyWidth.create(BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 0)
+        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 0)
     else:
         mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
     # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
@@ -324,7 +342,7 @@ def run(
     if STEALS:
         epilogue = StolenBuffers.create(c_desc, operands, WIDTH, STORE_N, 1, CONSUMERS)
     else:
-        epilogue = OwnBuffers.create(c_desc, operands, WIDTH, STORE_N, STORE_BUFFERS, CONSUMERS)
+        epilogue = OwnBuffers.create(c_desc, operands, WIDTH, STORE_N, STORE_BUFFERS, CONSUMERS, TRANS_C)
     turn = operands.full
     if PINGPONG:
         turn = allocate_mbarriers(2)
@@ -356,8 +374,8 @@ def run(
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
         )
     elif TEAMS == 3:
-        mma_1 = WgmmaAnyWidth.create(BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 1)
-        mma_2 = WgmmaAnyWidth.create(BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 2)
+        mma_1 = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 1)
+        mma_2 = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 2)
         out_1, out_2 = epilogue.of_team(1), epilogue.of_team(2)
         gl.warp_specialize(
             [

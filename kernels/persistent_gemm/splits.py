@@ -10,13 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 256  # a multiple of every BLOCK_M: the tiles of one part end before the rows of the next begin
+from .candidates import GLUON_CANDIDATES, PLAIN_CANDIDATES
+
+TILE_ROWS = frozenset(config.kwargs["BLOCK_M"] for config in (*GLUON_CANDIDATES, *PLAIN_CANDIDATES))
 
 
 def workspace_of(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
-    """Return room for the parts' products, one below the other, and how many rows each has."""
+    """Return room for the parts' products, one below the other, and how many rows each has.
+
+    So many that the tiles of one part end before the rows of the next begin, whichever config is chosen.
+    """
     rows, columns = out.shape
-    split_rows = triton.cdiv(rows, ROWS) * ROWS
+    split_rows = max(triton.cdiv(rows, of_a_tile) * of_a_tile for of_a_tile in TILE_ROWS)
     pitch = triton.cdiv(columns, 4) * 4  # TMA wants rows of a multiple of 16 bytes
     room = torch.empty(splits * split_rows, pitch, dtype=torch.float32, device=out.device)
     return room[:, :columns], split_rows

@@ -18,7 +18,10 @@ from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
 from launch_path import arguments, only_compiling
 
+from dist_autotune import rehearsal
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+from dist_autotune.kernels.matrices import Block, matrix_of_rows
+from dist_autotune.kernels.matrices import describe as describe_matrix
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
@@ -54,7 +57,8 @@ def chosen() -> dict[str, tuple[triton.Config, dict[str, str]]]:
             found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
     for config in GLUON_CANDIDATES:
         if config.num_ctas > 1 and not config.kwargs["JOINED"] and _code(config) not in found:
-            found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
+            fitting = [types for types in OPTIONS if _fits(config, types["out"])]
+            found[_code(config)] = config, fitting[-1 - len(found) % 2]  # float32 results where they fit
     return found
 
 
@@ -63,7 +67,7 @@ def width_of(config: triton.Config) -> int:
 
 
 def _kind(config: triton.Config) -> tuple[Any, ...]:
-    return config.kwargs["VARIANT"], config.kwargs["BLOCK_M"], config.num_ctas
+    return config.kwargs["VARIANT"], config.kwargs["BLOCK_M"], config.num_ctas, config.kwargs["SWAP_AB"]
 
 
 def _code(config: triton.Config) -> str:
@@ -91,6 +95,9 @@ def kernels() -> dict[str, Any]:
 
     jobs = [lambda job=job: compile_one(*job) for job in CHOSEN.values()]
     return dict(zip(CHOSEN, in_parallel(jobs), strict=True))
+
+
+STEPS = (4, 1, 2, 4)  # of 16 along K: in the loop, and of the last k block, which may be 1, 2 or all
 
 
 def products(kwargs: dict[str, Any], warps: int) -> int:
@@ -134,7 +141,8 @@ def test_one_instruction_is_as_wide_as_the_tile_and_there_is_no_other(kernels, c
     found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernels[code].asm["ptx"])
     element = PTX_TYPES[types["dtype"]]
     assert set(found) == {f"m64n{width}k16.f32.{element}.{element}"}
-    assert len(found) == consumers(config.kwargs) * products(config.kwargs, config.num_warps)
+    each = products(config.kwargs, config.num_warps)
+    assert len(found) == consumers(config.kwargs) * sum(each * steps // 4 for steps in STEPS)
 
 
 def groups_of_products(sass: str) -> list[list[str]]:
@@ -155,19 +163,25 @@ def test_ptxas_waits_for_no_product_before_all_of_a_k_block_are_under_way(kernel
     config, types = CHOSEN[code]
     width, kind = width_of(config), types["dtype"]
     instruction = f"HGMMA.64x{width}x16.F32" + (".BF16" if kind == "bf16" else "")
-    in_flight = [instruction] * products(config.kwargs, config.num_warps) + ["gsb0;"]  # one group
-    waits = ["gsb0, 0x1", "gsb0, 0x0"]  # for the k block before, and behind the K loop
-    assert groups_of_products(kernels[code].asm["sass"]) == [in_flight + waits] * consumers(config.kwargs)
+    each = products(config.kwargs, config.num_warps)
+    groups = [[instruction] * (each * steps // 4) + ["gsb0;", "gsb0, 0x1"] for steps in STEPS]
+    found = groups_of_products(kernels[code].asm["sass"])
+    ends = [group for group in found if group[-1] == "gsb0, 0x0"]  # each group waits for the one before it
+    assert len(ends) == consumers(config.kwargs)
+    for group in ends:
+        group.remove("gsb0, 0x0")  # behind the last one
+    assert sorted(found) == sorted(groups * consumers(config.kwargs))
 
 
-def loops_with_products(lines: list[str]) -> list[tuple[int, int]]:
-    """Return the first line of each K loop, and that behind it which waits for the last product."""
+def products_with_their_loops(lines: list[str]) -> list[tuple[int, int]]:
+    """Return the first line of each K loop, and the one behind it that waits for a tile's last product."""
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*(\w+):", line))}
-    loops = []
-    for at, line in enumerate(lines):
-        if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in line:
-            start = next(labels[found[1]] for line in lines[at:] if (found := re.search(r"BRA (\w+)", line)))
-            loops.append((start, next(i for i in range(at, len(lines)) if "gsb0, 0x0" in lines[i])))
+    loops, begin = [], 0
+    for end in [at for at, line in enumerate(lines) if "gsb0, 0x0" in line]:
+        product = next(at for at in range(begin, end) if "HGMMA" in lines[at])
+        targets = [labels[name] for name in re.findall(r"BRA (\w+)", "\n".join(lines[product:end]))]
+        loops.append((max(at for at in targets if at < product), end))  # the loop of which it is the first
+        begin = end
     return loops
 
 
@@ -176,11 +190,12 @@ def test_nothing_touches_the_sums_of_products_in_flight(kernels, code):
     config, _ = CHOSEN[code]
     width = width_of(config)
     lines = kernels[code].asm["sass"].splitlines()
-    loops = loops_with_products(lines)
+    loops = products_with_their_loops(lines)
     assert len(loops) == consumers(config.kwargs)
     for start, end in loops:
         inside = lines[start:end]
-        assert sum("HGMMA" in line for line in inside) == products(config.kwargs, config.num_warps)
+        each = products(config.kwargs, config.num_warps)
+        assert sum("HGMMA" in line for line in inside) == sum(each * steps // 4 for steps in STEPS)
         first = {int(found[1]) for line in inside if (found := re.search(r"HGMMA\S* R(\d+),", line))}
         sums = {at + i for at in first for i in range(width // 2)}
         assert len(sums) == len(first) * width // 2
@@ -289,3 +304,36 @@ def test_a_config_of_two_ctas_reaches_triton_as_a_cluster(m, n, programs, monkey
     halves = "cga_layout=[[1, 0]]"
     assert [halves in arguments(first)[i][-1] for i in range(4)] == [True, False, False, True]  # A and C
     assert arguments(first)[0][5] == pair.kwargs["BLOCK_M"]  # whole blocks of A, however few rows it has
+
+
+def test_swapped_tiles_are_launched_with_a_as_the_further_columns(monkeypatch):
+    swapped = next(config for config, _ in CHOSEN.values() if config.kwargs["SWAP_AB"])
+    kwargs = swapped.kwargs
+    m, n, width = 1000, 2048, width_of(swapped)
+    a, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((m, 64), (n, 64), (m, n)))
+    with only_compiling(monkeypatch, launching, launching.tuned_gemm, swapped) as device:
+        for _ in range(2):  # asked of the tuner, then the short way
+            assert operation._run_gluon(a, weight.T, out, "auto", "grouped", 132, 1, tensor_memory=False)
+    first, settled = device.launched
+    assert arguments(first) == arguments(settled)
+    assert first[0] == min(132, -(-n // kwargs["BLOCK_M"]) * -(-m // width))
+    described = [argument[:3] for argument in arguments(first)[:4]]  # address, rows, columns
+    places = [(tensor.data_ptr(), *tensor.shape) for tensor in (a, weight, a, out)]
+    assert described == places
+
+
+def test_what_a_config_makes_of_the_descriptors_is_known_before_its_launch():
+    """So it is compiled beside the run, not at a launch: swapped ones change a matrix, not blocks alone."""
+    configs = {code: config for code, (config, _) in CHOSEN.items()}
+    a, b, c = (
+        matrix_of_rows(torch.zeros(size, dtype=torch.bfloat16))
+        for size in ((1000, 64), (2048, 64), (1000, 2048))
+    )
+    descriptors = tuple(describe_matrix(matrix, Block(8, 64)) for matrix in (a, b, b, c))
+    sizes = {"M": 1000, "N": 2048, "K": 64, "TRANS_A": False, "TRANS_B": True}
+    found = rehearsal.rehearse(launching.tuned_gemm, configs, descriptors, sizes, 60.0)
+    assert not found.left_out
+    for code, config in configs.items():
+        (_a, b_desc, further, _c), _ = found.launches[code]
+        assert further.base == (a if config.kwargs["SWAP_AB"] else b)
+        assert b_desc.block_shape != [8, 64]
