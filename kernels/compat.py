@@ -11,18 +11,16 @@
     GluonASTSource           public since 3.9; what ahead-of-time compilation starts from
     compiled_for             "cuda", "hip", or "cpu" in the interpreter: known while a kernel is compiled, and
                              told to functions that count as Triton's own
+    leave_the_core           a sleep of the interpreter
     is_one_warp              whether one warp runs it; told to such functions, too
-    bare_launch              the function that launches, below Triton's own preparations; known of 3.6
 
 Gluon is NVIDIA's and AMD's; importing this needs no GPU. Triton without Gluon's names is not supported.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+import time
+from typing import Any, TypeVar, dataclass_transform
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -30,21 +28,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.runtime import _allocation
-
-try:
-    from triton.backends.nvidia import driver as nvidia
-except ImportError:  # Triton was built without it
-    nvidia = None
 
 __all__ = [
     "HAS_CLUSTERS_AND_PTX",
     "GluonASTSource",
     "aggregate",
-    "bare_launch",
     "compiled_for",
     "inline_asm",
     "is_one_warp",
+    "leave_the_core",
     "load_accumulator",
     "partition_barrier",
     "reinterpret",
@@ -93,6 +85,12 @@ def compiled_for(_semantic: Any = None) -> Any:
 
 
 @_builtin
+def leave_the_core(seconds: Any, _semantic: Any = None) -> None:
+    """Sleep, in the interpreter only: ranks share few cores there, and a rank's threads Python's lock."""
+    time.sleep(tl.core._unwrap_if_constexpr(seconds))
+
+
+@_builtin
 def is_one_warp(_semantic: Any = None, _generator: Any = None) -> Any:
     """Return whether one warp runs what is being compiled, a constexpr; otherwise it is a whole program."""
     if not hasattr(_semantic, "num_warps"):  # Gluon's
@@ -130,54 +128,3 @@ else:
     def load_accumulator(accumulator):
         """Return what the tensor memory holds, in registers."""
         return accumulator.load()
-
-
-# ---- launches
-
-# What the function that launches takes before the kernel's arguments, as 3.6 parses it: grid, stream,
-# function, cooperative, dependent; then scratch, scratch of profilers, metadata, and three for hooks.
-_BARE_FORMAT = "iiiKKppOOOOOO"
-
-
-class BareLaunch(NamedTuple):
-    """`launch(*grid, stream, *function, scratch, *first, *the other arguments)` launches the kernel."""
-
-    launch: Callable[..., None]
-    function: tuple[Any, ...]
-    scratch: Callable[[int], Any] | None  # allocates for a stream, if the kernel needs it
-    first: tuple[Any, ...]
-
-
-def bare_launch(compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...]) -> BareLaunch | None:
-    """Return how to launch a compiled kernel whose first arguments these are, without hooks; None if unknown.
-
-    `first` has all TMA descriptors and is expanded by Triton itself, once. Newer releases do all this in C++.
-    """
-    launcher = compiled.run
-    if nvidia is None or type(launcher) is not nvidia.CudaLauncher or launcher.profile_scratch_size:
-        return None
-    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != _BARE_FORMAT:
-        return None
-    signature = compiled.src.signature
-    descriptors = [at for at, kind in enumerate(signature.values()) if str(kind).startswith("tensordesc")]
-    if any(at >= len(first) for at in descriptors):
-        return None
-    launch, expanded = launcher.launch, first
-    if descriptors:
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-        meta = getattr(compiled.metadata, "tensordesc_meta", None)
-        expand = nvidia.wrap_handle_tensordesc(lambda *given: given, signature, meta)
-        before = (None,) * len(_BARE_FORMAT)
-        expanded = expand(*before, *first)[len(before) :]
-    size, alignment = launcher.global_scratch_size, launcher.global_scratch_align
-    programs = grid[0] * grid[1] * grid[2] * launcher.num_ctas
-    allocate = functools.partial(_allocate, programs * size, alignment) if size else None
-    function = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-    return BareLaunch(
-        launch, function, allocate, (None, compiled.packed_metadata, None, None, None, *expanded)
-    )
-
-
-def _allocate(size: int, alignment: int, stream: int) -> Any:
-    """Return scratch memory of the allocator that is set now, as launches ask for it."""
-    return _allocation._allocator.get()(size, alignment, stream)

@@ -5,7 +5,7 @@
     prepared             asks for device and stream, launches with what the own way made of the rest before
 
 The function that launches is the same, and so is what the kernel gets. The own way is taken where that
-function is not known (`compat.bare_launch`), and while hooks are set: a profiler sees every launch.
+function is not known (`bare_launch`), and while hooks are set: a profiler sees every launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from triton import knobs
 from triton.runtime.driver import driver
 
-from .compat import bare_launch
+from .bare_launch import bare_launch
 
 
 class PreparedLaunch:
@@ -29,18 +29,16 @@ class PreparedLaunch:
         self, compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
     ) -> None:
         self._own_way = compiled[grid]
-        self._grid, self._first, self._last = grid, first, last
+        self._first, self._last = first, last
         self._driver = driver.active
-        self._bare = bare_launch(compiled, grid, first)
+        self._bare = bare_launch(compiled, grid, first, last)
 
     def __call__(self, *middle: Any) -> None:
         bare, driver = self._bare, self._driver
         if bare is None or _are_watched():
             self._own_way(*self._first, *middle, *self._last)
             return
-        stream = driver.get_current_stream(driver.get_current_device())
-        scratch = None if bare.scratch is None else bare.scratch(stream)
-        bare.launch(*self._grid, stream, *bare.function, scratch, *bare.first, *middle, *self._last)
+        bare(driver.get_current_stream(driver.get_current_device()), middle)
 
 
 def _are_watched() -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from .compat import compiled_for
+from .compat import compiled_for, leave_the_core
 from .stamps import in_any_thread, ticks
 
 SYSTEM = tl.constexpr("sys")  # the scope of words that other devices or the host write
@@ -32,9 +32,10 @@ GIVEN_UP = tl.constexpr(1 << 30)  # added to the epoch of a signal that nobody s
 # tick, in 0.05 us each, but if it stands still they end the wait.
 POLLS_PER_ROUND = tl.constexpr(2048)
 MOST_ROUNDS_PER_TICK = tl.constexpr(10)
-# Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs, 150 us in the interpreter.
+# Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs, in the interpreter 0.3 to 0.6 ms and a sleep.
 POLLS_PER_TICK_AMD = tl.constexpr(1000)
-POLLS_PER_TICK_CPU = tl.constexpr(7)
+POLLS_PER_TICK_CPU = tl.constexpr(1)
+SLEEP_CPU_S = tl.constexpr(0.7e-3)
 TICK_S = 2**20 / 1e9  # so that the clock is shifted, and what is compared are int32
 MOST_PATIENCE_TICKS = 100_000_000  # 29 hours; the rounds of twice as many fit an int32
 
@@ -94,6 +95,8 @@ def poll_until(signal_ptr, epoch, patience_ticks, FENCE: tl.constexpr, SCOPE: tl
     began = 0  # until the clock has been read
     polls = 0  # of the round
     while (value - epoch < 0) & (rounds_left > 0):
+        if TARGET == "cpu":
+            leave_the_core(SLEEP_CPU_S)
         value = tl.atomic_add(signal_ptr, 0, sem="acquire", scope=SCOPE)
         polls += 1
         if polls == POLLS:

@@ -212,6 +212,7 @@ def load_kernel_module(name: str) -> Any:
     vars(sys.modules[f"{root}.compat"]).update(
         aggregate=_aggregate,
         compiled_for=lambda: "cuda",
+        leave_the_core=None,  # the interpreter's
         inline_asm=inline_asm,
         is_one_warp=lambda: now().warps == 1,
         tma_load=instructions.tma_load,

@@ -30,8 +30,8 @@ class Scattering(ExpertRuns):
 
     def begin(self, rank, candidate=None):
         """Do that; and memory that torch hands out is NaN from now on, so products that are read before they
-        are stored show. `torch.use_deterministic_algorithms(False)` ends it."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        are stored show. `torch.set_deterministic_debug_mode("default")` ends it."""
+        torch.set_deterministic_debug_mode("warn")
         super().begin(rank, candidate)
 
     def sizes(self, k, n):

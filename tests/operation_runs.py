@@ -67,7 +67,7 @@ def left_as_before(kernel: Any) -> Iterator[None]:
     configs = kernel.configs
     yield
     kernel.configs = configs
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def synchronize() -> None:

@@ -97,6 +97,17 @@ def test_the_end_of_patience_is_recorded_with_kind_epoch_and_what_was_seen():
     assert words.failure == Failure(kind=3, epoch=5, seen=4)
 
 
+def test_in_the_interpreter_a_wait_leaves_most_of_the_core_to_others_and_lasts_its_seconds():
+    words = Words(signal=4)
+    words.wait(5, patience_ticks=1)
+    words.signal.fill_(4)
+    began, cpu_began = time.monotonic(), time.process_time()
+    assert not words.wait(5, patience_ticks=as_patience(1.0))
+    lasted_s, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+    assert lasted_s > 0.7  # the sleeps alone
+    assert cpu_s < 0.6 * lasted_s
+
+
 def test_nobody_waits_again_for_a_signal_that_was_given_up():
     words = Words(signal=4)
     words.wait(5, patience_ticks=2)

@@ -15,22 +15,23 @@ from launch_path import count_asking
 from triton import knobs
 from triton.runtime.driver import driver
 
-from dist_autotune.kernels import compat, operation, prepared_launch, settled_launch
+from dist_autotune.kernels import bare_launch as below
+from dist_autotune.kernels import operation, prepared_launch, settled_launch
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
 from dist_autotune.kernels.ag_gemm.call import Call, Consumer
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
-from dist_autotune.kernels.compat import bare_launch
+from dist_autotune.kernels.bare_launch import bare_launch
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
 from dist_autotune.kernels.settled_launch import SettledLaunches
 from pretended_device import DeviceUnderTriton
 
 pytestmark = pytest.mark.aot
 
-IS_KNOWN = triton.__version__.startswith("3.6.")
+IS_KNOWN = triton.__version__.startswith(("3.6.", "3.9."))
 NEEDS_BARE = pytest.mark.skipif(
-    not IS_KNOWN, reason="Triton prepares launches in C++; only of 3.6 it is known how"
+    not IS_KNOWN, reason="what this Triton's function that launches takes is not known"
 )
 ROWS, CAPACITY, N, K, WORLD = 192, 256, 512, 128, 2
 
@@ -248,18 +249,23 @@ def compiled_by(device: Device) -> Any:
 @NEEDS_BARE
 def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monkeypatch):
     compiled = compiled_by(device)
-    assert bare_launch(compiled, (1, 1, 1), ()) is not None
-    with monkeypatch.context() as changed:
-        changed.setattr(compat.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO")
-        assert bare_launch(compiled, (1, 1, 1), ()) is None
+    assert bare_launch(compiled, (1, 1, 1), (), ()) is not None
+    with monkeypatch.context() as changed:  # another release
+        changed.setattr(below.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
+        changed.setattr(below, "IS_3_9", False)
+        assert bare_launch(compiled, (1, 1, 1), (), ()) is None
     with monkeypatch.context() as changed:
         changed.setattr(compiled.run, "profile_scratch_size", 16)
-        assert bare_launch(compiled, (1, 1, 1), ()) is None
+        assert bare_launch(compiled, (1, 1, 1), (), ()) is None
     with monkeypatch.context() as changed:
-        changed.setattr(compat, "nvidia", None)
-        assert bare_launch(compiled, (1, 1, 1), ()) is None
+        changed.setattr(below, "nvidia", None)
+        assert bare_launch(compiled, (1, 1, 1), (), ()) is None
+    if hasattr(compiled.run, "gsan_enabled"):  # it has arguments of its own
+        with monkeypatch.context() as changed:
+            changed.setattr(compiled.run, "gsan_enabled", True)
+            assert bare_launch(compiled, (1, 1, 1), (), ()) is None
     compiled._run = lambda *args: None  # another backend's
-    assert bare_launch(compiled, (1, 1, 1), ()) is None
+    assert bare_launch(compiled, (1, 1, 1), (), ()) is None
 
 
 def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypatch):
