@@ -32,7 +32,7 @@ GIVEN_UP = tl.constexpr(1 << 30)  # added to the epoch of a signal that nobody s
 # tick, in 0.05 us each, but if it stands still they end the wait.
 POLLS_PER_ROUND = tl.constexpr(2048)
 MOST_ROUNDS_PER_TICK = tl.constexpr(10)
-# Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs, in the interpreter 0.3 to 0.6 ms and a sleep.
+# Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs; interpreted, 0.3 to 0.6 ms and a sleep.
 POLLS_PER_TICK_AMD = tl.constexpr(1000)
 POLLS_PER_TICK_CPU = tl.constexpr(1)
 SLEEP_CPU_S = tl.constexpr(0.7e-3)

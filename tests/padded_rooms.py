@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dist_autotune.kernels.persistent_gemm import operation, padded
+from dist_autotune.kernels.persistent_gemm import padded, route
 
 
 def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -20,5 +20,5 @@ def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return made[-1][:, :columns]
 
     patched.setattr(padded, "room_for", room_for)
-    patched.setattr(operation, "room_for", room_for)
+    patched.setattr(route, "room_for", room_for)
     return made

@@ -25,6 +25,7 @@ from dist_autotune.kernels.persistent_gemm import (
     operation,
     persistent_matmul,
     pruning,
+    route,
 )
 from dist_autotune.kernels.persistent_gemm.candidates import (
     GLUON_CANDIDATES,
@@ -35,7 +36,7 @@ from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied
 from dist_autotune.kernels.persistent_gemm.launch import Shape
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
 from dist_autotune.kernels.persistent_gemm.pruning import cuts_the_last_wave, fits, is_wanted
-from dist_autotune.kernels.persistent_gemm.splits import sum_splits, workspace_of
+from dist_autotune.kernels.persistent_gemm.splits import rows_of_a_part, sum_splits, workspace_of
 from padded_rooms import poison_rooms
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
@@ -330,14 +331,14 @@ def test_no_two_candidates_are_the_same():
 @pytest.mark.parametrize(("rows", "columns", "splits"), [(5, 7, 2), (300, 130, 3), (64, 256, 16)])
 def test_parts_are_summed_to_the_result(rows, columns, splits, out_dtype):
     out = poisoned(columns, rows, out_dtype).T
-    workspace, split_rows = workspace_of(out, splits)
+    workspace, split_rows = workspace_of(out, splits), rows_of_a_part(rows)
     for config in (*GLUON_CANDIDATES, *PLAIN_CANDIDATES, *PLAIN_GPU_CANDIDATES):
         reached = -(-rows // config.kwargs["BLOCK_M"]) * config.kwargs["BLOCK_M"]
         assert reached <= split_rows, "a tile of one part ends in the rows of the next"
     assert workspace.shape == (splits * split_rows, columns)
     assert as_matrix(workspace) is not None
     workspace.normal_()
-    sum_splits(workspace, split_rows, splits, out)
+    sum_splits(workspace, splits, out)
     wanted = workspace.view(splits, split_rows, columns)[:, :rows].sum(dim=0)
     assert (out.float() - wanted).abs().max() <= 2 * splits * torch.finfo(out_dtype).eps * wanted.abs().max()
 
@@ -404,6 +405,12 @@ def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, S
     return plan
 
 
+def choose_copies(monkeypatch: pytest.MonkeyPatch, plan: Callable[..., tuple[Copies, Shape] | None]) -> None:
+    """Have `plan` asked, also for tensors in places that are known already."""
+    monkeypatch.setattr(route, "plan", plan)
+    monkeypatch.setattr(operation, "_ROUTES", {})
+
+
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Return a function that leaves the Gluon body one candidate; a call that falls back then fails.
@@ -414,7 +421,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     def choose(config: Any) -> None:
         monkeypatch.setattr(launch.tuned_gemm, "configs", [config])
         monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
-        monkeypatch.setattr(operation, "plan", plan_of(lambda shape: NOTHING))
+        choose_copies(monkeypatch, plan_of(lambda shape: NOTHING))
 
     return choose
 
@@ -650,7 +657,7 @@ def test_copied_operands_give_the_product_on_a_gpu(
 ):
     for dtype, out_dtype in PAIRS:
         only(each_candidate(variant, out_dtype)[0])
-        monkeypatch.setattr(operation, "plan", plan_of(lambda shape: which))
+        choose_copies(monkeypatch, plan_of(lambda shape: which))
         for _ in range(2):  # the second by the short way, to other scratch memory
             poisoned_rooms.clear()
             check(1000, 1304, 520, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant)
@@ -709,7 +716,7 @@ def test_by_itself_a_call_copies_what_should_be_on_a_gpu(
     shape, number, dtype, only, poisoned_rooms, monkeypatch
 ):
     only(each_candidate("warp_specialized", torch.float32)[0])
-    monkeypatch.setattr(operation, "plan", copies.plan)
+    choose_copies(monkeypatch, copies.plan)
     for out_dtype in (dtype, torch.float32):
         poisoned_rooms.clear()
         check(*shape, dtype, layouts=("row", "column"), out_dtype=out_dtype)
@@ -727,7 +734,7 @@ def test_a_small_product_of_odd_sizes_is_left_to_the_plain_body_on_a_gpu(poisone
 def test_a_captured_call_copies_its_inputs_in_each_replay(shape, only, monkeypatch):
     m, n, k = shape
     only(each_candidate("warp_specialized", torch.bfloat16)[0])
-    monkeypatch.setattr(operation, "plan", plan_of(lambda shape: Copies(a=True, b=True)))
+    choose_copies(monkeypatch, plan_of(lambda shape: Copies(a=True, b=True)))
     a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
     outs = [poisoned(m, n, torch.bfloat16) for _ in range(3)]
     persistent_matmul(a, b, outs[0])
@@ -750,7 +757,7 @@ def test_a_captured_call_copies_its_inputs_in_each_replay(shape, only, monkeypat
 @on_hopper
 def test_scratch_memory_of_two_streams_is_not_shared(only, monkeypatch):
     only(each_candidate("warp_specialized", torch.float16)[0])
-    monkeypatch.setattr(operation, "plan", plan_of(lambda shape: Copies(a=True, b=True)))
+    choose_copies(monkeypatch, plan_of(lambda shape: Copies(a=True, b=True)))
     inputs = [(matrix(999, 501, torch.float16), matrix(501, 1333, torch.float16)) for _ in range(2)]
     outs = [poisoned(999, 1333, torch.float16) for _ in range(20)]
     streams = [torch.cuda.Stream() for _ in range(2)]

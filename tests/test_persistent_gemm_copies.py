@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
-from dist_autotune.kernels.persistent_gemm import copies, operation, padded, pruning
+from dist_autotune.kernels.persistent_gemm import copies, padded, pruning, route
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
 from dist_autotune.kernels.persistent_gemm.launch import Shape
+from gluon_route import multiply
 from padded_rooms import poison_rooms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -254,13 +255,8 @@ def launch_as_tma(patched: pytest.MonkeyPatch) -> list[Shape]:
         result[: shape.m] = left.double() @ right.double()
         result[shape.m :] = 0  # the rows of further parts of K
 
-    patched.setattr(operation, "launch", launch)
+    patched.setattr(route, "launch", launch)
     return shapes
-
-
-def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> bool:
-    options = {"variant": "auto", "scheduler": "auto", "programs": 132, "tensor_memory": False} | options
-    return operation._run_gluon(a, b, out, **options)
 
 
 @settings(max_examples=60)
@@ -287,7 +283,7 @@ def test_products_of_copies_are_right_for_all_strides(
 
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(operation, "plan", plan)
+        patched.setattr(route, "plan", plan)
         assert multiply(a, b, target, splits=splits)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1
@@ -297,9 +293,9 @@ def test_products_of_copies_are_right_for_all_strides(
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matrix, Matrix, Matrix, Shape]]:
     """Have launches do nothing; return the list of what they were given."""
     launches: list[tuple[Matrix, Matrix, Matrix, Shape]] = []
-    monkeypatch.setattr(operation, "launch", lambda *given: launches.append(given))
+    monkeypatch.setattr(route, "launch", lambda *given: launches.append(given))
     monkeypatch.setattr(padded, "copy", lambda source, target: None)
-    monkeypatch.setattr(operation, "copy", lambda source, target: None)
+    monkeypatch.setattr(route, "copy", lambda source, target: None)
     return launches
 
 
@@ -339,7 +335,7 @@ def test_no_choice_is_made_where_all_rows_begin_with_lines_of_cache(noted, monke
     monkeypatch.setattr(
         Matrix, "alignment", lambda matrix: 128
     )  # as on a GPU; memory of a CPU begins anywhere
-    monkeypatch.setattr(operation, "plan", lambda *args, **kwargs: pytest.fail("asked"))
+    monkeypatch.setattr(route, "plan", lambda *args, **kwargs: pytest.fail("asked"))
     assert multiply(*operands(4096, 1024, 2048))
     assert len(noted) == 1
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 
+from ..places import keep, place_of
 from .call import Consumer
 from .choices import Options
-
-KEPT = 512
-
-Known = TypeVar("Known")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,18 +67,3 @@ class KnownOperands:
         if found is None:
             found = operands.consumers[name] = self._consumers[name](self._gather, weight, out)
         return found
-
-
-def place_of(tensor: Any) -> Hashable:
-    """Return all that a call with a tensor depends on but its elements; of what is no tensor, its type."""
-    if not isinstance(tensor, torch.Tensor):
-        return str(type(tensor))
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def keep(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
-    """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten."""
-    if len(known) >= KEPT and key not in known:
-        del known[next(iter(known))]
-    known[key] = value
-    return value

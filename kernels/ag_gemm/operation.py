@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..operation import Operation
+from ..places import keep, place_of
 from ..signals import as_epoch
 from ..symm import SymmetricMemoryError
 from . import specialized
@@ -27,7 +28,7 @@ from .choices import Choice, Fixed, Options, options_for
 from .errors import check_tensors, failure_error
 from .lane import PushLane, slots_of
 from .matmul import MatmulConsumer, wait_for_all
-from .operands import KnownOperands, Operands, keep, place_of
+from .operands import KnownOperands, Operands
 from .plain import PlainConsumer
 from .producer import ChunkProducer
 from .words import WORDS

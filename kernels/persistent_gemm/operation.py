@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
 
 from ..configs import INTERPRETED
-from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
+from ..places import keep, place_of
 from .candidates import CUT_SCHEDULES, NAMES
 from .checks import check_count, check_name, check_operands, check_out, check_out_dtype
-from .copies import NOTHING, Copies, plan
-from .launch import Shape, counter_of, launch
-from .padded import copy, padded_copy, room_for, runs_along_columns
+from .launch import counter_of
 from .plain import plain_gemm
-from .splits import sum_splits, workspace_of
+from .route import Route, follow, route_of
 
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
 CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
 INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
+
+_ROUTES: dict[Hashable, Route] = {}  # of calls whose arguments have been checked
 
 
 def persistent_matmul(
@@ -61,22 +64,30 @@ def persistent_matmul(
         raise ValueError(
             f"stream_k shares out tiles itself; scheduler is {scheduler!r}, not one of {CUT_SCHEDULES}"
         )
-    check_operands(a, b)
     if programs is not None:
         check_count("programs", programs)
     check_count("splits", splits)
     if out is None:
+        check_operands(a, b)
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
-    else:
-        check_out(out, a, b, out_dtype)
+    places = (place_of(a), place_of(b), place_of(out), variant, scheduler, programs, splits)
+    route = _ROUTES.get(places)
+    if route is not None and out_dtype in (None, out.dtype):
+        with _on(a.device):
+            follow(route, a, b, out)
+        return out
+    check_operands(a, b)
+    check_out(out, a, b, out_dtype)
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
         return out.zero_()
-    if a.device.type == "cuda" and not INTERPRETED:
-        with torch.cuda.device(a.device):
-            _on_gpu(a, b, out, variant, scheduler, programs, splits)
+    if _is_on_gpu(a):
+        with _on(a.device):
+            route = _multiply(a, b, out, variant, scheduler, programs, splits)
+        if route is not None:
+            keep(_ROUTES, places, route)
     elif INTERPRETED:
         _run_plain(a, b, out, scheduler, programs or INTERPRETED_PROGRAMS)
     else:
@@ -86,7 +97,16 @@ def persistent_matmul(
     return out
 
 
-def _on_gpu(
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and not INTERPRETED
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the GPU the current device, which it mostly is."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def _multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
@@ -94,14 +114,18 @@ def _on_gpu(
     scheduler: str,
     programs: int | None,
     splits: int,
-) -> None:
+) -> Route | None:
+    """Write a @ b to `out`; return the route that the Gluon body has taken, None after the plain one."""
     capability, sms = _device(a.device)
     programs = programs or sms
-    if capability in (9, 10) and _run_gluon(
-        a, b, out, variant, scheduler, programs, splits, tensor_memory=capability == 10
-    ):
-        return
+    if capability in (9, 10):
+        on_blackwell = capability == 10
+        route = route_of(a, b, out, variant, scheduler, programs, splits, tensor_memory=on_blackwell)
+        if route is not None:
+            follow(route, a, b, out)
+            return route
     _run_plain(a, b, out, scheduler, programs)
+    return None
 
 
 @functools.lru_cache
@@ -109,89 +133,6 @@ def _device(device: torch.device) -> tuple[int, int]:
     """Return NVIDIA's major compute capability, 0 for others, and the number of SMs."""
     properties = torch.cuda.get_device_properties(device)
     return (0 if torch.version.hip else properties.major), properties.multi_processor_count
-
-
-def _run_gluon(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    variant: str,
-    scheduler: str,
-    programs: int,
-    splits: int = 1,
-    *,
-    tensor_memory: bool,
-) -> bool:
-    """Compute with the Gluon body; return False, with nothing done, if the plain body is to run.
-
-    It is where TMA cannot address all tensors, and copies do not pay. On Blackwell nothing is copied.
-    """
-    c = as_matrix(out)
-    if runs_along_columns(out) if c is None else c.transposed:  # out.T = b.T @ a.T
-        a, b, out = b.mT, a.mT, out.mT
-        c = c and c._replace(transposed=False)  # the same memory, now the rows of `out`
-    left, right = as_matrix(a), as_matrix(b)
-    if tensor_memory and (c is None or left is None or right is None):
-        return False
-    (m, k), n = a.shape, b.shape[1]
-    workspace, split_rows = out, 0
-    if splits > 1:
-        workspace, split_rows = workspace_of(out, splits)
-        c = matrix_of_rows(workspace)
-    shape = Shape(
-        m=m,
-        n=n,
-        k=k,
-        trans_a=runs_along_columns(a) if left is None else left.transposed,
-        trans_b=runs_along_columns(b) if right is None else right.transposed,
-        dtype=a.dtype,
-        out_dtype=workspace.dtype,
-        schedule="grouped" if scheduler == "auto" else scheduler,
-        wanted=variant,
-        splits=splits,
-        split_rows=split_rows,
-        programs=programs,
-        a_alignment=0 if left is None else left.alignment(),
-        b_alignment=0 if right is None else right.alignment(),
-        device=a.device,
-        tensor_memory=tensor_memory,
-    )
-    copies = NOTHING
-    if not tensor_memory and (c is None or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
-        planned = plan(shape, out=c is None)
-        if planned is None:
-            return False
-        copies, shape = planned
-    _launch(a, b, workspace, (left, right, c), shape, copies)
-    if splits > 1:
-        sum_splits(workspace, split_rows, splits, out)
-    return True
-
-
-def _launch(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    matrices: tuple[Matrix | None, Matrix | None, Matrix | None],
-    shape: Shape,
-    copies: Copies,
-) -> None:
-    """Launch on the tensors as TMA reads them, or on copies: all that it cannot address are among those."""
-    left, right, c = matrices
-    room = out
-    if copies.a:
-        left, a = padded_copy(a, transposed=shape.trans_a)
-    if copies.b:
-        right, b = padded_copy(b, transposed=shape.trans_b)
-    if copies.out:
-        room = room_for(shape.m, shape.n, out.dtype, out.device)
-        c = matrix_of_rows(room)
-    assert left is not None
-    assert right is not None
-    assert c is not None
-    launch(left, right, c, shape)
-    if copies.out:
-        copy(room, out)
 
 
 def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: str, programs: int) -> None:

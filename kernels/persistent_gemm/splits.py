@@ -15,19 +15,23 @@ from .candidates import GLUON_CANDIDATES, PLAIN_CANDIDATES
 TILE_ROWS = frozenset(config.kwargs["BLOCK_M"] for config in (*GLUON_CANDIDATES, *PLAIN_CANDIDATES))
 
 
-def workspace_of(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
-    """Return room for the parts' products, one below the other, and how many rows each has.
+def rows_of_a_part(rows: int) -> int:
+    """Return how many rows a part of K has for the product's.
 
     So many that the tiles of one part end before the rows of the next begin, whichever config is chosen.
     """
+    return max(triton.cdiv(rows, of_a_tile) * of_a_tile for of_a_tile in TILE_ROWS)
+
+
+def workspace_of(out: torch.Tensor, splits: int) -> torch.Tensor:
+    """Return room for the parts' products, one below the other."""
     rows, columns = out.shape
-    split_rows = max(triton.cdiv(rows, of_a_tile) * of_a_tile for of_a_tile in TILE_ROWS)
     pitch = triton.cdiv(columns, 4) * 4  # TMA wants rows of a multiple of 16 bytes
-    room = torch.empty(splits * split_rows, pitch, dtype=torch.float32, device=out.device)
-    return room[:, :columns], split_rows
+    room = torch.empty(splits * rows_of_a_part(rows), pitch, dtype=torch.float32, device=out.device)
+    return room[:, :columns]
 
 
-def sum_splits(workspace: torch.Tensor, split_rows: int, splits: int, out: torch.Tensor) -> None:
+def sum_splits(workspace: torch.Tensor, splits: int, out: torch.Tensor) -> None:
     """Write the sum of the parts' products to `out`."""
     rows, columns = out.shape
     grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 128))
@@ -37,7 +41,7 @@ def sum_splits(workspace: torch.Tensor, split_rows: int, splits: int, out: torch
         rows,
         columns,
         workspace.stride(0),
-        split_rows * workspace.stride(0),
+        rows_of_a_part(rows) * workspace.stride(0),
         *out.stride(),
         SPLITS=splits,
         BLOCK_M=8,

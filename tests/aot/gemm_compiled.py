@@ -25,6 +25,16 @@ LANGUAGE_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
+def candidate(variant: str, **wanted: Any) -> triton.Config:
+    """Return the first candidate of that variant with these values."""
+    return next(
+        config
+        for config in GLUON_CANDIDATES
+        if config.kwargs["VARIANT"] == variant
+        and all({**config.kwargs, "warps": config.num_warps}[name] == value for name, value in wanted.items())
+    )
+
+
 def descriptor_type(dtype: str, block: Block) -> str:
     """Return the type of a descriptor argument, as Triton spells it."""
     rows, columns, cga = block

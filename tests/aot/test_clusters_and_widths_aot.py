@@ -23,10 +23,10 @@ from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.matrices import Block, matrix_of_rows
 from dist_autotune.kernels.matrices import describe as describe_matrix
 from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.kernels.persistent_gemm import operation
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
 from dist_autotune.kernels.persistent_gemm.pruning import fits
+from gluon_route import multiply
 
 pytestmark = [
     pytest.mark.aot,
@@ -295,7 +295,7 @@ def test_a_config_of_two_ctas_reaches_triton_as_a_cluster(m, n, programs, monkey
     a, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((m, 64), (n, 64), (m, n)))
     with only_compiling(monkeypatch, launching, launching.tuned_gemm, pair) as device:
         for _ in range(2):  # asked of the tuner, then the short way
-            assert operation._run_gluon(a, weight.T, out, "auto", "grouped", programs, 1, tensor_memory=False)
+            assert multiply(a, weight.T, out, programs=programs)
     first, settled = device.launched
     assert arguments(first) == arguments(settled)
     for launched in (first, settled):
@@ -313,7 +313,7 @@ def test_swapped_tiles_are_launched_with_a_as_the_further_columns(monkeypatch):
     a, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((m, 64), (n, 64), (m, n)))
     with only_compiling(monkeypatch, launching, launching.tuned_gemm, swapped) as device:
         for _ in range(2):  # asked of the tuner, then the short way
-            assert operation._run_gluon(a, weight.T, out, "auto", "grouped", 132, 1, tensor_memory=False)
+            assert multiply(a, weight.T, out)
     first, settled = device.launched
     assert arguments(first) == arguments(settled)
     assert first[0] == min(132, -(-n // kwargs["BLOCK_M"]) * -(-m // width))

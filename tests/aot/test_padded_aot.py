@@ -16,11 +16,12 @@ from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 
 from dist_autotune.kernels.matrices import DESCRIPTORS_KEPT
-from dist_autotune.kernels.persistent_gemm import copies, operation, padded
+from dist_autotune.kernels.persistent_gemm import copies, padded, route
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.copies import Copies, copied
 from dist_autotune.kernels.persistent_gemm.launch import Shape
+from gluon_route import multiply
 
 pytestmark = pytest.mark.aot
 
@@ -98,7 +99,7 @@ def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
         return chosen, copied(shape, chosen)
 
-    monkeypatch.setattr(operation, "plan", plan)
+    monkeypatch.setattr(route, "plan", plan)
 
 
 @pytest.fixture
@@ -112,12 +113,8 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return made[-1]
 
     monkeypatch.setattr(padded, "room_for", kept)
-    monkeypatch.setattr(operation, "room_for", kept)
+    monkeypatch.setattr(route, "room_for", kept)
     return made
-
-
-def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    return operation._run_gluon(a, b, out, "auto", "auto", 132, tensor_memory=False)
 
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -126,10 +123,10 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all_copied, rooms, monkeypatch):
     a, b, out = operands(250, 333, 67)
-    assert call(a, b, out)
+    assert multiply(a, b, out)
     for tuner in (type(launching.tuned_gemm), type(padded.copy_rows)):
         monkeypatch.setattr(tuner, "run", lambda *args, **kwargs: pytest.fail("the dispatch was asked"))
-    assert call(a, b, out)
+    assert multiply(a, b, out)
     shapes = [room.shape for room in rooms]
     assert shapes == [(250, 67), (333, 67), (250, 333)] * 2
     launches = [arguments(launched) for launched in device.launched]
@@ -192,7 +189,7 @@ def test_scratch_memory_at_many_addresses_leaves_no_more_descriptors_than_are_ke
     _prepared.cache_clear()
     tensors = operands(8, 8, 72)
     for _ in range(DESCRIPTORS_KEPT + 20):
-        call(*tensors)
+        multiply(*tensors)
     assert len({room.data_ptr() for room in rooms}) > 2 * DESCRIPTORS_KEPT
     assert _prepared.cache_info().currsize <= DESCRIPTORS_KEPT
     _prepared.cache_clear()
@@ -200,7 +197,7 @@ def test_scratch_memory_at_many_addresses_leaves_no_more_descriptors_than_are_ke
 
 def test_nothing_keeps_scratch_memory(device, all_copied, rooms):
     for _ in range(2):
-        call(*operands(250, 333, 67))
+        multiply(*operands(250, 333, 67))
     kept = [weakref.ref(room) for room in rooms]
     device.launched.clear()
     rooms.clear()
@@ -212,9 +209,9 @@ def test_nothing_keeps_scratch_memory(device, all_copied, rooms):
 def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, monkeypatch):
     tuner = launching.tuned_gemm
     a, b, out = operands(256, 192, 72)
-    call(a, b, out)
-    monkeypatch.setattr(operation, "plan", lambda shape, *, out: (copies.NOTHING, shape))
-    call(a, b, out)
+    multiply(a, b, out)
+    monkeypatch.setattr(route, "plan", lambda shape, *, out: (copies.NOTHING, shape))
+    multiply(a, b, out)
     places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
     keys = [settled.key for settled in launching._SETTLED._of.values()]
     assert [[key[place] for place in places] for key in keys] == [[128, 128], [16, 16]]

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from typing import Any
 
 import pytest
-import torch
 import triton
 from compiled import BLACKWELL, CDNA3, CDNA4, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
-from gemm_compiled import OUT_BYTES, compile_gemm, in_parallel
-from launch_path import arguments, count_asking, only_compiling
+from gemm_compiled import OUT_BYTES, candidate, compile_gemm, in_parallel
 
-from dist_autotune import compile as compiling
-from dist_autotune import contextual_autotune
-from dist_autotune.kernels import settled_launch
-from dist_autotune.kernels.matrices import LINE_BYTES
-from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.kernels.persistent_gemm import operation
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.candidates import PLAIN_GPU_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.footprint import accumulator_registers, shared_bytes
 from dist_autotune.kernels.persistent_gemm.mma import WIDEST_FROM_REGISTERS
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
-from dist_autotune.kernels.settled_launch import SettledLaunches
 
 pytestmark = pytest.mark.aot
-
-
-def candidate(variant: str, **wanted: Any) -> triton.Config:
-    """Return the first candidate of that variant with these values."""
-    return next(
-        config
-        for config in GLUON_CANDIDATES
-        if config.kwargs["VARIANT"] == variant
-        and all({**config.kwargs, "warps": config.num_warps}[name] == value for name, value in wanted.items())
-    )
 
 
 # One of each kind of code; every candidate is in docs/benchmarks/persistent_gemm_compiled_*.md.
@@ -287,167 +266,3 @@ def test_the_plain_body_compiles_and_uses_the_matrix_units(target, instruction, 
     compiled = compile_plain(config, target, schedule)
     check_fits(compiled, target)
     assert instruction in compiled.asm["ptx" if target is HOPPER else "amdgcn"]
-
-
-# ---- the launch path, on a device that compiles and does not run
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    config = candidate("pipelined", BLOCK_N=64)
-    with only_compiling(monkeypatch, launching, launching.tuned_gemm, config) as made:
-        yield made
-
-
-def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs: int = 132) -> bool:
-    return operation._run_gluon(a, b, out, "auto", "auto", programs, tensor_memory=False)
-
-
-def zeros(rows: int, columns: int) -> torch.Tensor:
-    """Return a matrix that begins where a GPU's does, at a multiple of a cache line."""
-    room = torch.zeros(rows * columns + LINE_BYTES // 2, dtype=torch.float16)
-    return room[-room.data_ptr() % LINE_BYTES // 2 :][: rows * columns].view(rows, columns)
-
-
-def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (zeros(m, k), zeros(k, n), zeros(m, n))
-
-
-def test_a_settled_call_launches_what_the_first_one_launched_and_asks_no_tuner(device, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    assert call(a, b, out)
-    monkeypatch.setattr(
-        type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
-    )
-    assert call(a, b, out)
-    first, second = device.launched
-    assert arguments(first) == arguments(second)
-    assert first[:3] == second[:3] == (4 * 3, 1, 1)  # tiles of 64 x 64
-
-
-def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addresses(device, monkeypatch):
-    call(*operands(256, 192, 64))
-    monkeypatch.setattr(
-        type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
-    )
-    a, b, out = operands(256, 192, 64)
-    call(a, b, out)
-    launched = arguments(device.launched[-1])
-    assert [descriptor[0] for descriptor in launched[:4]] == [tensor.data_ptr() for tensor in (a, b, b, out)]
-
-
-def test_nothing_keeps_the_callers_tensors(device):
-    import gc
-    import weakref
-
-    tensors = [*operands(256, 192, 64)]
-    for _ in range(2):
-        call(*tensors)
-    kept = [weakref.ref(tensor) for tensor in tensors]
-    device.launched.clear()
-    tensors.clear()
-    gc.collect()
-    assert [ref() for ref in kept] == [None, None, None]
-
-
-def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    call(a, b, out)
-    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("pipelined", BLOCK_M=64, BLOCK_N=128)])
-    call(a, b, out)
-    call(a, b, out)
-    assert [launched[0] for launched in device.launched] == [4 * 3, 4 * 2, 4 * 2]
-
-
-def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    call(a, b, out)
-    asked = count_asking(monkeypatch, launching.tuned_gemm)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
-    call(a, b, out)
-    assert asked == [1]
-
-
-def test_what_is_kept_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of, kept=2))
-    for m in (64, 128, 192, 256):
-        call(*operands(m, 192, 64))
-    assert [shape.m for shape in launching._SETTLED._of] == [192, 256]
-
-
-def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
-    a, b, _ = operands(256, 192, 64)
-    out = zeros(192, 256).T
-    call(a, b, out)
-    launched = arguments(device.launched[-1])
-    assert [descriptor[0] for descriptor in launched[:4]] == [t.data_ptr() for t in (b, a, a, out)]
-    assert launched[5:8] == [192, 256, 64]  # M, N, K of the product that runs
-
-
-def test_strides_that_tma_cannot_take_are_left_to_the_plain_body(device):
-    a, b, out = operands(256, 192, 60)
-    assert not call(a[:, 1:], b[1:], out)
-    assert device.launched == []
-
-
-def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monkeypatch):
-    """The blocks are set by the config's `pre_hook`, which the tuner calls as Triton does."""
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    configs = [candidate("pipelined", BLOCK_N=64), candidate("pipelined", BLOCK_M=64, BLOCK_N=128)]
-    monkeypatch.setattr(launching.tuned_gemm, "configs", configs)
-    monkeypatch.setattr(launching.tuned_gemm, "cache", {})
-    a, b, out = operands(256, 192, 128)
-    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-    tuned = contextual_autotune(lambda: call(a, b, out), **options)
-    tuned()
-    (context,) = tuned.report.contexts
-    assert (context.kernel, context.status, context.banned) == ("gemm", "tuned", {})
-    assert len(context.timings) == 2
-    blocks = [arguments(launched)[0][5:7] for launched in device.launched]
-    assert set(blocks) == {(64, 128), (64, 64)}  # of A: BLOCK_M x BLOCK_K
-    tiles = {(64, 128): 4 * 3, (64, 64): 4 * 2}
-    assert [launched[0] for launched in device.launched] == [tiles[block] for block in blocks]
-    (choice,) = launching.tuned_gemm.cache.values()
-    assert choice is launching.tuned_gemm.best_config
-    call(a, b, out)  # outside: this one asks the tuner and remembers
-    monkeypatch.setattr(type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("asked again"))
-    call(a, b, out)
-    assert arguments(device.launched[-1]) == arguments(device.launched[-2])
-
-
-def test_parts_of_k_go_to_a_workspace_and_their_sum_to_the_result(device, monkeypatch):
-    sums: list[Any] = []
-    monkeypatch.setattr(operation, "sum_splits", lambda *args: sums.append(args))
-    a, b, out = operands(300, 192, 640)
-    assert operation._run_gluon(a, b, out, "auto", "auto", 132, 3, tensor_memory=False)
-    ((workspace, split_rows, splits, target),) = sums
-    assert (split_rows, splits, target) == (512, 3, out)
-    assert workspace.shape == (3 * 512, 192)
-    assert workspace.dtype is torch.float32
-    (launched,) = device.launched
-    assert launched[0] == 5 * 3 * 3  # tiles of 64 x 64, three times
-    descriptor, sizes = arguments(launched)[3], arguments(launched)[5:11]
-    assert descriptor[:5] == (workspace.data_ptr(), 3 * 512, 192, 192, 1)
-    assert sizes[:5] == [300, 192, 640, 3, 512]
-
-
-def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its_own(device, monkeypatch):
-    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("cooperative", STREAM_K=8)])
-    monkeypatch.setattr(launching, "_COUNTERS", OrderedDict())
-    made: list[torch.Tensor] = []
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, **options: made.append(empty(*args, **options)) or made[-1]
-    )
-    a, b, out = operands(300, 520, 4096)
-    for _ in range(2):  # asked of the tuner, then the short way
-        assert operation._run_gluon(a, b, out, "stream_k", "auto", 132, tensor_memory=False)
-    first, second = device.launched
-    assert first[0] == second[0] == 132  # for 9 tiles of 128 x 256
-    parts = [tensor for tensor in made if tensor.dtype is torch.float32]
-    assert [tensor.numel() for tensor in parts] == [2 * 132 * 128 * 256] * 2
-    (counter,) = launching._COUNTERS.values()
-    assert counter.numel() == 2 + 132
-    for launched, room in zip((first, second), parts, strict=True):
-        assert arguments(launched)[4] == counter.data_ptr()
-        assert arguments(launched)[14] == room.data_ptr()

@@ -30,7 +30,7 @@ from dist_autotune.compile_sharing import Terms
 from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.kernels.persistent_gemm import operation
+from gluon_route import multiply
 from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks
 
@@ -232,7 +232,7 @@ def test_the_candidates_of_the_gluon_gemm_are_compiled_in_children_and_found_by_
     launching.gemm.device_caches.clear()
     a, b, out = (torch.zeros(shape, dtype=torch.float16) for shape in ((576, 320), (320, 448), (576, 448)))
     function = contextual_autotune(
-        lambda: operation._run_gluon(a, b, out, "auto", "auto", 132, tensor_memory=False),
+        lambda: multiply(a, b, out),
         n_warmup=0,
         n_repeat=1,
         log_dir=None,

@@ -1,0 +1,287 @@
+"""The path from a call of persistent_matmul to a launch, on a device that compiles and does not run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from gemm_compiled import candidate
+from launch_path import arguments, count_asking, only_compiling
+
+from dist_autotune import compile as compiling
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels import places, settled_launch
+from dist_autotune.kernels.matrices import LINE_BYTES
+from dist_autotune.kernels.persistent_gemm import launch as launching
+from dist_autotune.kernels.persistent_gemm import operation, persistent_matmul, route
+from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
+from dist_autotune.kernels.settled_launch import SettledLaunches
+from gluon_route import multiply
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    config = candidate("pipelined", BLOCK_N=64)
+    with only_compiling(monkeypatch, launching, launching.tuned_gemm, config) as made:
+        yield made
+
+
+def zeros(rows: int, columns: int) -> torch.Tensor:
+    """Return a matrix that begins where a GPU's does, at a multiple of a cache line."""
+    room = torch.zeros(rows * columns + LINE_BYTES // 2, dtype=torch.float16)
+    return room[-room.data_ptr() % LINE_BYTES // 2 :][: rows * columns].view(rows, columns)
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (zeros(m, k), zeros(k, n), zeros(m, n))
+
+
+def test_a_settled_call_launches_what_the_first_one_launched_and_asks_no_tuner(device, monkeypatch):
+    a, b, out = operands(256, 192, 64)
+    assert multiply(a, b, out)
+    monkeypatch.setattr(
+        type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
+    )
+    assert multiply(a, b, out)
+    first, second = device.launched
+    assert arguments(first) == arguments(second)
+    assert first[:3] == second[:3] == (4 * 3, 1, 1)  # tiles of 64 x 64
+
+
+def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addresses(device, monkeypatch):
+    multiply(*operands(256, 192, 64))
+    monkeypatch.setattr(
+        type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
+    )
+    a, b, out = operands(256, 192, 64)
+    multiply(a, b, out)
+    launched = arguments(device.launched[-1])
+    assert [descriptor[0] for descriptor in launched[:4]] == [tensor.data_ptr() for tensor in (a, b, b, out)]
+
+
+def test_nothing_keeps_the_callers_tensors(device):
+    tensors = [*operands(256, 192, 64)]
+    for _ in range(2):
+        multiply(*tensors)
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    device.launched.clear()
+    tensors.clear()
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
+
+
+def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
+    a, b, out = operands(256, 192, 64)
+    multiply(a, b, out)
+    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("pipelined", BLOCK_M=64, BLOCK_N=128)])
+    multiply(a, b, out)
+    multiply(a, b, out)
+    assert [launched[0] for launched in device.launched] == [4 * 3, 4 * 2, 4 * 2]
+
+
+def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
+    a, b, out = operands(256, 192, 64)
+    multiply(a, b, out)
+    asked = count_asking(monkeypatch, launching.tuned_gemm)
+    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    multiply(a, b, out)
+    assert asked == [1]
+
+
+def test_what_is_kept_is_bounded(device, monkeypatch):
+    monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of, kept=2))
+    for m in (64, 128, 192, 256):
+        multiply(*operands(m, 192, 64))
+    assert [shape.m for shape in launching._SETTLED._of] == [192, 256]
+
+
+def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
+    a, b, _ = operands(256, 192, 64)
+    out = zeros(192, 256).T
+    multiply(a, b, out)
+    launched = arguments(device.launched[-1])
+    assert [descriptor[0] for descriptor in launched[:4]] == [t.data_ptr() for t in (b, a, a, out)]
+    assert launched[5:8] == [192, 256, 64]  # M, N, K of the product that runs
+
+
+def test_strides_that_tma_cannot_take_are_left_to_the_plain_body(device):
+    a, b, out = operands(256, 192, 60)
+    assert not multiply(a[:, 1:], b[1:], out)
+    assert device.launched == []
+
+
+def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monkeypatch):
+    """The blocks are set by the config's `pre_hook`, which the tuner calls as Triton does."""
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    configs = [candidate("pipelined", BLOCK_N=64), candidate("pipelined", BLOCK_M=64, BLOCK_N=128)]
+    monkeypatch.setattr(launching.tuned_gemm, "configs", configs)
+    monkeypatch.setattr(launching.tuned_gemm, "cache", {})
+    a, b, out = operands(256, 192, 128)
+    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
+    tuned = contextual_autotune(lambda: multiply(a, b, out), **options)
+    tuned()
+    (context,) = tuned.report.contexts
+    assert (context.kernel, context.status, context.banned) == ("gemm", "tuned", {})
+    assert len(context.timings) == 2
+    blocks = [arguments(launched)[0][5:7] for launched in device.launched]
+    assert set(blocks) == {(64, 128), (64, 64)}  # of A: BLOCK_M x BLOCK_K
+    tiles = {(64, 128): 4 * 3, (64, 64): 4 * 2}
+    assert [launched[0] for launched in device.launched] == [tiles[block] for block in blocks]
+    (choice,) = launching.tuned_gemm.cache.values()
+    assert choice is launching.tuned_gemm.best_config
+    multiply(a, b, out)  # outside: this one asks the tuner and remembers
+    monkeypatch.setattr(type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("asked again"))
+    multiply(a, b, out)
+    assert arguments(device.launched[-1]) == arguments(device.launched[-2])
+
+
+def test_parts_of_k_go_to_a_workspace_and_their_sum_to_the_result(device, monkeypatch):
+    sums: list[Any] = []
+    monkeypatch.setattr(route, "sum_splits", lambda *args: sums.append(args))
+    a, b, out = operands(300, 192, 640)
+    assert multiply(a, b, out, splits=3)
+    ((workspace, splits, target),) = sums
+    assert (splits, target) == (3, out)
+    assert workspace.shape == (3 * 512, 192)
+    assert workspace.dtype is torch.float32
+    (launched,) = device.launched
+    assert launched[0] == 5 * 3 * 3  # tiles of 64 x 64, three times
+    descriptor, sizes = arguments(launched)[3], arguments(launched)[5:11]
+    assert descriptor[:5] == (workspace.data_ptr(), 3 * 512, 192, 192, 1)
+    assert sizes[:5] == [300, 192, 640, 3, 512]
+
+
+def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its_own(device, monkeypatch):
+    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("cooperative", STREAM_K=8)])
+    monkeypatch.setattr(launching, "_COUNTERS", OrderedDict())
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **options: made.append(empty(*args, **options)) or made[-1]
+    )
+    a, b, out = operands(300, 520, 4096)
+    for _ in range(2):  # asked of the tuner, then the short way
+        assert multiply(a, b, out, "stream_k")
+    first, second = device.launched
+    assert first[0] == second[0] == 132  # for 9 tiles of 128 x 256
+    parts = [tensor for tensor in made if tensor.dtype is torch.float32]
+    assert [tensor.numel() for tensor in parts] == [2 * 132 * 128 * 256] * 2
+    (counter,) = launching._COUNTERS.values()
+    assert counter.numel() == 2 + 132
+    for launched, room in zip((first, second), parts, strict=True):
+        assert arguments(launched)[4] == counter.data_ptr()
+        assert arguments(launched)[14] == room.data_ptr()
+
+
+# ---- what is known of tensors in their places
+
+
+@pytest.fixture
+def on_gpu(device, monkeypatch) -> Any:
+    """Have `persistent_matmul` take tensors for a GPU's; return A's shape of each route looked for."""
+    found: list[tuple[int, ...]] = []
+
+    def noted(a: torch.Tensor, *given: Any, **options: Any) -> route.Route | None:
+        found.append(tuple(a.shape))
+        return route.route_of(a, *given, **options)
+
+    monkeypatch.setattr(operation, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(operation, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(operation, "_device", lambda device: (9, 132))
+    monkeypatch.setattr(operation, "_ROUTES", {})
+    monkeypatch.setattr(operation, "route_of", noted)
+    monkeypatch.setattr(operation, "_run_plain", lambda *args: None)
+    return found
+
+
+def test_the_route_is_found_once_for_tensors_in_their_places(device, on_gpu):
+    a, b, out = operands(256, 192, 64)
+    for _ in range(3):
+        assert persistent_matmul(a, b, out) is out
+    persistent_matmul(a.detach(), b.view(64, 192), out, out_dtype=torch.float16)
+    assert len(on_gpu) == 1
+    first, *later = map(arguments, device.launched)
+    assert later == [first] * 3
+
+
+def test_without_out_there_is_a_new_one_each_time_and_its_place_counts(device, on_gpu):
+    a, b, _ = operands(256, 192, 64)
+    kept = [persistent_matmul(a, b) for _ in range(2)]
+    assert [arguments(launched)[3][0] for launched in device.launched] == [out.data_ptr() for out in kept]
+    assert kept[0].data_ptr() != kept[1].data_ptr()
+    assert len(on_gpu) == 2
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        pytest.param({"scheduler": "contiguous"}, id="scheduler"),
+        pytest.param({"variant": "pipelined"}, id="variant"),
+        pytest.param({"programs": 7}, id="programs"),
+        pytest.param({"splits": 2}, id="splits"),
+    ],
+)
+def test_another_way_to_compute_it_is_another_route(on_gpu, further, monkeypatch):
+    monkeypatch.setattr(route, "sum_splits", lambda *args: None)
+    a, b, out = operands(256, 192, 640)
+    for _ in range(2):
+        persistent_matmul(a, b, out)
+        persistent_matmul(a, b, out, **further)
+    assert len(on_gpu) == 2
+
+
+def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu):
+    a, b, out = operands(256, 192, 64)
+    persistent_matmul(a, b, out)
+    persistent_matmul(a[:128], b, out[:128])
+    persistent_matmul(a.view(torch.bfloat16), b.view(torch.bfloat16), out.view(torch.bfloat16))
+    persistent_matmul(out[:, :64], b, a.new_zeros(256, 192))
+    assert len(on_gpu) == 4
+    assert [arguments(launched)[5] for launched in device.launched] == [256, 128, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        pytest.param({"out_dtype": torch.float32}, TypeError, id="another type"),
+        pytest.param({"variant": "fastest"}, ValueError, id="no such variant"),
+        pytest.param({"programs": 0}, ValueError, id="no programs"),
+        pytest.param({"splits": 1.5}, TypeError, id="half a part"),
+        pytest.param({"variant": "stream_k", "scheduler": "chiplet"}, ValueError, id="stream-K by chiplets"),
+    ],
+)
+def test_what_is_wrong_is_refused_for_known_tensors_too(device, on_gpu, change, error):
+    a, b, out = operands(256, 192, 64)
+    persistent_matmul(a, b, out)
+    with pytest.raises(error):
+        persistent_matmul(a, b, out, **change)
+    assert len(device.launched) == 1
+
+
+def test_what_the_plain_body_computes_has_no_route(on_gpu):
+    a, b, out = operands(256, 192, 60)
+    for _ in range(2):
+        persistent_matmul(a[:, 1:], b[1:], out)
+    assert len(on_gpu) == 2
+    assert operation._ROUTES == {}
+
+
+def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
+    monkeypatch.setattr(places, "KEPT", 2)
+    tensors = [operands(256, 192, 64) for _ in range(4)]
+    for each in tensors:
+        persistent_matmul(*each)
+    assert len(operation._ROUTES) == 2
+    kept = [weakref.ref(tensor) for each in tensors for tensor in each]
+    device.launched.clear()
+    tensors.clear()
+    del each
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 12
