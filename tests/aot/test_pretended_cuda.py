@@ -1,0 +1,54 @@
+"""That settled calls hand to the driver what Triton's own way does, byte for byte, through Triton's own C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler, which Triton wants, too"),
+]
+
+PROGRAM = Path(__file__).with_name("settled_on_pretended_cuda.py")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return by case what was handed over, how many descriptors were encoded, and the us of a call."""
+    directory = tmp_path_factory.mktemp("cuda")
+    roots = [str(path) for path in (PROGRAM.parent, PROGRAM.parents[1], PROGRAM.parents[2] / "benchmarks")]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environ |= {"PYTHONPATH": os.pathsep.join(roots), "TRITON_CACHE_DIR": str(directory / "triton")}
+    command = [sys.executable, "-W", "ignore", PROGRAM, str(directory)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {end.pop("case"): end for end in map(json.loads, done.stdout.splitlines())}
+
+
+def test_settled_calls_hand_over_the_same_bytes(ends):
+    assert list(ends) == ["descriptors", "a counter", "copies", *["two CTAs"] * HAS_CLUSTERS_AND_PTX]
+    four_descriptors = 4 * 128
+    for end in ends.values():
+        assert end["prepared"]["written"] == end["own"]["written"]
+        assert len(bytes.fromhex(end["own"]["written"])) > four_descriptors
+    assert len({end["own"]["written"] for end in ends.values()}) == len(ends)
+
+
+def test_settled_calls_encode_no_descriptor_and_do_less(ends, capsys):
+    for name, end in ends.items():
+        prepared, own = end["prepared"], end["own"]
+        assert (prepared["encoded"], own["encoded"]) == (0, 4)
+        assert prepared["functions"] < 0.8 * own["functions"]
+        with capsys.disabled():
+            text = ", ".join(f"{way['functions']} functions, {way['us']:.1f} us" for way in (prepared, own))
+            print(f"\n  a settled call with {name}, and by Triton's own way: {text}", end="")
