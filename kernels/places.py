@@ -5,12 +5,15 @@ No tensor is kept: another one in the same place is as good.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import torch
 
 KEPT = 512
+
+_ONE_AT_A_TIME = threading.Lock()
 
 Known = TypeVar("Known")
 
@@ -23,8 +26,12 @@ def place_of(tensor: Any) -> Hashable:
 
 
 def keep(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
-    """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten."""
-    if len(known) >= KEPT and key not in known:
-        del known[next(iter(known))]
-    known[key] = value
+    """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten.
+
+    Any thread may call this; those that look up need not wait.
+    """
+    with _ONE_AT_A_TIME:
+        if len(known) >= KEPT and key not in known:
+            del known[next(iter(known))]
+        known[key] = value
     return value

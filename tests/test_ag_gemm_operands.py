@@ -13,7 +13,6 @@ from ag_gemm_runs import error_ratio
 from dist_autotune.kernels import places
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, operation
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
-from dist_autotune.kernels.places import place_of
 
 CAPACITY, K, N = 16, 32, 24
 
@@ -148,10 +147,3 @@ def test_what_is_known_is_bounded(op, monkeypatch):
         assert is_right(op, a_shard, weight, out=torch.empty(8, len(weight)))
         known = (op._known, op._operands._operands, op._operands._kinds)
         assert all(len(entries) <= 2 for entries in known)
-
-
-def test_a_place_is_address_shape_strides_type_and_device():
-    tensor = weight_of()
-    assert place_of(tensor) == place_of(tensor.detach())
-    others = (tensor[1:], tensor[:, :8], tensor.T, tensor.view(torch.int32), tensor.clone(), [tensor], None)
-    assert len({place_of(other) for other in (tensor, *others)}) == 1 + len(others)
