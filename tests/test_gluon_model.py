@@ -590,7 +590,7 @@ def test_a_slot_given_back_under_ptx_that_reads_it_is_found(part):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("K_STEP", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)], ids=str
+    ("name", "value"), [("STEP_OFFSET", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)], ids=str
 )
 def test_an_address_that_is_wrong_is_found(part, name, value):
     part("any_width", name, value)
@@ -598,7 +598,7 @@ def test_an_address_that_is_wrong_is_found(part, name, value):
 
 
 def test_products_that_the_last_k_block_lacks_are_found(part):
-    part("problem", "STEP_K", 32)  # 32 of its 52 elements of K
+    part("problem", "INSTRUCTION_K", 32)  # 32 of its 52 elements of K
     assert "not equal" in fails(**WIDE_TILE).lower()
 
 

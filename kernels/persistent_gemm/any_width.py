@@ -32,8 +32,8 @@ SWIZZLED_N = gl.constexpr(8)  # columns after which the swizzle repeats: slots b
 SWIZZLE_128 = 1 << 62
 ROW_GROUP = (1024 >> 4) << 32  # 8 rows of 128 bytes; in units of 16 bytes, like all addresses there
 UNUSED = 1 << 16  # the distance along K, which a swizzled operand of one swizzle's width has not
-K_STEP = 32 >> 4  # 16 elements
-K_STEPS = gl.constexpr(4)  # of a k block
+STEP_OFFSET = 32 >> 4  # from 16 elements of K to the next
+STEPS_OF_A_BLOCK = gl.constexpr(4)  # of K
 WARPGROUP_ROWS = 64 * 128 >> 4  # bytes of a warpgroup's rows
 BOXES = (128, 64, 32, 16, 8)
 
@@ -105,8 +105,8 @@ def _products(width, dtype, warpgroups, reps, steps):
         for rep in range(reps):
             first = [4 * (strip * reps + rep) for strip in range(strips)]
             sums = ", ".join(f"${at + i}" for at in first for i in range(4))
-            a_offset = step * K_STEP + rep * warpgroups * WARPGROUP_ROWS
-            for name, start, offset in (("left", "a", a_offset), ("right", "b", step * K_STEP)):
+            a_offset = step * STEP_OFFSET + rep * warpgroups * WARPGROUP_ROWS
+            for name, start, offset in (("left", "a", a_offset), ("right", "b", step * STEP_OFFSET)):
                 lines += [f"add.u32 rows, {start}, {offset};", f"cvt.u64.u32 {name}, rows;"]
                 lines += [f"or.b64 {name}, {name}, {SWIZZLE_128 | ROW_GROUP | UNUSED};"]
             shape = f"m64n{width}k16.f32.{dtype}.{dtype}"
@@ -151,7 +151,7 @@ def _side_by_side(strips, FIRST: gl.constexpr, COUNT: gl.constexpr):
 @aggregate
 class AnyWidthAccumulator:
     strips: gl.tuple  # of [BLOCK_M, 8]
-    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to K_STEPS
+    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to STEPS_OF_A_BLOCK
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr
@@ -160,7 +160,7 @@ class AnyWidthAccumulator:
     @gluon.jit
     def multiply(self, operands, step, k, WIDE: gl.constexpr):
         """Start the step's k block, then give back the slot of the block before it; see `mma`."""
-        return self.start(operands, step, k, K_STEPS)
+        return self.start(operands, step, k, STEPS_OF_A_BLOCK)
 
     @gluon.jit
     def multiply_last(self, operands, step, k, WIDE: gl.constexpr):
@@ -171,7 +171,7 @@ class AnyWidthAccumulator:
         elif self.end_steps <= 2:
             accumulator = self.start(operands, step, k, 2)
         else:
-            accumulator = self.start(operands, step, k, K_STEPS)
+            accumulator = self.start(operands, step, k, STEPS_OF_A_BLOCK)
         return accumulator
 
     @gluon.jit
@@ -215,7 +215,7 @@ class AnyWidthAccumulator:
 
 @aggregate
 class WgmmaAnyWidth:
-    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to K_STEPS
+    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to STEPS_OF_A_BLOCK
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr  # of A and B, as PTX spells it

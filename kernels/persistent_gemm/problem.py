@@ -12,7 +12,7 @@ from .widths import column_of
 
 # Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
 ALIGNED = gl.constexpr(8)
-STEP_K = gl.constexpr(16)  # of an instruction
+INSTRUCTION_K = gl.constexpr(16)
 
 
 @gluon.jit
@@ -102,15 +102,15 @@ class Problem:
 
     @gluon.jit
     def end_steps(self):
-        """Return how many times STEP_K elements of K the last k block of a tile has, the same for all tiles.
+        """Return how many times INSTRUCTION_K elements of K the last k block has, the same for all tiles.
 
         All that fit a k block, where tiles come to the end of K at other times, or some do not come to it.
         """
-        STEPS: gl.constexpr = self.BLOCK_K // STEP_K
+        STEPS: gl.constexpr = self.BLOCK_K // INSTRUCTION_K
         if self.STAGGER:
             steps = gl.to_tensor(STEPS)
         else:
-            steps = gl.cdiv(self.k - (self.k_blocks - 1) * self.BLOCK_K, STEP_K)
+            steps = gl.cdiv(self.k - (self.k_blocks - 1) * self.BLOCK_K, INSTRUCTION_K)
             steps = gl.where(self.splits == 1, steps, STEPS)
         return steps
 
