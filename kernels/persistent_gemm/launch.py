@@ -139,16 +139,24 @@ def _no_parts(device: torch.device) -> torch.Tensor:
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
+@functools.lru_cache
+def _no_counter(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
 def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.Tensor:
     """Return words for kernels that count, as the dynamic schedule does: zeros, as every launch leaves them.
 
-    Each stream has its own, as two launches at once must not share tiles. A captured launch has its own: its
-    replays may run beside launches on any stream. What is zeroed in the capture is zeroed in each replay.
+    Launches that do not count share theirs. Of the others each stream has its own, as two at once must not
+    share tiles; and a captured launch, whose replays may run beside launches on any stream. What is zeroed in
+    the capture is zeroed in each replay.
     """
+    if not counts:
+        return _no_counter(device)
     on_gpu = device.type == "cuda"
-    if counts and on_gpu and torch.cuda.is_current_stream_capturing():
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if counts and on_gpu else -1
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else -1
     place = (str(device), stream, words)
     counter = _COUNTERS.get(place)
     if counter is None:
