@@ -285,3 +285,36 @@ def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
     del each
     gc.collect()
     assert [ref() for ref in kept] == [None] * 12
+
+
+def test_a_known_route_leads_to_the_tuner_while_a_launch_may_be_a_trial(on_gpu, monkeypatch):
+    a, b, out = operands(256, 192, 64)
+    persistent_matmul(a, b, out)
+    asked = count_asking(monkeypatch, launching.tuned_gemm)
+    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    persistent_matmul(a, b, out)
+    assert (len(asked), len(on_gpu)) == (1, 1)
+
+
+def test_another_choice_of_the_tuner_is_followed_on_a_known_route(device, on_gpu, monkeypatch):
+    a, b, out = operands(256, 192, 64)
+    persistent_matmul(a, b, out)
+    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("pipelined", BLOCK_M=64, BLOCK_N=128)])
+    persistent_matmul(a, b, out)
+    assert [launched[0] for launched in device.launched] == [4 * 3, 4 * 2]
+    assert len(on_gpu) == 1
+
+
+@pytest.mark.parametrize(("current", "entered"), [(1, []), (0, [1])], ids=["current", "another"])
+def test_the_tensors_gpu_is_made_the_current_one_where_it_is_not(current, entered, monkeypatch):
+    seen: list[int] = []
+
+    @contextlib.contextmanager
+    def device(given: torch.device) -> Any:
+        seen.append(given.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with operation._on(torch.device("cuda", 1)):
+        assert seen == entered
