@@ -46,21 +46,13 @@ def bare_launch(
     of_first = dict(signature[: len(first)])
     meta = getattr(compiled.metadata, "tensordesc_meta", None)
     if getattr(nvidia, "_BASE_ARGS_FORMAT", None) == FORMAT_OF_3_6:
-        expanded = _expanded_by_3_6(first, of_first, meta)
-        return _launch_of_3_6(compiled, grid, expanded, last)
+        before = (None,) * len(FORMAT_OF_3_6)
+        expand = nvidia.wrap_handle_tensordesc(lambda *given: given[len(before) :], of_first, meta)
+        return _launch_of_3_6(compiled, grid, expand(*before, *first), last)
     if IS_3_9 and not launcher.gsan_enabled:
-        expanded = nvidia.wrap_handle_tensordesc(lambda *given: given[-1], of_first, meta)(first)
-        return _launch_of_3_9(compiled, grid, tuple(expanded), last)
+        expand = nvidia.wrap_handle_tensordesc(lambda *given: given[-1], of_first, meta)
+        return _launch_of_3_9(compiled, grid, tuple(expand(first)), last)
     return None
-
-
-def _expanded_by_3_6(first: tuple[Any, ...], signature: dict[Any, Any], meta: Any) -> tuple[Any, ...]:
-    if not any(map(_is_descriptor, signature.items())):
-        return first
-    before = (None,) * len(FORMAT_OF_3_6)
-    expand = nvidia.wrap_handle_tensordesc(lambda *given: given, signature, meta)
-    expanded: tuple[Any, ...] = expand(*before, *first)[len(before) :]
-    return expanded
 
 
 def _launch_of_3_6(
