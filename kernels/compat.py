@@ -14,6 +14,8 @@
     leave_the_core           a sleep of the interpreter
     is_one_warp              whether one warp runs it; told to such functions, too
 
+What the function that launches takes is no name, but differs too: `bare_launch`.
+
 Gluon is NVIDIA's and AMD's; importing this needs no GPU. Triton without Gluon's names is not supported.
 """
 
