@@ -149,7 +149,7 @@ class Admission:
             key=key,
             key_text=key_text,
             constants=constants,
-            stopwatch=Stopwatch(self._clock, self._statistic, feeds="launches"),
+            stopwatch=Stopwatch(self._clock, self._statistic, flags_gaps=True),
             order=tuple(zip(configs, intercept.texts_of(list(configs.values())), strict=True)),
             rank=self._rank,
             family=f"{family_of(kernel)}{kernel.partition('#')[2]}",

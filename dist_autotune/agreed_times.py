@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 
+from .flows import AgreedMs
 from .payload import FS_PER_MS, Part
 
 HOST_SHARE = 0.03  # of an agreed time; what the host may have added to it counts when it is more
@@ -29,12 +30,18 @@ class AgreedTimes:
             self.ms[index], self.fastest_ms[index] = ms, judged.best_ms
             self.gap_ms[index] = judged.gap_ms
 
-    def take_warmup(self, index: int, judged: Part) -> float | None:
-        """Take in what the ranks say of a warm-up, and return its agreed time."""
+    def take_warmup(self, index: int, judged: Part) -> float:
+        """Take in what the ranks say of a warm-up, and return its agreed time; nan: it has none."""
         ms = self.reduced_ms(judged)
-        if ms is not None:
-            self.warmup_ms[index] = ms
-        return ms
+        if ms is None:
+            return math.nan
+        self.warmup_ms[index] = ms
+        return AgreedMs(ms, ms - judged.gap_ms) if judged.gap_ms > 0 else ms
+
+    def told(self, index: int) -> float:
+        """Return the agreed time so far as a flow is told it: an interval where a host may be in it."""
+        ms, host_ms = self.ms.get(index, math.nan), self.host_ms(index)
+        return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
 
     def forget_samples(self) -> None:
         """Begin anew: candidates are judged by something else now."""

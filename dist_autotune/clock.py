@@ -5,9 +5,9 @@ A clock only marks; nothing waits for the device until `read_ms` at the end of t
 Two events around a launch time the kernel alone only if the launch is queued before the device comes to
 the first of them. Where the stream has run dry, the device passes the first event at once and waits for
 the host: the interval then holds up to the whole host time between the marks. `EventClock` tells the two
-cases apart after the launch, by whether the first event has passed (`gap_ms`), and keeps the stream busy
-beforehand (`feeding`). What is left is the events' own cost, which is measured once and taken off
-(`event_cost`).
+cases apart after the launch, by whether the first event has passed (`gap_ms`). A filler before the run keeps
+the device behind the host (`stream_filler`). What is left is the events' own cost, which is measured once and
+taken off (`event_cost`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from .device_errors import told_as_ours
 from .errors import LaunchTimeout
 from .event_cost import EMPTY_KERNEL_MS, EventCost
-from .feeding import Feeder, RunFeeder, load_filler
+from .stream_filler import StreamFiller, load_filler
 
 POLL_INTERVAL_S = 50e-6
 
@@ -74,14 +74,14 @@ class EventClock:
     hang. An error that the device reports is a `LaunchFailed`.
     Events are reused.
 
-    feeds: keep an idle stream busy before a trial launch while the host prepares it; see `feeding`.
+    feeds: keep an idle stream busy before a run while the host prepares it; see `stream_filler`.
     """
 
     def __init__(self, timeout_s: float = 300.0, *, feeds: bool = True) -> None:
         self.timeout_s = timeout_s
         self.feeds = feeds
         self._free: dict[int, list[torch.cuda.Event]] = {}
-        self._fillable: set[int] = set()  # devices on which `feed` loads nothing any more
+        self._fillable: set[int] = set()  # devices on which a filler loads nothing any more
         self._costs: dict[int, EventCost] = {}  # by device
 
     def start(self) -> EventMark:
@@ -139,13 +139,9 @@ class EventClock:
                 self._costs[device] = EventCost(device)
                 self._fillable.add(device)
 
-    def feeder(self) -> Feeder | None:
-        """Return what keeps the stream busy before the launches of one context; None: nothing does."""
-        return Feeder(self._fillable) if self.feeds else None
-
-    def run_feeder(self) -> RunFeeder | None:
-        """Return what keeps the stream busy before runs that are timed as a whole; None: nothing does."""
-        return RunFeeder(self._fillable) if self.feeds else None
+    def filler(self, longest_ms: float) -> StreamFiller | None:
+        """Return what keeps the stream busy before runs, for so long at most; None: nothing does."""
+        return StreamFiller(self._fillable, longest_ms) if self.feeds else None
 
     @staticmethod
     def _is_done(mark: EventMark) -> bool:

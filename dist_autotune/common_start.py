@@ -2,7 +2,7 @@
 
 After an exchange the ranks go on at different times: one has its answer sooner, another writes its journal
 longer. A rank that begins a run before its peers waits for them in the first kernel or copy that needs them,
-and where the whole run is timed that wait is in its time, which of the slowest rank is the one that counts.
+and that wait is in what is timed, of which the slowest rank's counts.
 So the device of each is kept busy until one moment, which all ranks compute from what they have agreed on:
 when the last of them told its part of the exchange, and how much later than that the last of them has come
 to its run lately. Processes of one host read one monotonic clock; over several hosts there is no such moment.
@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from .feeding import RUN_MS
 from .payload import Payload
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -51,17 +50,16 @@ class CommonStart:
         if merged.lag_ns:
             self._lags_ns.append(merged.lag_ns)
 
-    def lead_ms(self) -> float | None:
-        """Return how long from now the device is to be busy; None where that is not known.
+    def lead_ms(self, filler_ms: float) -> float:
+        """Return how long from now the device is to be busy, where a filler of `filler_ms` covers the host.
 
-        Enough for the host to enqueue a short run, on the slowest rank too, if it is no later than usual; on
-        a rank that is much later, 0.
+        Enough for the slowest rank too, if it comes no later than usual; on a rank that is much later, 0.
         """
         if not self._told_ns:
-            return None
+            return filler_ms
         # Containers of one host may shift their clocks: then this is no common moment, but soon all the same.
         self._lag_ns = max(0, time.monotonic_ns() - self._told_ns)
         if not self._lags_ns:
-            return None
+            return filler_ms
         expected_ms = min(MARGIN * max(self._lags_ns) * 1e-6, MOST_LAG_MS)
-        return max(0.0, expected_ms + RUN_MS - self._lag_ns * 1e-6)
+        return max(0.0, expected_ms + filler_ms - self._lag_ns * 1e-6)

@@ -12,6 +12,7 @@ from .plan_comparison import PlanComparison
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .search import Context
 from .turns import Turns
+from .whole_run import WholeRun
 
 
 class Contexts(dict[str, Context]):
@@ -21,7 +22,8 @@ class Contexts(dict[str, Context]):
         super().__init__()
         self.comparison = PlanComparison(rules)  # of the plan that results with the default one
         self._rules = rules
-        self._turns = Turns()  # of what is judged by the whole run
+        self.whole_run: WholeRun | None = None  # the search by the time of the whole run, under way
+        self._turns = Turns()  # of what is judged by the whole run, one after another
         self._searches: dict[str, int] = {}  # of this session, and the run they began in, from 0
         self._told: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
 
@@ -52,8 +54,11 @@ class Contexts(dict[str, Context]):
         return self.comparison.undecided(self._searched)
 
     def is_final(self, context: Context) -> bool:
-        """Return whether the context's result stands: the comparison with the default plan is over."""
-        return context.settled and context not in self._undecided
+        """Return whether the context's result stands: no whole run is still to judge it."""
+        if not context.settled or context in self._undecided:
+            return False
+        is_searched = self._rules.races and context.name in self._searches and not context.is_decided
+        return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
 
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result stands and is new since this was last asked."""
@@ -80,7 +85,7 @@ class Contexts(dict[str, Context]):
 
     def open(self, *, begins: bool) -> None:
         """Begin a session. `begins`: searches that earlier ones left unfinished are taken up."""
-        self.comparison.duel, self._turns, self._searches = None, Turns(), {}
+        self.comparison.duel, self.whole_run, self._turns, self._searches = None, None, Turns(), {}
         for context in self.values():
             context.last_run = 0
             if not context.provisional:
@@ -118,15 +123,31 @@ class Contexts(dict[str, Context]):
         """
         if self.comparison.duel is not None:
             return
-        self._turns.pass_on(self)
+        if self._rules.races:
+            self._search_plans(closing=closing)
+        else:
+            self._turns.pass_on(self)
         if any(self.unsettled):
             return
         if not closing and self.comparison.begin(self._searched):
             self._searches = {}
 
+    def _search_plans(self, *, closing: bool) -> None:
+        """Let a search by the whole run begin, when all kernels are tuned by their launches, or end."""
+        if self.whole_run is not None and self.whole_run.is_over:
+            self.whole_run = None
+        while self.whole_run is None and not closing:
+            waiting = list(self.unsettled)
+            if not waiting or any(context.judge == BY_LAUNCH for context in waiting):
+                return
+            search = WholeRun(self, self._rules)
+            self.whole_run = None if search.is_over else search
+
     def starve(self, run: int, patience: int) -> None:
-        """Settle what no rank has launched for so many runs."""
+        """Settle what no rank has launched for so many runs, unless it is for a plan that leaves it out."""
         for context in self.unsettled:
+            if self.whole_run is not None and self.whole_run.explains_absence(context):
+                continue
             if run - context.last_run >= patience:
                 context.is_unasked = self._is_unasked(context)
                 context.settle("starved")
@@ -140,6 +161,9 @@ class Contexts(dict[str, Context]):
 
     def leave(self) -> None:
         """Settle what is under way, for now: the next run is the session's last."""
+        if self.whole_run is not None:
+            self.whole_run.leave()
+            self.whole_run = None
         for context in list(self.unsettled):
             context.settle("partial")
         self.comparison.leave(self._searched)
@@ -154,7 +178,7 @@ class Contexts(dict[str, Context]):
         for name in dropped:
             self.forget(name)
         self.comparison.drop()
-        self._turns = Turns()
+        self.whole_run, self._turns = None, Turns()
         return dropped
 
     def forget(self, name: str) -> None:

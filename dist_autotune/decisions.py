@@ -10,18 +10,12 @@ from typing import Any
 from .payload import Part
 from .protocol import Tuning
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
-from .rules import BY_RUN
 from .search import Context, Outcome
 
 
 def plan_of(tuning: Tuning) -> dict[str, int]:
     """Return what the next run tries: context -> index of the candidate on trial."""
     return {context.name: context.planned for context in tuning.contexts.unsettled if context.is_on_trial}
-
-
-def counts_whole_run(duel_sample: bool, outcomes: dict[str, Outcome]) -> bool:
-    """Return whether the time of the whole run was a sample. `duel_sample`: of the comparison of plans."""
-    return duel_sample or any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:

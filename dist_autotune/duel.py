@@ -1,99 +1,116 @@
-"""The final comparison of `objective="thunk"`: the tuned plan against the default one. No torch, no clock."""
+"""The final comparison of `objective="thunk"`: the tuned plan against the default one and the one by launches.
+
+No torch, no clock.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterable
 
-from .payload import Payload
+from .plan_trial import PlanTrial
 from .search import Context
 
-DUEL_RUNS = 12  # two warm-ups, then five of each in turn
+ROUNDS = 6  # of all sides; the first one warms up
+DUEL_RUNS = 2 * ROUNDS  # where two plans are compared
+MOST_RUNS = 3 * ROUNDS
+DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 
 def contested(contexts: Iterable[Context], defaults: dict[str, int]) -> list[Context]:
-    """Return the contexts in which the tuned plan differs from the default one."""
+    """Return the contexts in which the tuned plan differs from the default one, or from that by launches."""
     return [
-        c for c in contexts if defaults.get(c.name, c.winner) != c.winner and defaults[c.name] not in c.banned
+        context
+        for context in contexts
+        if any(
+            index not in (None, context.winner) and index not in context.banned
+            for index in (defaults.get(context.name), context.launch_winner)
+        )
     ]
 
 
-class Duel:
-    """The tuned plan against the default plan, in alternating runs judged by the whole run's time."""
+class Duel(PlanTrial):
+    """The plans in rounds, each round in an order of its own, so that no period of the caller's favours one."""
 
-    def __init__(self, contexts: list[Context], defaults: dict[str, int]) -> None:
+    def __init__(self, contexts: Iterable[Context], defaults: dict[str, int], rank_reduce: str) -> None:
+        super().__init__(rank_reduce)
         self.contexts = contested(contexts, defaults)
         self.defaults = dict(defaults)  # what was left to another session outlives the plan before it
-        self.winners = {context.name: context.winner for context in self.contexts}
         self.run = 0
-        self.was_launched = True  # whether the run that is timed launched any of the contexts
-        self.idle_runs = 0  # in a row that launched none of them
-        self.waiting = False  # online: its last run's time is not read yet on some rank
-        self.ms: dict[str, float | None] = {"tuned": None, "default": None}
+        tuned = {context.name: context.incumbent for context in self.contexts}
+        plans = {
+            TUNED: tuned,
+            DEFAULT: {name: defaults.get(name, index) for name, index in tuned.items()},
+            BY_LAUNCHES: {c.name: tuned[c.name] if (w := c.launch_winner) is None else w for c in self.contexts},
+        }
+        self.plans: dict[str, dict[str, int]] = {}  # those that differ; `tuned` first
+        for side, plan in plans.items():
+            if plan not in self.plans.values():
+                self.plans[side] = plan
+        self.ms = dict.fromkeys(self.plans, math.nan)
         self._turn()
 
     @property
     def side(self) -> str:
-        return "tuned" if self.run % 2 == 0 else "default"
+        """Return whose turn the next run is."""
+        sides = list(self.plans)
+        number, turn = divmod(self.run, len(sides))
+        if number:
+            random.Random(f"round {number}").shuffle(sides)
+        return sides[turn]
+
+    @property
+    def label(self) -> str:
+        return self.side
 
     @property
     def is_warmup(self) -> bool:
-        return self.run < 2
+        return self.run < len(self.plans)
+
+    @property
+    def is_rival(self) -> bool:
+        return self.side != TUNED
 
     @property
     def is_over(self) -> bool:
-        return self.run >= DUEL_RUNS or not self.contexts
+        return self.run >= ROUNDS * len(self.plans) or len(self.plans) < 2
 
-    def takes_up(self, other: Duel) -> bool:
-        """Go on where another comparison of the same two plans was left; return whether it is of the same."""
-        sides = [{name: (d.winners[name], d.defaults[name]) for name in d.winners} for d in (self, other)]
-        if sides[0] != sides[1]:
-            return False
-        self.run, self.ms = other.run, other.ms
-        self._turn()
-        return True
+    @property
+    def compared(self) -> Iterable[Context]:
+        return self.contexts
+
+    def takes_up(self, other: Duel) -> None:
+        """Go on where another comparison was left, if it is of the same plans."""
+        if self.plans == other.plans:
+            self.run, self.ms = other.run, other.ms
+            self._turn()
 
     def leave(self) -> None:
         """Stop before it is over: each context takes what the comparison so far speaks for, for now."""
-        keeps_default = self.ms["default"] is not None and not self.is_won
+        winner = TUNED if any(map(math.isnan, self.ms.values())) else self.winner
         for context in self.contexts:
             context.override = None
-            winner = self.winners[context.name]
-            context.settle("partial", self.defaults[context.name] if keeps_default else winner)
+            context.settle("partial", self.plans[winner][context.name])
 
-    def take(self, merged: Payload, *, on_hold: bool, patience: int) -> None:
-        """Take in one run of all ranks.
-
-        `on_hold`: it was no trial. A run that launches nothing of what is compared compares nothing, but for
-        the last of `patience` such runs in a row.
-        """
-        is_turn = self.waiting or not on_hold
-        if not self.waiting:  # else what is told now is of an earlier run
-            parts = [merged.parts.get(context.name) for context in self.contexts]
-            self.was_launched = any(part is not None and part.ran is not None for part in parts)
-        self.waiting = bool(merged.run.pending)
-        if self.waiting or not is_turn:
-            return
-        if not self.was_launched:
-            self.idle_runs += 1
-            if self.idle_runs < patience:
-                return
-        self.idle_runs = 0
-        self.advance(self.contexts[0].times.reduced_ms(merged.run))
-
-    def advance(self, ms: float | None) -> None:
-        """Take the agreed time so far of the side that ran."""
+    def advance(self, ms: float) -> None:
         if not self.is_warmup:
             self.ms[self.side] = ms
         self.run += 1
         self._turn()
 
     @property
-    def is_won(self) -> bool:
-        """Return whether the tuned plan is faster; it is not if either could not be timed."""
-        tuned, default = self.ms["tuned"], self.ms["default"]
-        return not self.contexts or (tuned is not None and default is not None and tuned < default)
+    def winner(self) -> str:
+        """Return the side that won: the tuned plan has to be faster than the others, and to have a time."""
+        if len(self.plans) < 2:
+            return TUNED
+        timed = {side: ms for side, ms in self.ms.items() if math.isfinite(ms)}
+        others = [side for side in (DEFAULT, BY_LAUNCHES) if side in timed]
+        best = min(others, key=timed.__getitem__, default=next(iter(s for s in self.plans if s != TUNED)))
+        is_won = TUNED in timed and best in timed and timed[TUNED] < timed[best]
+        return TUNED if is_won else best
 
     def _turn(self) -> None:
         for context in self.contexts:
-            playing = not self.is_over and self.side == "default"
-            context.override = self.defaults[context.name] if playing else None
+            is_other = not self.is_over and self.side != TUNED
+            context.override = self.plans[self.side][context.name] if is_other else None

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from .feeding import CYCLES_PER_MS
+from .stream_filler import CYCLES_PER_MS
 
 EMPTY_KERNEL_MS = 0.0006  # an empty kernel's own duration by CUPTI, on an H200
 PAIRS = 9

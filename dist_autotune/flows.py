@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Protocol, TypeAlias
 
 
@@ -75,51 +74,68 @@ class Winner(int):
         return winner
 
 
-# Thresholds of `racing`, chosen with benchmarks/search_simulator.py (its table is in docs/benchmarks):
-# one spike (x1.5) in a first sample, or one of two, must not end a candidate; medians of three and more
-# are compared at what their noise allows.
-_COLD_FACTOR = 1.6  # after the warm-up run
-_EARLY_FACTORS = {1: 1.6, 2: 1.35}  # after that many samples
-_NOISE = 0.05  # after n samples a candidate stays within 1 + _NOISE / sqrt(n) of the best
-_RACING_ROUNDS = 31
-_RACING_RUNS_PER_CANDIDATE = 4.3
-_RACING_RUNS_AT_LEAST, _AND_PER_CANDIDATE = 22, 2  # for few candidates: the last rounds take what they take
+class AgreedMs(float):
+    """An agreed time that may hold the host's time: the candidate's own lies between `least_ms` and it."""
 
-# What is a tie: candidates of equal speed, measured with the noise that was seen, lie no further apart.
-_TIE = 0.001  # and this much anyway
-_TIE_RANGES = 0.7  # of the range that so many equal ones have on average
-_PRIOR_NOISE, _PRIOR_MOVES = (
-    0.0165,
-    1,
-)  # of one sample, agreed over the ranks; weighs as much as so many moves
+    least_ms: float
+
+    def __new__(cls, ms: float, least_ms: float) -> AgreedMs:
+        agreed = super().__new__(cls, ms)
+        agreed.least_ms = least_ms
+        return agreed
+
+
+def least(ms: float) -> float:
+    """Return the least that a candidate of this agreed time may take."""
+    return ms.least_ms if isinstance(ms, AgreedMs) else ms
+
+
+# Thresholds of `racing`, chosen with benchmarks/search_simulator.py (its table is in docs/benchmarks).
+_SINGLE_FACTOR = 10.0  # after the warm-up run, or a single sample: anything else may explain less
+_PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
+_ERRORS = 1.0  # later a candidate stays within so many standard errors of the best ...
+_FIRST_ERRORS = 4.5  # ... and the first one, which wins ties, within so many
+_RACING_ROUNDS = 41
+_RACING_RUNS_PER_CANDIDATE = 4.3
+_RACING_RUNS_AT_LEAST = 69  # few candidates: what is hard to tell apart gets more samples
+
+_TIE = 0.01  # candidates this near to the best are equals
+_TIE_ERRORS = 2.8  # so is the first one within so many standard errors
+_PRIOR_NOISE, _PRIOR_MOVES = 0.022, 2  # of one sample, agreed over the ranks; weighs as so many moves
 
 
 def racing_runs(candidates: int) -> float:
     """Return the budget of runs for so many candidates."""
-    few = _RACING_RUNS_AT_LEAST + _AND_PER_CANDIDATE * candidates
-    return max(_RACING_RUNS_PER_CANDIDATE * candidates, few)
+    return max(_RACING_RUNS_PER_CANDIDATE * candidates, _RACING_RUNS_AT_LEAST)
 
 
 def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     """Try candidates in interleaved rounds of alternating order; drop each as soon as the samples allow.
 
-    One warm-up run each, then rounds over those that are left, until one is left or the budget of about
-    4.3 runs a candidate is spent. Of those that are left, the largest group that the noise allows to be
-    equals is a tie, and its earliest candidate wins. `n_warmup` and `n_repeat` are those of `exhaustive`
-    and not used. The idea of racing is that of Maron and Moore, "Hoeffding Races" (NIPS 1993), that of the
-    tie Tukey's studentized range; with medians, and thresholds from simulation, because launch times have
-    spikes.
+    One warm-up run each, then rounds over those that are left, until one is left or the budget is spent:
+    69 runs, or 4.3 a candidate. On a single sample only what is ten times slower is dropped; a time that
+    may hold the host's (`AgreedMs`) counts as the least that it may be, and so drops nobody. Of those that
+    are left, all within 1 % of the best are a tie, and the first candidate also within the noise that was
+    measured. `n_warmup` and `n_repeat` are those of `exhaustive` and not used. The idea of racing is that of
+    Maron and Moore, "Hoeffding Races" (NIPS 1993); with medians, and thresholds from simulation, because
+    launch times have spikes.
     """
     agreed_ms: dict[int, float] = {}
     for index in candidates:
         agreed_ms[index] = yield Warmup(index)
-    alive = _within(agreed_ms, list(candidates), _COLD_FACTOR)
+    alive = _within(agreed_ms, list(candidates), _SINGLE_FACTOR)
     first = candidates[0]
     if first not in alive and agreed_ms[first] != math.inf:
         # Its run was the session's first: ranks came to it at different times, and a kernel waits for peers.
         agreed_ms[first] = yield Warmup(first)
-        alive = _within(agreed_ms, list(candidates), _COLD_FACTOR)
-    runs_left = racing_runs(len(candidates)) - len(candidates)
+        alive = _within(agreed_ms, list(candidates), _SINGLE_FACTOR)
+    return (yield from rounds(alive, first, racing_runs(len(candidates)) - len(candidates)))
+
+
+def rounds(alive: list[int], first: int, runs_left: float) -> Flow:
+    """Race the candidates that are `alive`, without warm-up runs; `first` wins what the noise may explain."""
+    agreed_ms: dict[int, float] = {}
+    single_ms: dict[int, float] = {}  # of the first sample
     noise = _Noise()
     samples = 0
     while samples < _RACING_ROUNDS and (runs_left >= len(alive) or not samples):
@@ -127,13 +143,32 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
         for index in alive if samples % 2 else reversed(alive):
             agreed_ms[index] = yield index
         runs_left -= len(alive)
-        if samples <= 2 or samples % 2:  # the median of an even number is half a spike off
+        if samples == 1:
+            single_ms = {index: agreed_ms[index] for index in alive}
+            alive = _within(agreed_ms, alive, _SINGLE_FACTOR)
+        elif samples == 2:
+            fastest_ms = {index: _faster_of_two(single_ms[index], agreed_ms[index]) for index in alive}
+            alive = _within(fastest_ms, alive, _PAIR_FACTOR)
+        elif samples % 2:  # the median of an even number is half a spike off
             noise.learn(samples, {index: agreed_ms[index] for index in alive})
-            alive = _within(agreed_ms, alive, _EARLY_FACTORS.get(samples, 1 + _NOISE / math.sqrt(samples)))
+            error = noise.of_differences(samples)
+            stay = set(_within(agreed_ms, alive, 1 + _ERRORS * error))
+            stay |= {first} & set(_within(agreed_ms, alive, 1 + max(_TIE, _FIRST_ERRORS * error)))
+            alive = [index for index in alive if index in stay]
         if len(alive) == 1:
             break
-    tied = _equals(agreed_ms, alive, noise.of_medians(samples))
-    return Winner(min(tied), tied)
+    tied = set(_timed_within(agreed_ms, alive, 1 + _TIE))
+    wide = 1 + max(_TIE, _TIE_ERRORS * noise.of_differences(samples))
+    tied |= {first} & set(_timed_within(agreed_ms, alive, wide))
+    winner = first if first in tied else min(tied, default=alive[0])
+    return Winner(winner, tied or {winner})
+
+
+def _faster_of_two(first_ms: float, median_ms: float) -> float:
+    """Return the faster one of two samples, at least: of the first one and the median of both."""
+    if not (math.isfinite(first_ms) and math.isfinite(median_ms)):
+        return median_ms
+    return min(least(first_ms), least(median_ms), 2 * least(median_ms) - first_ms)
 
 
 class _Noise:
@@ -160,37 +195,26 @@ class _Noise:
             self._moves += len(moves)
         self._before_ms = now_ms
 
-    def of_medians(self, samples: int) -> float:
-        """Return the standard deviation of a median of so many samples, as a part of it."""
-        return math.sqrt(self._squares / self._moves / max(samples, 1))
-
-
-def _equals(agreed_ms: dict[int, float], alive: list[int], noise: float) -> list[int]:
-    """Return the most candidates, the best among them, that may be equals under this noise."""
-    timed = [index for index in alive if math.isfinite(agreed_ms[index])]
-    if not timed:
-        return alive[:1]
-    fastest_first = sorted(timed, key=lambda index: (agreed_ms[index], index))
-    best_ms = agreed_ms[fastest_first[0]]
-    tied = 1
-    for count in range(2, len(timed) + 1):
-        over_best = agreed_ms[fastest_first[count - 1]] / best_ms - 1
-        if over_best <= _TIE + _TIE_RANGES * noise * _mean_range(count):
-            tied = count
-    return fastest_first[:tied]
-
-
-def _mean_range(count: int) -> float:
-    """Return the mean range of `count` draws from the standard normal distribution (Blom's approximation)."""
-    return 2 * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+    def of_differences(self, samples: int) -> float:
+        """Return the standard error of the difference of two medians of so many samples, as a part of one."""
+        return math.sqrt(2 * self._squares / self._moves / max(samples, 1))
 
 
 def _within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:
-    """Return those of `alive` whose time is within `factor` of the best; a missing time counts as good."""
+    """Return those of `alive` that may be within `factor` of the best; a missing time counts as good."""
     known = [agreed_ms[index] for index in alive if not math.isnan(agreed_ms[index])]
     limit = min(known, default=math.inf) * factor
-    kept = [index for index in alive if not agreed_ms[index] > limit and agreed_ms[index] != math.inf]
+    kept = [
+        index for index in alive if not least(agreed_ms[index]) > limit and agreed_ms[index] != math.inf
+    ]
     return kept or alive[:1]
+
+
+def _timed_within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:
+    """Return those of `alive` whose time is known and within `factor` of the best."""
+    timed = [index for index in alive if math.isfinite(agreed_ms[index])]
+    limit = min((agreed_ms[index] for index in timed), default=math.inf) * factor
+    return [index for index in timed if agreed_ms[index] <= limit]
 
 
 STRATEGIES: dict[str, Callable[..., Flow]] = {"exhaustive": exhaustive, "racing": racing}

@@ -6,10 +6,12 @@ from 0. No torch, no I/O, no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from .duel import DUEL_RUNS
+from . import whole_run
+from .duel import DUEL_RUNS, MOST_RUNS
 from .outlook import Outlook, RunsSpent
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .search import Context
@@ -21,13 +23,23 @@ Searches: TypeAlias = Sequence[tuple[Context, int]]
 
 def planned_runs(rules: Rules, searches: Searches) -> int:
     """Return how many runs the session plans, the final one included."""
-    together, in_turn = 0, 0
+    together, in_turn, kernels = 0, 0, 0
+    choices = []
     for context, first_run in searches:
         runs = rules.planned_runs(len(context.digests))
         judges = rules.judges(is_choice=context.is_choice)
         together = max(together, first_run + runs if BY_LAUNCH in judges else first_run + 1)
-        in_turn += runs if BY_RUN in judges else 0
-    return together + in_turn + (DUEL_RUNS if rules.objective == "thunk" else 0) + 1
+        if BY_RUN in judges:
+            in_turn += runs
+            kernels += not context.is_choice
+        if context.is_choice:
+            choices.append(len(context.digests))
+    if rules.races and in_turn:
+        in_turn = whole_run.runs_at_most(choices, kernels)
+    if rules.objective == "thunk":  # a third plan needs a third candidate, or a second context
+        plans = math.prod(len(context.digests) for context, _ in searches)
+        in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
+    return together + in_turn + 1
 
 
 def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Outlook:

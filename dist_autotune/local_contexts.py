@@ -111,8 +111,10 @@ class LocalContexts:
                 texts.setdefault(name, set()).add(text)
         return {name: " ".join(sorted(digests)) for name, digests in texts.items()}
 
-    def take(self, contexts: Mapping[str, Context], outcomes: Mapping[str, Outcome]) -> None:
-        """Take in what the ranks agreed of the run that was told."""
+    def take(
+        self, contexts: Mapping[str, Context], outcomes: Mapping[str, Outcome], *, late_ms: float
+    ) -> None:
+        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Stopwatch.take`."""
         self.has_news = True
         for local in self.by_name.values():
             if local.told is None:
@@ -124,7 +126,7 @@ class LocalContexts:
             local.told_bans.update(local.told.bans)
             by_launch = outcomes[local.name].judge == BY_LAUNCH
             counts = outcomes[local.name].kind == "sample" and by_launch
-            local.stopwatch.take(waiting=context.waiting, counts=counts)
+            local.stopwatch.take(waiting=context.waiting, counts=counts, late_ms=late_ms)
 
     def _to_tell(self) -> Iterator[Local]:
         for local in self.by_name.values():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from . import decisions
+from . import decisions, intercept
 from .attendant import PATIENCE
 from .chronicle import Chronicle
 from .common_start import CommonStart
@@ -19,6 +19,7 @@ from .records import RunStarted
 from .rules import BY_LAUNCH
 from .search import Outcome
 from .stopwatch import Stopwatch
+from .stream_filler import LONGEST_MS, StreamFiller
 
 T = TypeVar("T")
 
@@ -31,6 +32,12 @@ class OwnRun:
         self.launched: set[str] = set()  # contexts, in any run so far
         self._domain, self._chronicle = domain, chronicle
         self._common_start = CommonStart()
+        make_filler = getattr(domain.clock, "filler", None)  # of `EventClock`
+        longest_ms = LONGEST_MS[domain.options.mode]
+        self._filler: StreamFiller | None = None if make_filler is None else make_filler(longest_ms)
+        self._wanted_ms = 0.0  # the filler that the slowest rank wants
+        self._late_ms = 0.0  # by how much this rank's host was late in the last trial
+        self._tries = False  # the run under way is a trial
         self._judged: tuple[str, str] | None = None  # what the run is judged for as a whole
 
     def begin(self) -> None:
@@ -39,17 +46,25 @@ class OwnRun:
         domain.launches.begin_run(tunes=tuning.rules.tunes)
         self.watch.begin_run()
         self._judged = tuning.judged_run
+        self._tries = tuning.tries
         self._chronicle.write(RunStarted(run=tuning.runs, plan=decisions.plan_of(tuning)))
         domain.recovery.run(tuning)
 
     def make(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk`, timed as a whole if this run is judged so."""
-        lead_ms = self._common_start.lead_ms()
+        """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
+        filler = self._filler if self._tries and not intercept.is_capturing() else None
+        filler_ms = 0.0 if filler is None else filler.length_ms(self._wanted_ms or filler.wanted_ms)
+        lead_ms = self._common_start.lead_ms(filler_ms)
+        if filler is not None:
+            filler.begin(lead_ms)
         if self._judged is None or self.watch.report is not None:
-            return thunk()
-        mark = self.watch.start(lead_ms)
-        result = thunk()
-        self.watch.stop(mark)
+            result = thunk()
+        else:
+            mark = self.watch.start()
+            result = thunk()
+            self.watch.stop(mark)
+        if filler is not None:
+            self._late_ms = filler.end()
         return result
 
     def told(self) -> Payload:
@@ -74,11 +89,14 @@ class OwnRun:
             payload = replace(payload, compiling_s=domain.ledger.new_compiling_s())
         if waits and domain.shares_clock and len(agreement.ranks) > 1:
             payload = self._common_start.told(payload)
+        if self._filler is not None:
+            payload = replace(payload, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
         return payload
 
     def take(self, merged: Payload) -> None:
         """Take in what all ranks told, before anything follows from it."""
         self._common_start.take(merged)
+        self._wanted_ms = merged.wanted_ms
 
     def rename(self, names: dict[str, str]) -> None:
         """Call contexts what all ranks call them."""

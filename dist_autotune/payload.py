@@ -114,6 +114,8 @@ class Payload:
     compiling_s: float = 0.0  # of this run; told where trials have a share of the time
     told_ns: int = 0  # when the last rank told this, where all read one clock; see `common_start`
     lag_ns: int = 0  # how long after the exchange before the last rank came to this run
+    wanted_ms: float = 0.0  # the filler that the slowest host wants before the next run
+    late_ms: float = 0.0  # how much longer than usual the host of some rank took for the trial that is told
     wants_session: bool = False
     past: Past | None = None  # of a session that some rank's process did not live to end
     crashes: dict[str, Crash] = field(default_factory=dict)  # by session
@@ -140,6 +142,8 @@ class Payload:
             compiling_s=max(self.compiling_s, other.compiling_s),
             told_ns=max(self.told_ns, other.told_ns),
             lag_ns=max(self.lag_ns, other.lag_ns),
+            wanted_ms=max(self.wanted_ms, other.wanted_ms),
+            late_ms=max(self.late_ms, other.late_ms),
             run=self.run.merged(other.run),
             wants_session=self.wants_session or other.wants_session,
             past=self.past.merged(other.past) if self.past and other.past else self.past or other.past,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .duel import Duel, contested
+from .duel import DEFAULT, TUNED, Duel, contested
 from .payload import Payload
 from .rules import Rules
 from .search import Context
@@ -25,9 +25,9 @@ class PlanComparison:
     def enter(self, context: Context) -> bool:
         """Keep what is launched before a search; return whether that was made already, by what was left."""
         self.defaults.setdefault(context.name, context.incumbent)
-        if self._left is None or context.name not in self._left.winners:
+        if self._left is None or context.name not in self._left.plans[TUNED]:
             return False
-        winner = self._left.winners[context.name]
+        winner = self._left.plans[TUNED][context.name]
         context.settle("tuned", None if winner in context.banned else winner)
         return True
 
@@ -43,7 +43,7 @@ class PlanComparison:
         """Compare the plans, where they differ; return whether there was anything to decide."""
         if self._rules.objective != "thunk" or not self.defaults:
             return False
-        duel = Duel(self.undecided(searched), self.defaults)
+        duel = Duel(self.undecided(searched), self.defaults, self._rules.rank_reduce)
         if self._left is not None:
             duel.takes_up(self._left)
         self._left, self.defaults = None, {}
@@ -51,7 +51,7 @@ class PlanComparison:
         return True
 
     def take(self, merged: Payload, *, on_hold: bool, patience: int) -> str:
-        """Take in one run of all ranks; return a remark for the log, if the default plan is kept.
+        """Take in one run of all ranks; return a remark for the log, if the tuned plan is not kept.
 
         The arguments are those of `Duel.take`.
         """
@@ -62,17 +62,18 @@ class PlanComparison:
         if not duel.is_over:
             return ""
         self.duel = None
-        if duel.is_won:
+        winner = duel.winner
+        if winner == TUNED:
             return ""
         for context in duel.contexts:
-            if duel.defaults[context.name] not in context.banned:
-                context.settle("tuned", duel.defaults[context.name])
-        tuned, default = duel.ms["tuned"], duel.ms["default"]
-        return f"the default plan is kept: it took {default} ms, the tuned one {tuned} ms"
+            if duel.plans[winner][context.name] not in context.banned:
+                context.settle("tuned", duel.plans[winner][context.name])
+        kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
+        return f"{kept} is kept: it took {duel.ms[winner]} ms, the tuned one {duel.ms[TUNED]} ms"
 
     def leave(self, searched: Iterable[Context]) -> None:
         """Leave what is not decided to the next session."""
-        left = self.duel or Duel(self.undecided(searched), self.defaults)
+        left = self.duel or Duel(self.undecided(searched), self.defaults, self._rules.rank_reduce)
         if not left.is_over:
             self._left = left
             self.defaults.update(left.defaults)

@@ -3,22 +3,25 @@
 `Tuning` is the state that every rank holds alike: fed the same merged payloads, it yields the same
 plans, so every rank makes the same number of runs.
 
-First all kernels advance together, each judged by its own launches. Then the contexts that are judged
-by the whole run's time take their turns, one after another, from the winners so far. With
-`objective="thunk"` the plan that results must beat the default plan in a final alternating comparison.
+First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
+time is searched from the winners so far: as plans (`whole_run`), or one context after another (`turns`) where
+the strategy is not racing. With `objective="thunk"` the plan that results must beat the default plan, and the
+plan by launch times, in a final comparison.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import limits
 from .contexts import Contexts
-from .duel import Duel
 from .kernel_families import KernelFamilies
 from .outlook import Outlook, RunsSpent
 from .pace import Pace
-from .payload import Payload
+from .payload import Part, Payload
+from .plan_trial import PlanTrial
 from .purpose import Purpose
-from .rules import BY_LAUNCH, Rules
+from .rules import BY_LAUNCH, BY_RUN, Rules
 from .search import Context, Outcome
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
@@ -36,7 +39,8 @@ class Tuning:
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
-        self.on_hold = False  # online: the next run is no trial, to keep to `Rules.online_share`
+        self.on_hold = False  # the next run is no trial: a process's first, or to keep to `Rules.online_share`
+        self.has_counted_run = False  # the time of the last run as a whole was a sample
         self.remark = ""
         self.session = ""  # the last one that used this state
         self.crash_bans: dict[str, dict[str, tuple[int, str]]] = {}  # context -> candidate -> (rank, reason)
@@ -44,26 +48,39 @@ class Tuning:
         self._resumed_at = 0  # the run with which this process took the session up
         self._unconfirmed: set[str] = set()  # contexts taken up that may not be launched any more
         self._idle_runs = 0
+        self._is_judging = True  # the run under way may judge what is judged by the whole run
+        self._bringing_runs = 0  # in a row that announced kernels
         self._pace = Pace(rules.online_share)
         self._spent = RunsSpent()
 
     # -- the state -----------------------------------------------------------------------------------------
 
     @property
-    def duel(self) -> Duel | None:
-        """Return the comparison with the default plan that is under way."""
-        return self.contexts.comparison.duel
+    def plan_trial(self) -> PlanTrial | None:
+        """Return what judges whole runs of plans: the search for one, or the final comparison."""
+        return self.contexts.comparison.duel or self.contexts.whole_run
 
     @property
     def has_trial(self) -> bool:
         """Return whether the next run tries something."""
-        return self.duel is not None or any(c.trial is not None for c in self.contexts.values())
+        return self.plan_trial is not None or any(c.trial is not None for c in self.contexts.values())
+
+    @property
+    def tries(self) -> bool:
+        """Return whether something that the next run launches may be timed."""
+        if not self.contexts:
+            return self.rules.tunes
+        return self._purpose.tries
+
+    @property
+    def _purpose(self) -> Purpose:
+        return Purpose.of(self.contexts.unsettled, self.plan_trial, on_hold=self.on_hold)
 
     @property
     def judged_run(self) -> tuple[str, str] | None:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
-        if self.duel is not None:
-            return None if self.on_hold else ("", self.duel.side)
+        if self.plan_trial is not None:
+            return None if self.on_hold or self.plan_trial.holds else ("", self.plan_trial.label)
         context = self.contexts.on_turn
         if context is None or context.trial is None or not context.is_on_trial:
             return None
@@ -97,16 +114,23 @@ class Tuning:
         """Take in one run of all ranks; return what it was for each context."""
         self._drop_unconfirmed(merged)
         had_trial, was_closing = self.has_trial, self.closing
-        purpose = Purpose.of(self.contexts.unsettled, self.duel, on_hold=self.on_hold)
+        purpose, plan = self._purpose, self.plan_trial
         self.contexts.ran(merged)
         self.runs += 1
         is_new = any(part.announcement for part in merged.parts.values())
         self._spent = self._spent.after(trial=purpose.tries or is_new, wait=purpose.waits, hold=purpose.holds)
+        merged = _with_late_hosts(merged)
+        self._is_judging = not self._brings_kernels(merged)
         outcomes = {name: self._take(name, merged) for name in merged.in_order(self.contexts)}
         had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
         patience = STARVED_RUNS[self.rules.mode]
+        if self.contexts.whole_run is not None:
+            self.contexts.whole_run.take(merged, on_hold=self.on_hold, patience=patience)
         remark = self.contexts.comparison.take(merged, on_hold=self.on_hold, patience=patience)
         self.remark = remark or self.remark
+        self.has_counted_run = (plan is not None and plan.has_counted) or any(
+            outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
+        )
         self.contexts.starve(self.runs, patience)
         self._close_if_spent(merged.elapsed_s)
         self.contexts.take_turns(closing=self.closing)
@@ -140,13 +164,17 @@ class Tuning:
         self.contexts.take_turns(closing=self.closing)
 
     def await_confirmation(self) -> None:
-        """Go on in another process: what a rank was still to read is lost, and kernels may have changed."""
+        """Go on in another process: what a rank was still to read is lost, and kernels may have changed.
+
+        The process's first run is no trial: it is slow for reasons of its own.
+        """
         self._resumed_at = self.runs
         self.kernels.forget_configs()
         for context in self.contexts.values():
             context.waiting = False
-        if self.duel is not None:
-            self.duel.waiting = False
+        if self.plan_trial is not None:
+            self.plan_trial.waiting = False
+        self._hold(True)
         if self.rules.mode == "replay":
             self._unconfirmed = {context.name for context in self.contexts.unsettled}
 
@@ -175,7 +203,10 @@ class Tuning:
             context.narrow(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
-        outcome = context.advance(part, part if context.judge == BY_LAUNCH else merged.run)
+        if context.judge == BY_LAUNCH:
+            outcome = context.advance(part, part)
+        else:
+            outcome = context.advance(part, merged.run, counts=self._is_judging)
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
@@ -184,10 +215,27 @@ class Tuning:
     def _search_or_leave(self, context: Context) -> None:
         if len(context.digests) - len(context.banned) == 1:
             context.settle("tuned")
-        elif self.closing or (self.rules.mode == "replay" and self.runs - self._resumed_at > ADMISSION_RUNS):
+        elif self.closing or self._is_late:
             context.settle("partial")
         else:
             self.contexts.begin(context, max(self.runs - 1, 0))
+
+    @property
+    def _is_late(self) -> bool:
+        """Return whether a key that is new now is left to the next session."""
+        search, turn = self.contexts.whole_run, self.contexts.on_turn
+        if self.rules.mode != "replay" or self.runs - self._resumed_at <= ADMISSION_RUNS:
+            return False
+        if search is not None:
+            return not search.admits
+        return turn is None or not turn.is_choice or self._bringing_runs > ADMISSION_RUNS
+
+    def _brings_kernels(self, merged: Payload) -> bool:
+        """Return whether a run launched kernels that are new or on trial: as a whole it judges nothing then."""
+        announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
+        is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
+        self._bringing_runs = self._bringing_runs + 1 if is_new else 0
+        return is_new or any(context.judge == BY_LAUNCH for context in self.contexts.unsettled)
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle what is under way when the next run must be the last."""
@@ -195,3 +243,19 @@ class Tuning:
             self.closing = True
         if self.closing:
             self.contexts.leave()
+
+
+def _with_late_hosts(merged: Payload) -> Payload:
+    """Return what was said of a run in which a host was late with that in every sample, on all ranks.
+
+    A peer's data may have come late for it, or copies may have run ahead of a kernel that waits for them.
+    """
+    late_ms = merged.late_ms
+    if not late_ms:
+        return merged
+
+    def widened(part: Part) -> Part:
+        return replace(part, gap_ms=max(part.gap_ms, min(late_ms, max(part.worst_ms, 0.0))))
+
+    parts = {name: widened(part) for name, part in merged.parts.items()}
+    return replace(merged, parts=parts, run=widened(merged.run))

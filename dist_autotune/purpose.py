@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .duel import Duel
+from .plan_trial import PlanTrial
 from .search import Context
 
 
@@ -13,18 +13,18 @@ from .search import Context
 class Purpose:
     """What a run is for; several contexts may be at different points of their searches."""
 
-    tries: bool  # a candidate, the incumbent among them, or a side of the comparison of plans
+    tries: bool  # a candidate, the incumbent among them, or a plan
     waits: bool  # for the sample of an earlier run
     tries_rival: bool  # launches something else than the plan so far
     awaits_rival: bool  # an earlier run whose sample is still to come did
     holds: bool  # is no trial, to keep to the share of the time
 
     @staticmethod
-    def of(unsettled: Iterable[Context], duel: Duel | None, *, on_hold: bool) -> Purpose:
-        """Return what the next run is for, or the one under way."""
-        if duel is not None:
-            tries, is_rival = not (duel.waiting or on_hold), duel.side == "default"
-            return Purpose(tries, duel.waiting, tries and is_rival, duel.waiting and is_rival, on_hold)
+    def of(unsettled: Iterable[Context], plan: PlanTrial | None, *, on_hold: bool) -> Purpose:
+        """Return what the next run is for, or the one under way. `plan`: what is judged as a whole."""
+        if plan is not None:
+            tries, is_rival = not (plan.waiting or on_hold), plan.is_rival
+            return Purpose(tries, plan.waiting, tries and is_rival, plan.waiting and is_rival, on_hold)
         contexts = list(unsettled)
         on_trial = [context for context in contexts if context.is_on_trial]
         waiting = [context for context in contexts if context.waiting]

@@ -116,7 +116,7 @@ class Recovery:
             tries[name] = Try(context.digests[index], f"{context.title}: {context.texts[index]}")
         waits = any(context.waiting for context in tuning.contexts.unsettled)
         is_counted = tuning.on_hold  # the runs between trials are part of what decides when the next may be
-        self._is_trying = bool(tries) or waits or tuning.duel is not None or is_counted
+        self._is_trying = bool(tries) or waits or tuning.plan_trial is not None or is_counted
         self._journal.run(tuning.runs, tries)
 
     @contextlib.contextmanager

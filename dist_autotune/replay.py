@@ -199,10 +199,9 @@ class _Replay:
                 if record.run == run:
                     self._found.field(run, f"rank {rank}", "run_started: plan", record.plan, plan)
         waiting = {context.name for context in tuning.contexts.unsettled if context.waiting}
-        duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
         merged, _ = tuning.kernels.unite(payload, tuning.contexts)
         outcomes = tuning.step(merged)
-        counts = decisions.counts_whole_run(duel_sample, outcomes)
+        counts = tuning.has_counted_run
         expected = list(self._expected(tuning, run, merged, outcomes))
         if len(opened.ranks) == 1:  # alone, what was agreed is what was measured
             expected = [record for record in expected if not isinstance(record, Agreed | Banned)]
@@ -250,7 +249,7 @@ def _rules(opened: SessionOpened) -> Rules:
 
 def _is_over(tuning: Tuning, opened: SessionOpened) -> bool:
     if opened.mode == "online":
-        return not any(tuning.contexts.unsettled) and tuning.duel is None
+        return not any(tuning.contexts.unsettled) and tuning.plan_trial is None
     return tuning.done
 
 

@@ -34,6 +34,10 @@ class _RecordedClock:
 
     def __init__(self) -> None:
         self.ms = math.nan
+        self.own_gap_ms = 0.0
+
+    def gap_ms(self, mark: float) -> float:
+        return self.own_gap_ms
 
     def start(self) -> float:
         return self.ms
@@ -50,15 +54,17 @@ class RecordedStopwatch(Stopwatch):
 
     def __init__(self, statistic: str) -> None:
         self._recorded = _RecordedClock()
-        super().__init__(self._recorded, statistic)
+        super().__init__(self._recorded, statistic, flags_gaps=True)
 
-    def measure(self, candidate: str, ms: float | None, *, counts: bool) -> Part:
+    def measure(
+        self, candidate: str, ms: float | None, *, gap_ms: float = 0.0, late_ms: float = 0.0, counts: bool
+    ) -> Part:
         """Return what the rank told of a run in which it measured `ms`; keep that if it `counts`."""
         self.begin_run()
-        self._recorded.ms = math.nan if ms is None else ms
+        self._recorded.ms, self._recorded.own_gap_ms = math.nan if ms is None else ms, gap_ms
         self.stop(self.start())
         told = self.tell(candidate, waits=True)
-        self.take(waiting=False, counts=counts)
+        self.take(waiting=False, counts=counts, late_ms=late_ms)
         return told
 
 
@@ -95,7 +101,13 @@ class Recount:
                 trial = next((t for t in records.get(rank, ()) if _is_trial(t, name)), None)
                 watch = self._watch(rank, name)
                 if isinstance(trial, Trial):
-                    part = watch.measure(str(outcome.index), trial.ms, counts=outcome.kind == "sample")
+                    part = watch.measure(
+                        str(outcome.index),
+                        trial.ms,
+                        gap_ms=trial.gap_ms,
+                        late_ms=merged.late_ms,
+                        counts=outcome.kind == "sample",
+                    )
                     parts[rank] = part
                     yield from _compare_statistic(name, trial, part)
                 elif name not in waiting and (retold := watch.retell(str(outcome.index))) is not None:
@@ -114,7 +126,9 @@ class Recount:
             if timed.counts != counts:
                 what = f"run_timed of rank {rank}: counts"
                 yield Miscount(_WHOLE_RUN, what, str(timed.counts), str(counts))
-            parts[rank] = self._watch(rank, timed.session).measure(timed.judged, timed.ms, counts=counts)
+            parts[rank] = self._watch(rank, timed.session).measure(
+                timed.judged, timed.ms, late_ms=merged.late_ms, counts=counts
+            )
             yield from _compare_statistic(_WHOLE_RUN, timed, parts[rank])
         if parts:
             yield from self._compare(_WHOLE_RUN, records, merged.run, parts)

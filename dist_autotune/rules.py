@@ -26,6 +26,11 @@ class Rules:
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
     online_share: float = 1.0  # of a session's time, for trials; 1.0: no bound
 
+    @property
+    def races(self) -> bool:
+        """Return whether what the whole run judges is searched by plans, not one context after another."""
+        return self.search == "racing"
+
     def planned_runs(self, candidates: int) -> int:
         """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
         if self.search == "racing":

@@ -44,7 +44,10 @@ class Context:
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.on_hold = False  # online: trials have had their share of the time for now
-        self.override: int | None = None  # the side it takes in the final comparison of plans
+        self.override: int | None = None  # what a plan that is judged as a whole says
+        self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
+        self.launch_winner: int | None = None  # of them, where the whole run is still to judge
+        self.is_decided = False  # the whole run has judged it
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
@@ -133,6 +136,14 @@ class Context:
         judges = (self.incumbent, self.times.fastest(self.banned))
         return any(self.times.host_ms(index) > 0 for index in judges if index is not None)
 
+    def shortlist(self, most: int, within: float) -> list[int]:
+        """Return the candidates within a factor of the fastest by launches; the incumbent first, then in order."""
+        usable = {index: ms for index, ms in self.launch_ms.items() if index not in self.banned}
+        limit = within * min(usable.values(), default=math.inf)
+        others = [i for i, ms in usable.items() if ms <= limit and i != self.incumbent]
+        others.sort(key=lambda index: (usable[index], index))
+        return [self.incumbent, *others[: most - 1]]
+
     def known_ms(self) -> list[tuple[int, float]]:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
@@ -181,7 +192,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, self.is_unasked = "", False, False
+        self.status, self.waiting, self.is_unasked, self.is_decided = "", False, False, False
         if self._flow is None:
             self._flow = RunningFlow(self._rules, len(self.digests))
             self._resume(None)
@@ -190,10 +201,11 @@ class Context:
         if self.trial in self.banned:  # since then
             self._resume(math.inf)
 
-    def advance(self, part: Part, judged: Part) -> Outcome:
+    def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
         """Take in what the ranks say of a run; return what the run was for this context.
 
-        `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run.
+        `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run. Where
+        that does not count, the same trial is made again.
         """
         self.take_bans(part.bans)
         if part.ran in self.digests:
@@ -206,7 +218,7 @@ class Context:
         if index in self.banned:
             self._resume(math.inf)
             return Outcome(index=index)
-        if not is_trial:
+        if not is_trial or not counts:
             return Outcome()
         if part.ran != self.digests[index]:
             return Outcome(index=index)
@@ -214,12 +226,12 @@ class Context:
         outcome = Outcome(kind, index, self.count, planned, self.judge)
         if kind == "sample":
             self.times.take_sample(index, judged)
-            self._resume(self.times.ms.get(index, math.nan))
+            self._resume(self.times.told(index))
         else:
             ms = self.times.take_warmup(index, judged)
             if self.is_choice:  # its first run may compile and load whatever the option launches
-                ms = None
-            self._resume(self.times.ms.get(index, math.nan if ms is None else ms))
+                ms = math.nan
+            self._resume(self.times.told(index) if index in self.times.ms else ms)
         return outcome
 
     def settle(self, status: str, winner: int | None = None) -> None:
@@ -250,7 +262,10 @@ class Context:
             winner = incumbent
         self.settle("tuned", winner)
         self._flow = None
+        if self.judge == BY_LAUNCH:
+            self.launch_ms = dict(self.times.ms)
         if len(self._judges) > 1:
+            self.launch_winner = self.winner
             del self._judges[0]
             self.status = ""
             self.times.forget_samples()

@@ -41,7 +41,7 @@ class Session:
         self.wants_another = False
         self.has_failed = False
         self._log_dir = log_dir
-        run_watch = Stopwatch(domain.clock, domain.options.statistic, feeds="runs")
+        run_watch = Stopwatch(domain.clock, domain.options.statistic)
         self._chronicle = Chronicle(domain, log, run_watch)
         self._run = OwnRun(domain, self._chronicle, run_watch)
         self._failures = Failures(domain, self._chronicle, log_dir)
@@ -71,7 +71,7 @@ class Session:
         """Run `thunk` once, as one trial of the session."""
         with self._telling_failures():
             result = self._run_once(thunk)
-            if not any(self.domain.tuning.contexts.unsettled) and self.domain.tuning.duel is None:
+            if not any(self.domain.tuning.contexts.unsettled) and self.domain.tuning.plan_trial is None:
                 self.close()
             return result
 
@@ -195,7 +195,6 @@ class Session:
         run = tuning.runs
         self._is_stepping = True
         said = merged
-        duel_sample = tuning.duel is not None and not tuning.duel.is_warmup
         self._run.take(merged)
         try:
             domain.check_run(merged)
@@ -214,12 +213,12 @@ class Session:
             for local in told
             if local.launches or local.stopwatch.is_read
         ]
-        domain.local_contexts.take(tuning.contexts, outcomes)
-        counts = decisions.counts_whole_run(duel_sample, outcomes)
+        domain.local_contexts.take(tuning.contexts, outcomes, late_ms=merged.late_ms)
+        counts = tuning.has_counted_run
         self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
         own = self._run.samples(told, outcomes, of_run=counts and not merged.run.pending)
         domain.recovery.agreed(said, own, told)
-        self._run.watch.take(waiting=bool(merged.run.pending), counts=counts)
+        self._run.watch.take(waiting=bool(merged.run.pending), counts=counts, late_ms=merged.late_ms)
         if tuning.remark:
             self._chronicle.write(Note(text=tuning.remark))
             self.warning, tuning.remark = tuning.remark, ""
@@ -238,7 +237,7 @@ class Session:
         outlook = tuning.outlook
         if tuning.runs == self._tells_outlook_at:
             self._tells_outlook_at *= 2
-            if any(tuning.contexts.unsettled) or tuning.duel is not None:
+            if any(tuning.contexts.unsettled) or tuning.plan_trial is not None:
                 self._chronicle.write(Note(text=str(outlook)))
         return tuning.runs + outlook.more_runs
 

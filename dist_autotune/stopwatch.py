@@ -19,7 +19,7 @@ STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "min": min,
 }
 READ_WITHIN_RUNS = 2  # of the run that a sample is of, also where nobody waits for the device otherwise
-FEEDERS = {"launches": "feeder", "runs": "run_feeder"}  # methods of a clock that has them
+GAP_SHARE = 0.03  # of a sample: a host's part that is no more does not count
 
 
 class Stopwatch:
@@ -29,12 +29,11 @@ class Stopwatch:
     when the ranks have agreed what the run was. While some rank's sample is not read yet (online), the
     same report is told again at every exchange.
 
-    feeds: where the clock can, keep the stream busy before each launch ("launches"), so that the host's part
-    is not timed, and tell how much of it is in a sample all the same; or before a short whole run ("runs"),
-    whose samples are never said to be the host's: a long run may keep the device waiting whenever it runs.
+    flags_gaps: ask the clock how much of a sample the host may have added. Not of a whole run: a long one may
+    keep the device waiting whenever it runs. Of either, what is known later is added by `take`.
     """
 
-    def __init__(self, clock: Clock, statistic: str, *, feeds: str = "") -> None:
+    def __init__(self, clock: Clock, statistic: str, *, flags_gaps: bool = False) -> None:
         self.samples: dict[str, list[float]] = {}  # candidate -> ms of each run
         self.sample_ms: float | None = None  # of the run being told
         self.sample_gap_ms = 0.0  # how much of that may be the host's
@@ -46,25 +45,18 @@ class Stopwatch:
         self._gaps_ms: dict[str, list[float]] = {}  # candidate -> the host's part, at most, of each run
         self._is_launching = False
         # What only some clocks have; see `EventClock`.
-        make_feeder = getattr(clock, FEEDERS.get(feeds, ""), None)
-        self._feeder = make_feeder() if make_feeder is not None else None
-        by_launch = feeds == "launches"
-        self._gap_ms: Callable[[Any], float] | None = getattr(clock, "gap_ms", None) if by_launch else None
+        self._gap_ms: Callable[[Any], float] | None = getattr(clock, "gap_ms", None) if flags_gaps else None
         self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
 
-    def start(self, lead_ms: float | None = None) -> Any:
-        """Mark the beginning of a launch; or of a run, `lead_ms` of the device's later, if that is given."""
+    def start(self) -> Any:
+        """Mark the beginning of a launch, or of a run."""
         self._is_launching = True
-        if self._feeder is not None:
-            self._feeder.feed(*(() if lead_ms is None else (lead_ms,)))
         return self._clock.start()
 
     def stop(self, mark: Any) -> None:
         self._clock.stop(mark)
         self._is_launching = False
         self._marks.append(mark)
-        if self._feeder is not None:
-            self._feeder.learn(mark)
 
     @property
     def is_running(self) -> bool:
@@ -104,13 +96,20 @@ class Stopwatch:
         """Return what to tell of a candidate that this rank has launched before, but not in this run."""
         return self._statistic_of(candidate, Part()) if candidate in self.samples else None
 
-    def take(self, *, waiting: bool, counts: bool) -> None:
-        """Learn what the told run was: `counts` as a sample, or not; `waiting`: to be told again."""
+    def take(self, *, waiting: bool, counts: bool, late_ms: float = 0.0) -> None:
+        """Learn what the told run was: `counts` as a sample, or not; `waiting`: to be told again.
+
+        late_ms: by how much the host of some rank was later than usual, which may be in the sample.
+        """
         if self.report is None or waiting:
             return
-        if not counts and self.sample_ms is not None:
-            self.samples[str(self.report.ran)].pop()
-            self._gaps_ms[str(self.report.ran)].pop()
+        if self.sample_ms is not None:
+            gaps_ms = self._gaps_ms[str(self.report.ran)]
+            if counts:
+                gaps_ms[-1] = self.sample_gap_ms = max(gaps_ms[-1], min(late_ms, self.sample_ms))
+            else:
+                self.samples[str(self.report.ran)].pop()
+                gaps_ms.pop()
         self.report = None
 
     def restore(self, samples: Mapping[str, list[tuple[float, float]]]) -> None:
@@ -148,8 +147,9 @@ class Stopwatch:
         samples = self.samples[candidate]
         if not samples:
             return replace(report, unmeasured=1)
-        ms, gaps_ms = self._statistic(samples), self._gaps_ms[candidate]
-        own = [ms for ms, gap_ms in zip(samples, gaps_ms, strict=True) if gap_ms == 0]
-        # Runs in which the host had no part say what the kernel takes; the rest may be the host's.
-        gap_ms = max(ms - self._statistic(own), 0.0) if own else min(ms, statistics.median(gaps_ms))
+        gaps_ms = self._gaps_ms[candidate]
+        exact = [ms for ms, gap_ms in zip(samples, gaps_ms, strict=True) if gap_ms <= GAP_SHARE * ms]
+        # Samples in which the host had no part say what the kernel takes, and the others nothing more.
+        ms = self._statistic(exact or samples)
+        gap_ms = 0.0 if exact else min(ms, statistics.median(gaps_ms))
         return replace(report, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms, measured=1)

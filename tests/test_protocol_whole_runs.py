@@ -130,7 +130,7 @@ def test_a_run_that_launches_nothing_of_what_is_compared_is_no_part_of_the_compa
     simulation.tuning.open()
     while (
         any(simulation.tuning.contexts.unsettled)
-        or simulation.tuning.duel is not None
+        or simulation.tuning.plan_trial is not None
         or not simulation.plans
     ):
         simulation.run()

@@ -1,0 +1,96 @@
+"""Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
+
+Where the stream is idle when a run with a trial begins, it gets a *filler* before the function is called:
+torch's spin kernel, one thread that counts clock cycles. It lasts somewhat longer than the host takes to
+enqueue the run. All that the function enqueues stands behind it, also what the function forks onto other
+streams, so copies, peers' data and kernels keep the places that they have in a settled call behind other
+work. A filler directly before one launch would let the copies that a kernel waits for run under the filler.
+
+Why a spin kernel. It ends by itself, whatever the host does next. A gate that the host opens
+(cuStreamWaitValue32) would be exact, but a launch that blocks before the gate is open, on a full queue or in
+loading a module, would hang for ever. A memset or copy takes memory bandwidth from what runs beside it. The
+one thread takes one of the device's thousands of warp slots. Its module is loaded beforehand (`load_filler`):
+lazy loading may wait for the whole device, and so for a kernel that waits for a peer.
+
+A function whose host takes longer than the longest filler is timed as it comes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+import torch
+
+from .device_errors import told_as_ours
+
+LONGEST_MS = {"replay": 20.0, "online": 1.0}  # a filler delays the run by its length
+FIRST_MS = 1.0  # before the host's time is known
+MARGIN = 1.5  # of the host's longest time but one of the last runs: one may be an outlier
+LATE_SHARE = 0.25  # a host that takes so much longer than usual may have delayed the device
+CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz; at lower clocks a filler lasts longer
+_REMEMBERED = 9  # runs
+
+
+def load_filler(device: int) -> None:
+    """Load the spin kernel on a device, by a launch of no length."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(0)
+
+
+class StreamFiller:
+    """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`.
+
+    fillable: devices on which the filler is loaded. longest_ms: of a filler; a host that takes longer is not
+    waited for.
+    """
+
+    def __init__(self, fillable: set[int], longest_ms: float) -> None:
+        self._fillable = fillable
+        self._longest_ms = longest_ms
+        self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
+        self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
+        self._filled_ms = 0.0
+        self._began_ns = 0
+
+    @property
+    def wanted_ms(self) -> float:
+        """Return how long the filler should be for this host; more than the longest: there is to be none."""
+        if not self._host_ms:
+            return FIRST_MS
+        usual_ms = statistics.median(self._host_ms)
+        if usual_ms > self._longest_ms:
+            return usual_ms
+        return min(MARGIN * sorted(self._host_ms)[-2:][0], self._longest_ms)
+
+    def length_ms(self, wanted_ms: float) -> float:
+        """Return the length of the filler, where the slowest of all ranks wants so much."""
+        return 0.0 if wanted_ms > self._longest_ms else wanted_ms
+
+    def begin(self, length_ms: float) -> None:
+        """Keep the current stream busy for so long, if it is idle. Not for a stream that is being captured."""
+        with told_as_ours():
+            is_idle = torch.cuda.current_device() in self._fillable and torch.cuda.current_stream().query()
+            self._filled_ms = length_ms if is_idle else 0.0
+            if self._filled_ms > 0:
+                torch.cuda._sleep(int(self._filled_ms * CYCLES_PER_MS))
+            self._begin = torch.cuda.Event()
+            self._began_ns = time.perf_counter_ns()
+            self._begin.record()
+
+    def end(self) -> float:
+        """Return by how many ms the host was later than usual; 0.0: the device had all of the run in time."""
+        if self._begin is None:
+            return 0.0
+        with told_as_ours():
+            host_ms = (time.perf_counter_ns() - self._began_ns) * 1e-6
+            was_fed = not self._begin.query()
+        self._begin = None
+        if not was_fed:  # a host that waited for the device has waited for the filler too
+            host_ms = max(host_ms - self._filled_ms, 0.0)
+        usual_ms = statistics.median(self._host_ms) if self._host_ms else host_ms
+        self._host_ms.append(host_ms)
+        if was_fed or host_ms <= (1 + LATE_SHARE) * usual_ms:
+            return 0.0
+        return host_ms - usual_ms
