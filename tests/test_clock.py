@@ -43,7 +43,7 @@ def stopwatch_of(clock: EventClock) -> Stopwatch:
 def prepare(clock: EventClock) -> None:
     """Prepare the clock and forget what it launched for that."""
     clock.prepare()
-    device = torch.cuda.current_stream().device
+    device = torch.cuda.current_stream().gpu
     finish(device)
     device.fillers_ms.clear()
 

@@ -72,6 +72,10 @@ class VirtualAgreement:
     def running(self, *about: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def can_go_on(self) -> bool:
+        return self.waits_for is None or self.waits_for in self.group.ends
+
 
 class VirtualGroup:
     """The ranks of one program, and how each of their exchanges ended."""
@@ -81,11 +85,11 @@ class VirtualGroup:
         self.ends: dict[int, bytes | Callable[[int, str], Exception]] = {}
         self.missing: dict[int, tuple[int, ...]] = {}  # exchange -> ranks that did not come to it
         self.trees = 0
-        self.agreements = [VirtualAgreement(self, rank) for rank in range(world_size)]
+        self.agreements = [self.make_agreement(rank) for rank in range(world_size)]
         self._random = random
         self._watch = watch
         self._posted: dict[int, dict[int, bytes]] = {}
-        self._broken: BaseException | None = None
+        self.broken: BaseException | None = None
         self._all_ended = threading.Event()
 
     def run(self, program: Callable[[VirtualAgreement], Any]) -> list[Any]:
@@ -95,12 +99,12 @@ class VirtualGroup:
         def main(agreement: VirtualAgreement) -> None:
             agreement.turn.acquire()
             try:
-                if self._broken is None:
+                if self.broken is None:
                     values[agreement.rank] = program(agreement)
             except Gone:
                 pass
             except BaseException as error:
-                self._broken = self._broken or error
+                self.broken = self.broken or error
             agreement.has_ended = True
             self._hand_over()
 
@@ -111,8 +115,8 @@ class VirtualGroup:
         assert self._all_ended.wait(HANG_S), "the virtual ranks hang: a defect of virtual_ranks.py"
         for thread in threads:
             thread.join()
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
         return values
 
     # -- taking turns --------------------------------------------------------------------------------------
@@ -121,7 +125,7 @@ class VirtualGroup:
         """Let another rank run; return when it is this one's turn again."""
         self._hand_over()
         agreement.turn.acquire()
-        if self._broken is not None:
+        if self.broken is not None:
             agreement.is_gone = True
             raise Gone
 
@@ -130,18 +134,28 @@ class VirtualGroup:
         if not alive:
             self._all_ended.set()
             return
-        if self._broken is not None:
+        if self.broken is not None:
             alive[0].turn.release()
             return
-        ready = [a for a in alive if a.waits_for is None or a.waits_for in self.ends]
+        ready = [a for a in alive if a.can_go_on]
         if not ready:
-            self._give_up(alive)
-            ready = [a for a in alive if a.waits_for in self.ends]
-        chosen = ready[self._random.randrange(len(ready))]
+            self.give_up(alive)
+            if self.broken is not None:
+                alive[0].turn.release()
+                return
+            ready = [a for a in alive if a.can_go_on]
+        chosen = self.chosen(ready)
         chosen.waits_for = None
         chosen.turn.release()
 
-    def _give_up(self, alive: Sequence[VirtualAgreement]) -> None:
+    def make_agreement(self, rank: int) -> VirtualAgreement:
+        return VirtualAgreement(self, rank)
+
+    def chosen(self, ready: Sequence[VirtualAgreement]) -> VirtualAgreement:
+        """Return the rank that goes on."""
+        return ready[self._random.randrange(len(ready))]
+
+    def give_up(self, alive: Sequence[VirtualAgreement]) -> None:
         """End the earliest exchange that somebody waits for: nobody else will come to it."""
         sequence = min(a.waits_for for a in alive if a.waits_for is not None)
         posted = self._posted.get(sequence, {})
@@ -163,7 +177,7 @@ class VirtualGroup:
                     self._watch(sequence, payloads, self.agreements)
                 self.ends[sequence] = self._merged(payloads, merge)
             except BaseException as error:  # of a check: not to be taken for a rank's own
-                self._broken = error
+                self.broken = error
         agreement.waits_for = sequence
         self.pass_on(agreement)
         return self.ends[sequence]
