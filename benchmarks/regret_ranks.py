@@ -18,6 +18,7 @@ import triton
 
 import overlap
 from common import (
+    INTERPRETER_NOTE,
     ON_GPU,
     Plan,
     Ranks,
@@ -533,7 +534,7 @@ def run_timing(options: argparse.Namespace) -> None:
                 cases[-1]["trouble"] += missing
                 numbers = list(range(1, options.sessions + 1))
                 record["table"] = table(cases, case_title, numbers)
-                record["table"]["notes"] += failed
+                record["table"]["notes"] += failed if ON_GPU else [*failed, INTERPRETER_NOTE]
                 record["more_tables"] = [arms_table(cases, case_title)]
                 ranks.say(progress_line(cases[-1]))
                 if options.json is not None and ranks.rank == 0:
