@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import datetime
 import faulthandler
+import gc
 import json
 import math
 import os
@@ -127,6 +128,7 @@ def run_on_ranks(body: Callable[[Ranks], int]) -> None:
         limit = datetime.timedelta(seconds=COLLECTIVE_LIMIT_S)
         dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo", timeout=limit)
         code = body(Ranks())
+        gc.collect()  # NCCL does not end before the graphs that hold calls of it
         dist.destroy_process_group()
     except BaseException:
         traceback.print_exc()

@@ -31,6 +31,8 @@ def summary(record: dict[str, Any]) -> str:
     lines = [f"{record['title']}, {hardware(record)}, ms (median, slowest rank)"]
     if "event" not in record["figures"]:
         lines.append(record["figures"])
+    if without_multicast(record):
+        lines.append(without_multicast(record))
     turned = list(zip(columns, *rows, strict=True))  # cases side by side: arms are too many for one line
     lines += align(turned[0], turned[1:], right=set(turned[0][1:]))
     return "\n".join([*lines, *_reasons(record)])
@@ -40,16 +42,22 @@ def page(record: dict[str, Any], picture: str = "") -> str:
     """Return the Markdown page of a record; `picture` is the file that shows it, beside the page."""
     versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     variables = " ".join(f"{name}={text}" for name, text in record["variables"].items())
-    head = [
-        f"# {record['title']}, {hardware(record)}",
-        f"{record['date'][:10]}, `{record['command']}`, commit {record['commit']}.\n{versions}."
-        + (f"\n{variables}" if variables else ""),
+    lines = [
+        f"{record['date'][:10]}, `{record['command']}`, commit {record['commit']}.",
+        f"{versions}.",
+        variables,
+        without_multicast(record),
     ]
+    head = [f"# {record['title']}, {hardware(record)}", "\n".join(line for line in lines if line)]
     if "table" in record:  # made by the benchmark itself
         table = record["table"]
         clocks = ", ".join(f"{name} {text}" for name, text in record.get("clocks", {}).items())
         notes = "\n".join(table["notes"]) + (f"\nAt the end: {clocks}." if clocks else "")
-        return "\n\n".join([*head, _markdown(table["columns"], table["rows"]), notes]) + "\n"
+        more = [
+            f"## {other['title']}\n\n{_markdown(other['columns'], other['rows'])}"
+            for other in record.get("more_tables", [])
+        ]
+        return "\n\n".join([*head, _markdown(table["columns"], table["rows"]), notes, *more]) + "\n"
     parts = [
         *head,
         f"{_figures(record)} Median of {record['iterations']} calls on each rank, then the slowest rank.\n"
@@ -65,6 +73,16 @@ def page(record: dict[str, Any], picture: str = "") -> str:
         _tuned(record),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def without_multicast(record: dict[str, Any]) -> str:
+    """Return the line that says who did without NVLink multicast; empty: nobody that is known of."""
+    set_to = record["variables"]
+    if record["hardware"]["world_size"] == 1 or set_to.get("NCCL_NVLS_ENABLE") != "0":
+        return ""
+    torch_too = set_to.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1"
+    who = "NCCL and torch's symmetric memory" if torch_too else "NCCL"
+    return f"{who} ran without NVLink multicast: these variables switch it off."
 
 
 def file_stem(record: dict[str, Any]) -> str:

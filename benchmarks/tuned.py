@@ -37,27 +37,9 @@ class Tuned:
 
         The capture is of a settled call: the candidate that the eager calls run, its binary loaded.
         """
-        if not ON_GPU:
-            raise Unsupported("CUDA graphs need a GPU")
-        self.eager(*args)  # nothing is compiled or loaded during the capture
-        graph, refusal, result = torch.cuda.CUDAGraph(), None, None
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                try:
-                    result = self.call(*args)
-                except RuntimeError as error:
-                    refusal = error
-        except RuntimeError:  # the end of a capture in which nothing was captured
-            if refusal is None:
-                raise
-        if refusal is not None or result is None:
-            raise Unsupported(str(refusal)) from refusal
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
+        if ON_GPU:
+            self.eager(*args)  # nothing is compiled or loaded during the capture
+        return capture(lambda: self.call(*args))
 
     def record(self) -> dict[str, Any]:
         """Return what the record of a case says of the tuning."""
@@ -66,6 +48,30 @@ class Tuned:
         return tuned_record(
             reports, [(context, str(context.config)) for r in reports for context in r.contexts]
         )
+
+
+def capture(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Capture a call that has been made before, if the driver lets us; return the replay."""
+    if not ON_GPU:
+        raise Unsupported("CUDA graphs need a GPU")
+    graph, refusal, result = torch.cuda.CUDAGraph(), None, None
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                result = call()
+            except RuntimeError as error:
+                refusal = error
+    except RuntimeError:  # the end of a capture in which nothing was captured
+        if refusal is None:
+            raise
+    if refusal is not None or result is None:
+        raise Unsupported(str(refusal)) from refusal
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def tuned_record(reports: list[TuningReport], contexts: list[tuple[TunedContext, str]]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Launched(NamedTuple):
 
 
 class LaunchingDevice(PretendedDevice):
-    """A Hopper GPU whose launcher asks for scratch memory as the one for CUDA does.
+    """A Hopper GPU whose launcher calls hooks and asks for scratch memory as the one for CUDA does.
 
     A function's handle is the digest of its code, so that two kernels are one only if they are the same.
     """
@@ -61,11 +61,14 @@ class LaunchingDevice(PretendedDevice):
         def launch(*received: Any) -> None:
             if not self.writes_down:
                 return
+            metadata_for_hooks, enter, leave = received[6:9]
+            enter(metadata_for_hooks)
             count, size = received[0] * received[1] * received[2], metadata.global_scratch_size
             if size:
                 allocate = _allocation._allocator.get()
                 allocate(count * size, metadata.global_scratch_align, received[3])
             self.launches.append(Launched(tuple(map(_plain, received)), count * size))
+            leave(metadata_for_hooks)
 
         return launch
 

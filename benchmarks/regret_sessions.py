@@ -1,0 +1,206 @@
+"""Sessions of `regret.py`: processes that tune and leave their picks, and what is known of how they ended.
+
+Nothing here imports torch: the process that starts the sessions holds no GPU.
+
+    DIRECTORY/arguments.json       what all sessions tune
+    DIRECTORY/triton/              Triton's binaries, which sessions share unless they start cold
+    DIRECTORY/session-3/           cache/ (winners), logs/, output.txt; picks.json, by shape; ended.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 45.0  # for torchrun to end its ranks: it gives them 30
+PROGRAM = Path(__file__).with_name("regret.py")
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "MASTER_", "TORCHELASTIC_")  # beginnings
+OF_TORCHRUN += ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One context as the session ended with it."""
+
+    kernel: str  # or the name of a `tunable`
+    key: str
+    choice: str  # the text of the config, or the option as JSON
+    status: str
+    ms: float | None = None
+    timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms, where finite
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}[{self.key}]"
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What a session ended with for one shape: all that it tuned, and what a settled call then launches."""
+
+    found: tuple[Found, ...]
+    launched: tuple[tuple[str, str], ...]  # kernel, config
+    runs: int
+    seconds: float
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Pick:
+        found = tuple(Found(**each) for each in data["found"])
+        launched = tuple((kernel, config) for kernel, config in data["launched"])
+        return cls(found, launched, data["runs"], data["seconds"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a session ended; `trouble` is empty if all was well."""
+
+    session: int
+    seconds: float
+    trouble: str = ""
+
+
+class Sessions:
+    """The directory of all sessions."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def of(self, session: int) -> Path:
+        return self.directory / f"session-{session}"
+
+    def cache(self, session: int) -> Path:
+        """Return the directory of the session's winners."""
+        return self.of(session) / "cache"
+
+    def environment(self, session: int, *, cold: bool) -> dict[str, str]:
+        """Return the variables of a session's processes: nothing that was tuned before is in their caches."""
+        triton = self.of(session) if cold else self.directory
+        return {
+            **environment_without_torchrun(),
+            "DIST_AUTOTUNE_CACHE_DIR": str(self.cache(session)),
+            "DIST_AUTOTUNE_LOG_DIR": str(self.of(session) / "logs"),
+            "TRITON_CACHE_DIR": str(triton / "triton"),
+        }
+
+    def write_picks(self, session: int, picks: dict[str, Pick]) -> None:
+        data = {name: asdict(pick) for name, pick in picks.items()}
+        _write(self.of(session) / "picks.json", data)
+
+    def picks(self, name: str) -> dict[int, Pick]:
+        """Return the sessions' picks of that name."""
+        found = {}
+        for ended in self.ended():
+            path = self.of(ended.session) / "picks.json"
+            data = json.loads(path.read_text()) if path.exists() else {}
+            if name in data:
+                found[ended.session] = Pick.read(data[name])
+        return found
+
+    def ended(self) -> list[Ended]:
+        """Return how the sessions ended that were started, in order."""
+        paths = self.directory.glob("session-*/ended.json")
+        return sorted((Ended(**json.loads(path.read_text())) for path in paths), key=lambda e: e.session)
+
+    def adopt(self, arguments: dict[str, Any]) -> None:
+        """Take the directory for sessions of these arguments. Raises ValueError if it is of others."""
+        path = self.directory / "arguments.json"
+        if path.exists() and json.loads(path.read_text()) != arguments:
+            raise ValueError(
+                f"{self.directory} holds sessions of {path.read_text().strip()}; give another one"
+            )
+        _write(path, arguments)
+
+    def run(
+        self,
+        session: int,
+        command: Sequence[str],
+        *,
+        cold: bool,
+        limit_s: float,
+        say: Callable[[str], object],
+    ) -> Ended:
+        """Run one session and note how it ended; one that ended well before is not run again."""
+        path = self.of(session) / "ended.json"
+        before = Ended(**json.loads(path.read_text())) if path.exists() else None
+        if before is not None and not before.trouble:
+            say(f"session {session}: was there, {before.seconds:.1f} s")
+            return before
+        if self.of(session).exists():  # of a session that failed: this one begins with nothing
+            shutil.rmtree(self.of(session))
+        self.of(session).mkdir(parents=True)
+        output = self.of(session) / "output.txt"
+        began = time.monotonic()
+        with output.open("w") as file:
+            trouble = run_limited(command, self.environment(session, cold=cold), limit_s, file)
+        ended = Ended(session, round(time.monotonic() - began, 1), trouble)
+        _write(path, asdict(ended))
+        failure = f", {trouble}; {_last_line(output)}" if trouble else ""
+        say(f"session {session}: {ended.seconds:.1f} s{failure}")
+        return ended
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """Return the command that runs this benchmark on so many ranks of one host."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--", str(PROGRAM)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
+
+
+def environment_without_torchrun() -> dict[str, str]:
+    """Return this process's environment as one that torchrun has not started, and that lets all be tuned."""
+    left_out = *OF_TORCHRUN, "DIST_AUTOTUNE_MODE"
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(left_out)}
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
+
+
+def run_limited(
+    command: Sequence[str], environment: dict[str, str], limit_s: float | None, output: Any = None
+) -> str:
+    """Run a command to its end, or its limit; return what went wrong, empty: nothing.
+
+    Whatever ends this process's wait ends the command too.
+    """
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {limit_s:g} s"
+    finally:
+        _end(process)
+    return f"ended with {code}" if code else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the command end its own children, then end what is left of it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (errors or lines or ["it printed nothing"])[-1].strip()[:300]
+
+
+def _write(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.replace(path)

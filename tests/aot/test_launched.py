@@ -1,0 +1,104 @@
+"""That benchmarks which time several plans of one kernel launch each plan's own config, and see which it was.
+
+The compiler and the tuner are real, the device is pretended: what reaches the launcher is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import triton
+from launch_path import count_asking
+from settled_path import LaunchingDevice, launched, launching
+from test_gemm_rs_launch import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN, Caller, value
+
+from dist_autotune import compile as compiling
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
+from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from launched import Held, Launched, Observer, autotuners
+
+pytestmark = pytest.mark.aot
+CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    with launching(monkeypatch, gemm_rs_launch, "_SETTLED", gemm_reduce_scatter, CONFIGS) as made:
+        yield made
+
+
+def picks(place: int) -> Callable[..., Any]:
+    """Return a search that tries and picks the candidate in this place."""
+
+    def search(candidates: Any, **options: Any) -> Any:
+        yield place
+        return place
+
+    return search
+
+
+class Plan:
+    """A tuned function, settled on a candidate, with its results put back before each call."""
+
+    def __init__(self, observer: Observer, caller: Caller, place: int) -> None:
+        options = {"search": picks(place), "log_dir": None, "cache": False, "progress": False}
+        self.function = contextual_autotune(caller.call, **options)
+        observer.clear()
+        self.function()
+        assert self.function.settled
+        self.held = Held(observer.tuners)
+
+    def __call__(self) -> None:
+        self.held.put_back()
+        self.function()
+
+
+def config_of(made: Any) -> triton.Config:
+    (found,) = [c for c in CONFIGS if all(value(made, name) == set_to for name, set_to in c.kwargs.items())]
+    return found
+
+
+def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device) -> None:
+    observer, caller = Observer([gemm_reduce_scatter]), Caller(PLAIN)
+    plans = {place: Plan(observer, caller, place) for place in (1, 2)}
+    for place in (1, 2, 1, 1, 2, 2, 1):
+        assert config_of(launched(device, plans[place])) is CONFIGS[place]
+
+
+def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, monkeypatch) -> None:
+    asked = count_asking(monkeypatch, gemm_reduce_scatter)
+    observer, caller = Observer([gemm_reduce_scatter]), Caller(PLAIN)
+    plans = {place: Plan(observer, caller, place) for place in (1, 2)}
+    seen = {place: Launched("gemm_reduce_scatter", str(CONFIGS[place])) for place in plans}
+    for place, call in plans.items():
+        assert observer.launches_anew(call.function) == (seen[place],)
+        call()
+        before = len(asked)
+        assert observer.launches_of(call) == (seen[place],)
+        assert len(asked) == before  # the short way, which passes no autotuner
+    assert "run" not in vars(gemm_reduce_scatter.fn)  # nothing stays
+    assert not triton.knobs.runtime.launch_enter_hook.calls
+
+
+def test_another_config_is_held_for_every_key(device) -> None:
+    observer, caller = Observer([gemm_reduce_scatter]), Caller(PLAIN)
+    call = Plan(observer, caller, 1)
+    held = Held(observer.tuners).with_config("gemm_reduce_scatter", str(BY_POINTERS))
+    held.put_back()
+    assert observer.launches_of(caller.call) == (Launched("gemm_reduce_scatter", str(BY_POINTERS)),)
+    assert config_of(launched(device, call)) is BY_TMA_OTHERS
+    with pytest.raises(ValueError, match="gemm_reduce_scatter has 0 configs 'BLOCK_M: 1'"):
+        held.with_config("gemm_reduce_scatter", "BLOCK_M: 1")
+
+
+def test_the_kernels_of_all_operations_are_found() -> None:
+    import dist_autotune.kernels.ag_gemm
+    import dist_autotune.kernels.moe_rs  # noqa: F401 - is it found
+
+    names = [tuner.base_fn.__name__ for tuner in autotuners()]
+    assert {"all_gather_gemm", "specialized_all_gather_gemm", "gemm_reduce_scatter"} <= set(names)
+    assert len(names) == len(set(names))
