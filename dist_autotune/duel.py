@@ -42,7 +42,9 @@ class Duel(PlanTrial):
         plans = {
             TUNED: tuned,
             DEFAULT: {name: defaults.get(name, index) for name, index in tuned.items()},
-            BY_LAUNCHES: {c.name: tuned[c.name] if (w := c.launch_winner) is None else w for c in self.contexts},
+            BY_LAUNCHES: {
+                c.name: tuned[c.name] if (w := c.launch_winner) is None else w for c in self.contexts
+            },
         }
         self.plans: dict[str, dict[str, int]] = {}  # those that differ; `tuned` first
         for side, plan in plans.items():

@@ -94,14 +94,15 @@ def least(ms: float) -> float:
 _SINGLE_FACTOR = 10.0  # after the warm-up run, or a single sample: anything else may explain less
 _PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
 _ERRORS = 1.0  # later a candidate stays within so many standard errors of the best ...
-_FIRST_ERRORS = 4.5  # ... and the first one, which wins ties, within so many
+_FIRST_ERRORS = 6.0  # ... and the first one, which wins ties, within so many
 _RACING_ROUNDS = 41
 _RACING_RUNS_PER_CANDIDATE = 4.3
 _RACING_RUNS_AT_LEAST = 69  # few candidates: what is hard to tell apart gets more samples
 
 _TIE = 0.01  # candidates this near to the best are equals
-_TIE_ERRORS = 2.8  # so is the first one within so many standard errors
-_PRIOR_NOISE, _PRIOR_MOVES = 0.022, 2  # of one sample, agreed over the ranks; weighs as so many moves
+_TIE_ERRORS = 3.3  # so is the first one within so many standard errors
+_PRIOR_NOISE, _PRIOR_MOVES = 0.025, 4  # of one sample, agreed over the ranks; weighs as so many moves
+_MOST_NOISE = 0.06  # that one move may speak for: a median that moves further has met spikes
 
 
 def racing_runs(candidates: int) -> float:
@@ -132,8 +133,11 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     return (yield from rounds(alive, first, racing_runs(len(candidates)) - len(candidates)))
 
 
-def rounds(alive: list[int], first: int, runs_left: float) -> Flow:
-    """Race the candidates that are `alive`, without warm-up runs; `first` wins what the noise may explain."""
+def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -> Flow:
+    """Race the candidates that are `alive`, without warm-up runs; `first` wins what the noise may explain.
+
+    more_runs: of the fastest and `first`, where the noise may still explain more than 1 % between them.
+    """
     agreed_ms: dict[int, float] = {}
     single_ms: dict[int, float] = {}  # of the first sample
     noise = _Noise()
@@ -159,16 +163,26 @@ def rounds(alive: list[int], first: int, runs_left: float) -> Flow:
             break
     tied = set(_timed_within(agreed_ms, alive, 1 + _TIE))
     wide = 1 + max(_TIE, _TIE_ERRORS * noise.of_differences(samples))
+    best = min(tied, key=agreed_ms.__getitem__, default=first)
+    while more_runs >= 2 and first in alive and agreed_ms[best] * (1 + _TIE) < agreed_ms[first] < math.inf:
+        if agreed_ms[first] > wide * agreed_ms[best]:
+            break
+        for index in (best, first) if samples % 2 else (first, best):
+            agreed_ms[index] = yield index
+        more_runs, samples = more_runs - 2, samples + 1
+        wide = 1 + max(_TIE, _TIE_ERRORS * noise.of_differences(samples))
     tied |= {first} & set(_timed_within(agreed_ms, alive, wide))
     winner = first if first in tied else min(tied, default=alive[0])
     return Winner(winner, tied or {winner})
 
 
 def _faster_of_two(first_ms: float, median_ms: float) -> float:
-    """Return the faster one of two samples, at least: of the first one and the median of both."""
+    """Return the faster one of two samples, of the first one and the median of both."""
     if not (math.isfinite(first_ms) and math.isfinite(median_ms)):
         return median_ms
-    return min(least(first_ms), least(median_ms), 2 * least(median_ms) - first_ms)
+    if isinstance(first_ms, AgreedMs) or isinstance(median_ms, AgreedMs):
+        return AgreedMs(median_ms, min(least(first_ms), least(median_ms)))
+    return min(first_ms, median_ms, 2 * median_ms - first_ms)
 
 
 class _Noise:
@@ -191,7 +205,7 @@ class _Noise:
             mean_before = math.fsum(self._before_ms[i] for i in both) / len(both)
             moves = [now_ms[i] / mean_now - self._before_ms[i] / mean_before for i in sorted(both)]
             scale = samples * (samples - 2) / 2 * len(both) / (len(both) - 1)
-            self._squares += scale * math.fsum(move * move for move in moves)
+            self._squares += math.fsum(min(scale * move * move, _MOST_NOISE**2) for move in moves)
             self._moves += len(moves)
         self._before_ms = now_ms
 
@@ -204,9 +218,7 @@ def _within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> lis
     """Return those of `alive` that may be within `factor` of the best; a missing time counts as good."""
     known = [agreed_ms[index] for index in alive if not math.isnan(agreed_ms[index])]
     limit = min(known, default=math.inf) * factor
-    kept = [
-        index for index in alive if not least(agreed_ms[index]) > limit and agreed_ms[index] != math.inf
-    ]
+    kept = [index for index in alive if not least(agreed_ms[index]) > limit and agreed_ms[index] != math.inf]
     return kept or alive[:1]
 
 

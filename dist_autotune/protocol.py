@@ -39,7 +39,9 @@ class Tuning:
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
-        self.on_hold = False  # the next run is no trial: a process's first, or to keep to `Rules.online_share`
+        self.on_hold = (
+            False  # the next run is no trial: a process's first, or to keep to `Rules.online_share`
+        )
         self.has_counted_run = False  # the time of the last run as a whole was a sample
         self.remark = ""
         self.session = ""  # the last one that used this state

@@ -22,13 +22,13 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from .flows import least
 
-RUNS = 144
+RUNS = 180
 MOST_LEVELS = 6  # candidates of a context
 MOST_FINALISTS = 8
 SWEEPS = 12  # of the backfitting
 CAUTIOUS, BOLD = 3.5, 2.0  # standard errors that an effect must have to be one
-PAIR_ERRORS, PAIR_RUNS = 5.0, 4  # by which a pair must beat the model, in so many runs at least
-MOST_PAIRS = 2
+PAIR_ERRORS, PAIR_RUNS = 2.5, 2  # by which a pair must beat the model, in so many runs at least
+MOST_PAIRS = 3
 FAR = 4.0  # standard deviations beyond which a run is a spike
 AGAIN = 2  # runs of one plan whose time may be the host's
 

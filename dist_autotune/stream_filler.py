@@ -80,17 +80,22 @@ class StreamFiller:
             self._begin.record()
 
     def end(self) -> float:
-        """Return by how many ms the host was later than usual; 0.0: the device had all of the run in time."""
+        """Return how many ms of the device's time in the run may be the host's, of what is not always so.
+
+        A function that waits for the device at its end leaves the stream idle: what its host took by itself is
+        not known then, and 0.0 is returned, as for one whose host always takes longer than a filler.
+        """
         if self._begin is None:
             return 0.0
         with told_as_ours():
             host_ms = (time.perf_counter_ns() - self._began_ns) * 1e-6
             was_fed = not self._begin.query()
+            has_waited = not was_fed and torch.cuda.current_stream().query()
         self._begin = None
-        if not was_fed:  # a host that waited for the device has waited for the filler too
-            host_ms = max(host_ms - self._filled_ms, 0.0)
         usual_ms = statistics.median(self._host_ms) if self._host_ms else host_ms
+        if has_waited:  # for the filler too: the host took no longer, and maybe less
+            host_ms = max(host_ms - self._filled_ms, usual_ms if self._host_ms else 0.0)
         self._host_ms.append(host_ms)
-        if was_fed or host_ms <= (1 + LATE_SHARE) * usual_ms:
+        if was_fed or has_waited or host_ms <= (1 + LATE_SHARE) * usual_ms:
             return 0.0
-        return host_ms - usual_ms
+        return host_ms - max(usual_ms, self._filled_ms)

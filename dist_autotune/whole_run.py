@@ -6,6 +6,8 @@
    factor of the fastest by launches, else those so near to it that the whole run may decide.
 3. *Race* of all plans that these make, if they are few (`MOST_PLANS`): options and candidates that pay only
    together are found, as each plan is a candidate of its own. Many plans are screened first (`screening`).
+4. *Again.* If other options than the first have won, the kernels are tuned by their launches once more, beside
+   these, and what is best then is raced with the options that were near.
 
 The method is on a page of its own: docs/search.md.
 """
@@ -29,6 +31,9 @@ from .search import Context
 MOST_PLANS = 64
 EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
 MOST_CANDIDATES = {"kernel": 4, "thunk": 16}  # of a kernel, by objective
+FIRST_CANDIDATES = 2  # of a kernel, while options are chosen
+MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
+NEAR = 1.05  # of the best plan: options that are raced again, with kernels tuned beside the best ones
 WITHIN = {"kernel": 1.05, "thunk": 1.5}  # of the fastest by launches
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 
@@ -48,7 +53,8 @@ def runs_at_most(choices: Iterable[int], kernels: int) -> int:
     """Return how many runs the search takes at most, for so many options of each choice, and kernels."""
     explored = sum(options * (EXPLORED_RUNS + 1) for options in choices)
     screened = screening.RUNS + math.ceil(racing_runs(screening.MOST_FINALISTS)) if kernels > 1 else 0
-    return explored + max(math.ceil(racing_runs(MOST_PLANS)), screened)
+    raced = math.ceil(racing_runs(MOST_PLANS))
+    return explored + max(raced * (2 if explored else 1), screened) + MORE_RUNS
 
 
 class WholeRun(PlanTrial):
@@ -112,7 +118,9 @@ class WholeRun(PlanTrial):
 
     def explains_absence(self, context: Context) -> bool:
         """Return whether a context may be launched again though it was not: under other options."""
-        return context.judge == BY_RUN and any(c.is_choice and self._is_open(c) for c in self._contexts.values())
+        return context.judge == BY_RUN and any(
+            c.is_choice and self._is_open(c) for c in self._contexts.values()
+        )
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -196,7 +204,9 @@ class WholeRun(PlanTrial):
 
     def _best_of(self, context: Context) -> int:
         """Return the candidate of the best plan that launches a context; the incumbent if there is none."""
-        timed = [(ms, p[context.name]) for p, ms in self._ms.values() if context.name in p and math.isfinite(ms)]
+        timed = [
+            (ms, p[context.name]) for p, ms in self._ms.values() if context.name in p and math.isfinite(ms)
+        ]
         return min(timed)[1] if timed else context.incumbent
 
     def _keep_times(self, context: Context) -> None:
@@ -224,10 +234,24 @@ class WholeRun(PlanTrial):
                 met_under[new] = plan
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         space = _Space(self._contexts, self._choices(), launched)
-        plans = space.plans(self._rules.objective)
+        first = yield from self._raced(
+            space, space.plans(self._rules.objective, FIRST_CANDIDATES if launched else None)
+        )
+        options = space.options_of(first)
+        if options == space.first_options:
+            return first
+        for kernel in space.kernels_of(first):
+            kernel.search_again()
+        yield Explore(options)
+        return (yield from self._raced(space, space.plans_near(self._near(space), self._rules.objective)))
+
+    def _raced(
+        self, space: _Space, plans: list[Plan] | None
+    ) -> Generator[Plan, float | frozenset[str], Plan]:
+        """Race the plans, the first of which wins ties; return the best. None: they are to be screened first."""
         if plans is None:
             plans = yield from self._screened(space)
-        flow = rounds(list(range(len(plans))), 0, racing_runs(len(plans)))
+        flow = rounds(list(range(len(plans))), 0, racing_runs(len(plans)), MORE_RUNS)
         asked = next(flow) if len(plans) > 1 else None
         while asked is not None:
             index = asked.index if isinstance(asked, Warmup) else asked
@@ -239,6 +263,13 @@ class WholeRun(PlanTrial):
                 assert isinstance(stop.value, Winner)
                 return plans[stop.value]
         return plans[0]
+
+    def _near(self, space: _Space) -> list[Plan]:
+        """Return the options of plans that came near to the best one, the best first."""
+        timed = sorted((ms, label) for label, (_, ms) in self._ms.items() if math.isfinite(ms))
+        limit = NEAR * timed[0][0] if timed else math.inf
+        near = [space.options_of(self._ms[label][0]) for ms, label in timed if ms <= limit]
+        return [options for place, options in enumerate(near) if options not in near[:place]]
 
     def _screened(self, space: _Space) -> Generator[Plan, float | frozenset[str], list[Plan]]:
         """Find the plans that are worth a race, of too many to race all."""
@@ -289,9 +320,36 @@ class _Space:
             if not c.is_choice and c.launch_ms and (ever is None or c.name in ever) and not c.is_decided
         ]
 
-    def plans(self, objective: str) -> list[Plan] | None:
-        """Return all plans, that of the incumbents first; None: they are too many even with few candidates."""
-        for most in range(MOST_CANDIDATES[objective], 1, -1):
+    @property
+    def first_options(self) -> Plan:
+        """Return the options beside which the kernels were tuned at first, as far as they are asked for."""
+        first = {name: self._options(name)[0] for name in self._choices}
+        return {name: index for name, index in first.items() if self._is_launched(name, first)}
+
+    def options_of(self, plan: Plan) -> Plan:
+        return {name: index for name, index in plan.items() if self._contexts[name].is_choice}
+
+    def kernels_of(self, plan: Plan) -> list[Context]:
+        return [self._contexts[name] for name in plan if not self._contexts[name].is_choice]
+
+    def plans_near(self, near: Iterable[Plan], objective: str) -> list[Plan]:
+        """Return the plans that these options make with the best candidates of their kernels."""
+        options = list(near)
+        for most in range(MOST_CANDIDATES["kernel"], 0, -1):
+            made = itertools.chain.from_iterable(
+                self._with_kernels(each, objective, most) for each in options
+            )
+            plans = list(itertools.islice(made, MOST_PLANS + 1))
+            if len(plans) <= MOST_PLANS:
+                break
+        return plans[:MOST_PLANS]
+
+    def plans(self, objective: str, most: int | None) -> list[Plan] | None:
+        """Return all plans, that of the incumbents first, with at most `most` candidates of a kernel.
+
+        None: they are too many, or so many that few candidates would be left.
+        """
+        for most in [most] if most else range(MOST_CANDIDATES[objective], screening.MOST_LEVELS - 1, -1):
             plans = list(itertools.islice(self._all(objective, most), MOST_PLANS + 1))
             if len(plans) <= MOST_PLANS:
                 return plans
@@ -314,10 +372,14 @@ class _Space:
             if key in known:
                 continue
             known.add(key)
-            kernels = [kernel for kernel in self._kernels if self._is_launched(kernel.name, combination)]
-            shortlists = [kernel.shortlist(most, WITHIN[objective]) for kernel in kernels]
-            for candidates in itertools.product(*shortlists):
-                yield plan | {kernel.name: i for kernel, i in zip(kernels, candidates, strict=True)}
+            yield from self._with_kernels(plan, objective, most)
+
+    def _with_kernels(self, options: Plan, objective: str, most: int) -> Iterator[Plan]:
+        """Yield the plans of these options with the best candidates of the kernels that they launch."""
+        kernels = [kernel for kernel in self._kernels if self._is_launched(kernel.name, options)]
+        shortlists = [kernel.shortlist(most, WITHIN[objective]) for kernel in kernels]
+        for candidates in itertools.product(*shortlists):
+            yield {**options, **{k.name: i for k, i in zip(kernels, candidates, strict=True)}}
 
     def _options(self, name: str) -> list[int]:
         context = self._contexts[name]

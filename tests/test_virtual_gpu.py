@@ -98,7 +98,7 @@ def test_a_host_that_waits_for_what_nobody_does_any_more_is_an_error_not_a_hang(
         gpus.run(program)
 
 
-@pytest.mark.parametrize(("count", "is_dist"), [(1, False), (2, True), (2, False)])
+@pytest.mark.parametrize(("count", "is_dist"), [(1, False), (2, True)])
 def test_ranks_that_are_tuned_wait_for_each_other_in_the_middle_of_their_calls(monkeypatch, count, is_dist):
     gpus = VirtualGpus(count).install(monkeypatch)
     ms = {16: 0.3, 32: 0.1, 64: 0.2}
