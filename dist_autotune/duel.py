@@ -1,4 +1,4 @@
-"""The final comparison of `objective="thunk"`: the tuned plan against the default one and the one by launches.
+"""The final comparison of `objective="thunk"`: the tuned plan against the default one and that by launches.
 
 No torch, no clock.
 """
@@ -31,7 +31,7 @@ def contested(contexts: Iterable[Context], defaults: dict[str, int]) -> list[Con
 
 
 class Duel(PlanTrial):
-    """The plans in rounds, each round in an order of its own, so that no period of the caller's favours one."""
+    """The plans in rounds, each in an order of its own, so that no period of the caller's favours one."""
 
     def __init__(self, contexts: Iterable[Context], defaults: dict[str, int], rank_reduce: str) -> None:
         super().__init__(rank_reduce)

@@ -233,7 +233,7 @@ class Tuning:
         return turn is None or not turn.is_choice or self._bringing_runs > ADMISSION_RUNS
 
     def _brings_kernels(self, merged: Payload) -> bool:
-        """Return whether a run launched kernels that are new or on trial: as a whole it judges nothing then."""
+        """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""
         announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
         is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
         self._bringing_runs = self._bringing_runs + 1 if is_new else 0

@@ -63,7 +63,7 @@ def screened(levels: Levels) -> Screening:
 
 
 def _design(levels: Levels) -> Iterator[Plan]:
-    """Yield plans in blocks; in each, a context's candidates come up as evenly as they can. Always the same."""
+    """Yield plans in blocks, in which a context's candidates come up evenly. They are always the same."""
     drawn = random.Random("screening")
     block = max(len(candidates) for candidates in levels.values())
     while True:
@@ -103,7 +103,7 @@ class _Model:
             self._fit_effects(active, errors if sweep < SWEEPS else 0.0)
 
     def best(self, first: Plan) -> Plan:
-        """Return the best candidate of each context by the model; the first one, where others are no better."""
+        """Return the best candidate of each context by the model, the first one where it has no effect."""
         plan = {}
         for name, candidates in self._levels.items():
             fastest = min(candidates, key=lambda index: (self._added_ms(name, index), index != first[name]))

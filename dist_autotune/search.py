@@ -138,7 +138,7 @@ class Context:
         return any(self.times.host_ms(index) > 0 for index in judges if index is not None)
 
     def shortlist(self, most: int, within: float) -> list[int]:
-        """Return the candidates within a factor of the fastest by launches; the incumbent first, then in order."""
+        """Return the candidates within a factor of the fastest by launches, the incumbent first."""
         usable = {index: ms for index, ms in self.launch_ms.items() if index not in self.banned}
         limit = within * min(usable.values(), default=math.inf)
         others = [i for i, ms in usable.items() if ms <= limit and i != self.incumbent]

@@ -69,7 +69,7 @@ class StreamFiller:
         return 0.0 if wanted_ms > self._longest_ms else wanted_ms
 
     def begin(self, length_ms: float) -> None:
-        """Keep the current stream busy for so long, if it is idle. Not for a stream that is being captured."""
+        """Keep the current stream busy for so long, if it is idle. Not for one that is being captured."""
         with told_as_ours():
             is_idle = torch.cuda.current_device() in self._fillable and torch.cuda.current_stream().query()
             self._filled_ms = length_ms if is_idle else 0.0
@@ -80,10 +80,10 @@ class StreamFiller:
             self._begin.record()
 
     def end(self) -> float:
-        """Return how many ms of the device's time in the run may be the host's, of what is not always so.
+        """Return how many ms the host may have added to the run, beyond what it always does.
 
-        A function that waits for the device at its end leaves the stream idle: what its host took by itself is
-        not known then, and 0.0 is returned, as for one whose host always takes longer than a filler.
+        0.0 where a filler covered the host, and for a function that waits for the device at its end: what its
+        host took by itself is not known.
         """
         if self._begin is None:
             return 0.0

@@ -6,8 +6,8 @@
    factor of the fastest by launches, else those so near to it that the whole run may decide.
 3. *Race* of all plans that these make, if they are few (`MOST_PLANS`): options and candidates that pay only
    together are found, as each plan is a candidate of its own. Many plans are screened first (`screening`).
-4. *Again.* If other options than the first have won, the kernels are tuned by their launches once more, beside
-   these, and what is best then is raced with the options that were near.
+4. *Again.* If other options than the first have won, the kernels are tuned by their launches once more,
+   beside these, and what is best then is raced with the options that were near.
 
 The method is on a page of its own: docs/search.md.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from . import screening
-from .flows import Warmup, Winner, racing_runs, rounds
+from .flows import Warmup, racing_runs, rounds
 from .payload import Payload
 from .plan_trial import Plan, PlanTrial
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -87,7 +87,7 @@ class WholeRun(PlanTrial):
 
     @property
     def admits(self) -> bool:
-        """Return whether a kernel that is new now is tuned: an option that is explored may have brought it."""
+        """Return whether a kernel that is new now is tuned: the option explored may have brought it."""
         return self.is_exploring and self.option_runs <= NEW_KEYS_RUNS
 
     @property
@@ -248,7 +248,7 @@ class WholeRun(PlanTrial):
     def _raced(
         self, space: _Space, plans: list[Plan] | None
     ) -> Generator[Plan, float | frozenset[str], Plan]:
-        """Race the plans, the first of which wins ties; return the best. None: they are to be screened first."""
+        """Race the plans, of which the first wins ties; return the best. None: screen them first."""
         if plans is None:
             plans = yield from self._screened(space)
         flow = rounds(list(range(len(plans))), 0, racing_runs(len(plans)), MORE_RUNS)
@@ -260,8 +260,7 @@ class WholeRun(PlanTrial):
             try:
                 asked = flow.send(ms)
             except StopIteration as stop:
-                assert isinstance(stop.value, Winner)
-                return plans[stop.value]
+                return plans[int(stop.value)]
         return plans[0]
 
     def _near(self, space: _Space) -> list[Plan]:
@@ -347,10 +346,12 @@ class _Space:
     def plans(self, objective: str, most: int | None) -> list[Plan] | None:
         """Return all plans, that of the incumbents first, with at most `most` candidates of a kernel.
 
-        None: they are too many, or so many that few candidates would be left.
+        Fewer, where that were too many plans; None: even then. Where kernels are judged by their launches that
+        may be one, else not less than are worth a screening.
         """
-        for most in [most] if most else range(MOST_CANDIDATES[objective], screening.MOST_LEVELS - 1, -1):
-            plans = list(itertools.islice(self._all(objective, most), MOST_PLANS + 1))
+        few = 1 if objective == "kernel" else screening.MOST_LEVELS
+        for candidates in range(most or MOST_CANDIDATES[objective], min(few, most or few) - 1, -1):
+            plans = list(itertools.islice(self._all(objective, candidates), MOST_PLANS + 1))
             if len(plans) <= MOST_PLANS:
                 return plans
         return None
@@ -358,7 +359,7 @@ class _Space:
     def levels(self, objective: str) -> dict[str, dict[int, float]]:
         """Return the candidates of each context that could matter, with ms by their launches."""
         levels = {name: dict.fromkeys(self._options(name), 0.0) for name in self._choices}
-        for kernel in self._kernels:
+        for kernel in self._kernels if objective == "thunk" else ():
             shortlist = kernel.shortlist(screening.MOST_LEVELS, WITHIN[objective])
             levels[kernel.name] = {index: kernel.launch_ms.get(index, 0.0) for index in shortlist}
         return levels
@@ -387,7 +388,7 @@ class _Space:
         return sorted(options, key=lambda index: (index != context.incumbent, index))
 
     def _is_launched(self, name: str, combination: Plan) -> bool:
-        """Return whether a context is launched under these options: each choice that decides on it says so."""
+        """Return whether a context is launched under these options, as all choices that matter to it say."""
         for choice, index in combination.items():
             seen = {i: name in launched for (c, i), launched in self._launched.items() if c == choice}
             if choice != name and len(set(seen.values())) > 1 and not seen.get(index, False):
