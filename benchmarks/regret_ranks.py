@@ -67,13 +67,15 @@ def _number(text: str) -> int | float:
 # ---- tuning
 
 
-def tuned(callee: Callee, observer: Observer, name: str, directory: Path | None = None) -> Pick:
+def tuned(
+    callee: Callee, observer: Observer, name: str, directory: Path | None = None, **options: Any
+) -> Pick:
     """Tune the call as a user's program does; return what it ended with.
 
     directory: of the results, and there are no logs; None: as the environment says.
     """
     where: dict[str, Any] = {} if directory is None else {"cache": directory, "log_dir": None}
-    function = contextual_autotune(is_dist=True, watch=False, name=name, **where)(callee.call)
+    function = contextual_autotune(is_dist=True, watch=False, name=name, **where, **options)(callee.call)
     found: dict[str, Found] = {}
     runs, seconds = 0, 0.0
     for _ in range(CALLS):
@@ -266,11 +268,12 @@ class Contender:
 
 @dataclass
 class Contest:
-    """The plans of one shape, each once, and what could not be made ready."""
+    """The plans of one shape, each once; what is wrong with picks, and which other plans are not there."""
 
     ranks: Ranks
     contenders: list[Contender] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def add(self, contender: Contender, session: int | None = None) -> None:
         """Take it in, unless there is one with its plan: that is then the pick of the session. Collective."""
@@ -281,11 +284,11 @@ class Contest:
         contender.sessions += [session] if session else []
         self.contenders.append(contender)
 
-    def load(self, replay: Replay, pick: Pick, name: str) -> bool:
-        """Load the replay; return whether it is ready on all ranks. Collective."""
+    def load(self, replay: Replay, pick: Pick, name: str, complaints: list[str]) -> bool:
+        """Load the replay; return whether it is ready on all ranks, or else complain. Collective."""
         reason = self.ranks.attempt(lambda: replay.load(pick))
         if reason:
-            self.trouble.append(f"{name} is not timed: {reason}")
+            complaints.append(f"{name} is not timed: {reason}")
         return not reason
 
     def most_picked(self) -> Contender | None:
@@ -308,7 +311,7 @@ def nothing_is_tried() -> Iterator[None]:
 def time_operation(shape: Any, options: argparse.Namespace, ranks: Ranks, own: Path) -> dict[str, Any]:
     """Time the picks of one shape and their alternatives; return the record. `own`: a new directory."""
     sessions = Sessions(options.directory)
-    picks = sessions.picks(str(shape))
+    picks = sessions.picks(str(shape), options.sessions)
     with time_limit(options.shape_limit_s):
         subject = OPERATIONS[options.op].open(shape, options, ranks)
         subject.refresh()
@@ -318,7 +321,7 @@ def time_operation(shape: Any, options: argparse.Namespace, ranks: Ranks, own: P
         with nothing_is_tried():
             for number, pick in picks.items():
                 replay = Replay(subject.free, sessions.cache(number), observer, f"session {number}")
-                if contest.load(replay, pick, f"session {number}"):
+                if contest.load(replay, pick, f"session {number}", contest.trouble):
                     contest.add(replay.contender(f"pick {chr(ord('A') + len(contest.contenders))}"), number)
             for name, callee, pick in fixed:
                 choices = subject.fixed[name].choices
@@ -326,7 +329,7 @@ def time_operation(shape: Any, options: argparse.Namespace, ranks: Ranks, own: P
                     contest.add(Contender(name, callee.call, (), choices))
                     continue
                 replay = Replay(callee, own / name, observer, name)
-                if contest.load(replay, pick, name):
+                if contest.load(replay, pick, name, contest.remarks):
                     contest.add(replay.contender(name, choices))
         base = contest.most_picked()
         if not subject.fixed and base is not None:
@@ -350,6 +353,7 @@ def time_operation(shape: Any, options: argparse.Namespace, ranks: Ranks, own: P
         "noise_percent": noise,
         "plans": [each.as_dict() for each in contest.contenders],
         "trouble": contest.trouble,
+        "remarks": contest.remarks,
         "clocks": clocks,
         "trouble_at_closing": [text for each in subject.operations if (text := ranks.attempt(each.close))],
     }
@@ -371,7 +375,7 @@ def tuned_alternatives(
         before, reason = len(found), contest.ranks.attempt(tune)
         if reason:
             del found[before:]
-            contest.trouble.append(f"{name} is not timed: {reason}")
+            contest.remarks.append(f"{name} is not timed: {reason}")
     return found
 
 
@@ -380,7 +384,7 @@ def best_configs(
 ) -> list[Contender]:
     """Return the base with other configs of its kernels: of each, those that the sessions timed best."""
     if base.choices:
-        contest.trouble.append(f"no configs besides the picks: a call also chooses {', '.join(base.choices)}")
+        contest.remarks.append(f"no configs besides the picks: a call also chooses {', '.join(base.choices)}")
         return []
     assert base.held is not None
     found = []
@@ -470,7 +474,7 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
         "step, tuned alone": ("alone", "step"),
     }
     for question, (name, where) in questions.items():
-        picks = sessions.picks(f"{case}: {name}")
+        picks = sessions.picks(f"{case}: {name}", options.sessions)
         of_sessions = {n: f"{of_config[pick.launched[0][1]]}, {where}" for n, pick in picks.items()}
         of_question = {arm: time for arm, time in ms.items() if arm.endswith(f", {where}")}
         if of_question:
@@ -485,6 +489,7 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
         "noise_percent": None,
         "plans": [each.as_dict() for each in timed],
         "trouble": trouble,
+        "remarks": [],
         "clocks": clocks_seen(ranks),
         "trouble_at_closing": [],
     }
@@ -519,8 +524,7 @@ def run_timing(options: argparse.Namespace) -> None:
             plan=plan_of(options),
         )
         record["command"] = options.ran_as
-        record["variables"].pop(MODE, None)
-        ended = sessions.ended()
+        ended = [each for each in sessions.ended() if each.session <= options.sessions]
         record["sessions"] = [{**vars(each)} for each in ended]
         record["cases"] = cases = []
         own = options.directory / "timing" / f"results-{ranks.gather(os.getpid())[0]}"

@@ -96,15 +96,14 @@ class Sessions:
         data = {name: asdict(pick) for name, pick in picks.items()}
         _write(self.of(session) / "picks.json", data)
 
-    def picks(self, name: str) -> dict[int, Pick]:
-        """Return the sessions' picks of that name."""
+    def picks(self, name: str, sessions: int) -> dict[int, Pick]:
+        """Return the picks of that name of the first so many sessions."""
         found = {}
-        for ended in self.ended():
-            path = self.of(ended.session) / "picks.json"
-            data = json.loads(path.read_text()) if path.exists() else {}
-            if name in data:
-                found[ended.session] = Pick.read(data[name])
-        return found
+        for path in self.directory.glob("session-*/picks.json"):
+            number, data = int(path.parent.name.removeprefix("session-")), json.loads(path.read_text())
+            if name in data and number <= sessions:
+                found[number] = Pick.read(data[name])
+        return dict(sorted(found.items()))
 
     def ended(self) -> list[Ended]:
         """Return how the sessions ended that were started, in order."""

@@ -59,7 +59,7 @@ def notes(cases: Sequence[dict[str, Any]]) -> list[str]:
     twice = [f"{case['noise_percent']:.2f}" for case in cases if case["noise_percent"] is not None]
     if twice:
         found.append(f"One pick timed as two arms differs by {', '.join(twice)} %.")
-    found += [f"{case['case']}: {text}" for case in cases for text in case["trouble"]]
+    found += [f"{case['case']}: {text}" for case in cases for text in case["trouble"] + case["remarks"]]
     late = [case["case"] for case in cases if any(arm.get("host_bound") for arm in case["arms"])]
     if late:
         found.append(f"The device waited for the host in some arm of {', '.join(late)}.")
