@@ -194,8 +194,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _last_line(path: Path) -> str:
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (errors or lines or ["it printed nothing"])[-1].strip()[:300]
+    told = [line for line in lines if ("Error" in line or "Timeout (" in line) and "ChildFailed" not in line]
+    return (told or lines or ["it printed nothing"])[-1].strip()[:300]
 
 
 def _write(path: Path, data: Any) -> None:

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import regret
-import regret_ranks
+import regret_plans
 import render
 from common import Ranks
 from launched import Launched, Observer, autotuners
 from operation_runs import INTERPRETER
 from ranks import assert_all_ok, run_ranks, store_server
-from regret_ranks import Contender, Contest, Replay, nothing_is_tried, ranked_configs, tuned
+from regret_plans import Contender, Contest, Replay, nothing_is_tried, ranked_configs, tuned
 from regret_sessions import Found, Pick, Sessions
-from regret_subjects import open_ag_gemm
+from regret_subjects import OPERATIONS, open_ag_gemm
 from regret_table import Regret, arms_table, table
 from test_benchmarks import become
 
@@ -54,12 +54,14 @@ def test_the_table_has_a_column_for_each_session_and_tells_what_is_missing():
         "case": "64", "regrets": {"": answer}, "noise_percent": 0.1234, "plans": [plan],
         "arms": [{"name": "pick A", "ms": 1.034}, {"name": "plain", "ms": 1.0, "host_bound": True}],
         "trouble": ["no time of the pick of sessions 2"], "remarks": ["matmul is not timed"],
+        "tuning": {"1": {"runs": 70, "seconds": 2.0}, "3": {"runs": 61, "seconds": 2.5}},
     }  # fmt: skip
     made = table([case], "M", [1, 2, 3])
     assert made["columns"] == ("M", "best", "ms", "session 1", "session 2", "session 3", "median", "worst")
     assert made["rows"] == [("64", "plain", "1.0000", "3.40", "n/a", "3.40", "3.40", "3.40")]
     assert made["notes"][1:] == [
         "One pick timed as two arms differs by 0.12 %.",
+        "64: sessions tuned in 61 to 70 runs, 2.0 to 2.5 s.",
         "64: no time of the pick of sessions 2",
         "64: matmul is not timed",
         "The device waited for the host in some arm of 64.",
@@ -180,10 +182,10 @@ def replayed(rank: int, directory: Path) -> dict[str, Any]:
     """Pick two configs of one kernel in two sessions, replay both in turns, and one with the other's pick."""
     ranks = Ranks()
     options = Namespace(dtype="fp32", backend="auto", alternatives="quick")
-    shape = regret_ranks.OPERATIONS["ag_gemm"].shape(64, 48, 32)
+    shape = OPERATIONS["ag_gemm"].shape(64, 48, 32)
     subject = open_ag_gemm(shape, options, ranks)
     subject.refresh()
-    callee, observer = subject.fixed["plain, 1 piece, 2 programs"].open(), Observer(autotuners())
+    callee, observer = subject.alternatives["plain, 1 piece, 2 programs"].open(), Observer(autotuners())
     picks = {}
     for place in PLACES:
         observer.clear()
@@ -198,7 +200,7 @@ def replayed(rank: int, directory: Path) -> dict[str, Any]:
         swapped = contest.load(replays[2], picks[0], "the other", contest.trouble)
         timed = [replays[0].contender("own"), Contender("not its own", replays[0], replays[2].launched)]
         measured = {"arms": [{"name": each.arm, "ms": 1.0} for each in timed]}
-        regret_ranks.void_what_launched_others(measured, timed, observer, ranks, [])
+        regret_plans.void_what_launched_others(measured, timed, observer, ranks, [])
     for each in subject.operations:
         each.close()
     return {
