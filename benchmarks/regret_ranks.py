@@ -42,6 +42,13 @@ from regret_subjects import OPERATIONS, Subject
 from regret_table import Regret, arms_table, table
 from render import summary
 
+QUESTIONS = {  # of the example: which of its tunings is to be judged, and where
+    "step, tuned by run time": ("run", "step"),
+    "GEMM alone, tuned alone": ("alone", "GEMM"),
+    "step, tuned by the GEMM's time in it": ("kernel", "step"),
+    "step, tuned alone": ("alone", "step"),
+}
+OWN_QUESTIONS = tuple(QUESTIONS)[:2]  # of tunings by what they go by; the others tell what that is worth
 OWN_SHARE = 0.8  # of a session's limit, for what its ranks do when they have been started
 
 
@@ -236,21 +243,14 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
     ms = {arm["name"]: arm["ms"] for arm in ours["arms"] if "unavailable" not in arm}
     sessions, of_config = Sessions(options.directory), {str(c): label for label, c in configs.items()}
     regrets = {}
-    questions = {
-        "step, tuned by run time": ("run", "step"),
-        "GEMM alone, tuned alone": ("alone", "GEMM"),
-        "step, tuned by the GEMM's time in it": ("kernel", "step"),
-        "step, tuned alone": ("alone", "step"),
-    }
-    for question, (name, where) in questions.items():
+    for question, (name, where) in QUESTIONS.items():
         picks = sessions.picks(f"{case}: {name}", options.sessions)
         of_sessions = {n: f"{of_config[pick.launched[0][1]]}, {where}" for n, pick in picks.items()}
         of_question = {arm: time for arm, time in ms.items() if arm.endswith(f", {where}")}
         if of_question:
             regrets[question] = Regret.of(of_question, of_sessions).as_dict()
-        for number, arm in of_sessions.items():
-            picker = next(each for each in timed if each.arm == arm)
-            picker.sessions += [] if number in picker.sessions else [number]
+        for number, arm in of_sessions.items() if question in OWN_QUESTIONS else ():
+            next(each for each in timed if each.arm == arm).sessions.append(number)
     return {
         **ours,
         "arms": [*ours["arms"], *rest],

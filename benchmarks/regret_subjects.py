@@ -22,6 +22,7 @@ from dist_autotune.kernels.ag_gemm.choices import options_for
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
+from dist_autotune.text import counted
 from operations import DTYPES, PATIENCE_S, Closable
 
 Call: TypeAlias = Callable[[], torch.Tensor]
@@ -105,8 +106,8 @@ def open_ag_gemm(
         counts = found.programs if options.alternatives == "all" and is_persistent else found.programs[:1]
         for programs, pieces in itertools.product(counts, found.pieces):
             chosen = {"consumer": consumer, "pieces": pieces, "programs": programs}
-            of_programs = f", {programs} programs" if is_persistent else ""
-            name = f"{consumer}, {pieces} {'piece' if pieces == 1 else 'pieces'}{of_programs}"
+            of_programs = f", {counted(programs, 'program')}" if is_persistent else ""
+            name = f"{consumer}, {counted(pieces, 'piece')}{of_programs}"
             alternatives[name] = Alternative(
                 open=lambda chosen=chosen: opened(**chosen),
                 choices=tuple(f"ag_gemm {what} {json.dumps(option)}" for what, option in chosen.items()),
