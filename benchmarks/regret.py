@@ -12,7 +12,8 @@ every pick as a tuned function that reads the session's cache and tries nothing,
 
     ag_gemm, _push    consumer and pieces fixed by the operation's arguments, with --alternatives all programs
                       too; each is tuned alone, in this process
-    others            the configs that the sessions timed best; of overlap all
+    others            what tuning finds in this process, and the configs that the sessions timed best
+    overlap           all configs
 
 It checks that a pick loads as the session left it, checks all results against a reference and times all arms
 interleaved (`common.py`). A session's regret is its pick's time over the least of all arms, alternatives and

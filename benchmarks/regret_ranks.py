@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import math
 import os
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-import triton
 
 import overlap
 from common import (
@@ -22,7 +16,6 @@ from common import (
     ON_GPU,
     Plan,
     Ranks,
-    Unsupported,
     clocks_seen,
     describe_run,
     measure,
@@ -30,17 +23,33 @@ from common import (
     time_limit,
     write_json,
 )
-from dist_autotune import TunedContext, contextual_autotune
 from dist_autotune.kernels.symm import open_symmetric_memory
-from launched import Held, Launched, Observer, autotuners
+from launched import Launched, Observer, autotuners
 from operations import PATIENCE_S
-from regret_sessions import Found, Pick, Sessions
-from regret_subjects import OPERATIONS, Alternative, Call, Callee, Subject
+from regret_plans import (
+    Contender,
+    Contest,
+    Replay,
+    best_configs,
+    found_of,
+    nothing_is_tried,
+    tuned,
+    tuned_alternatives,
+    void_what_launched_others,
+)
+from regret_sessions import Pick, Sessions
+from regret_subjects import OPERATIONS, Subject
 from regret_table import Regret, arms_table, table
 from render import summary
 
-MODE = "DIST_AUTOTUNE_MODE"
-CALLS = 3  # a session of the tuner may leave candidates for the next one
+QUESTIONS = {  # of the example: which of its tunings is to be judged, and where
+    "step, tuned by run time": ("run", "step"),
+    "GEMM alone, tuned alone": ("alone", "GEMM"),
+    "step, tuned by the GEMM's time in it": ("kernel", "step"),
+    "step, tuned alone": ("alone", "step"),
+}
+OWN_QUESTIONS = tuple(QUESTIONS)[:2]  # of tunings by what they go by; the others tell what that is worth
+OWN_SHARE = 0.8  # of a session's limit, for what its ranks do when they have been started
 
 
 def shapes_of(options: argparse.Namespace) -> list[Any]:
@@ -64,50 +73,7 @@ def _number(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-# ---- tuning
-
-
-def tuned(callee: Callee, observer: Observer, name: str, directory: Path | None = None) -> Pick:
-    """Tune the call as a user's program does; return what it ended with.
-
-    directory: of the results, and there are no logs; None: as the environment says.
-    """
-    where: dict[str, Any] = {} if directory is None else {"cache": directory, "log_dir": None}
-    function = contextual_autotune(is_dist=True, watch=False, name=name, **where)(callee.call)
-    found: dict[str, Found] = {}
-    runs, seconds = 0, 0.0
-    for _ in range(CALLS):
-        function()
-        report = function.report
-        assert report is not None
-        runs, seconds = runs + report.runs, seconds + report.seconds
-        for each in map(found_of, report.contexts):
-            if each.status != "cached" or each.name not in found:  # what a session before this one has found
-                found[each.name] = each
-        if function.settled:
-            break
-    callee.check()
-    launched = observer.launches_anew(function)
-    callee.check()
-    return Pick(
-        tuple(found.values()),
-        tuple((each.kernel, each.config) for each in launched),
-        runs,
-        round(seconds, 2),
-    )
-
-
-def found_of(context: TunedContext) -> Found:
-    is_config = isinstance(context.config, triton.Config)
-    ms = context.ms if context.ms is not None and math.isfinite(context.ms) else None
-    return Found(
-        kernel=context.kernel,
-        key=", ".join(map(str, context.key)),
-        choice=str(context.config) if is_config else json.dumps(context.config),
-        status=context.status,
-        ms=ms,
-        timings={text: ms for text, ms in context.timings.items() if math.isfinite(ms)},
-    )
+# ---- a session
 
 
 def run_session(options: argparse.Namespace) -> None:
@@ -119,7 +85,8 @@ def run_session(options: argparse.Namespace) -> None:
     def body(ranks: Ranks) -> int:
         picks: dict[str, Pick] = {}
         trouble = []
-        with time_limit(options.session_limit_s), _memory(options, ranks):
+        # Before the process that started this one ends it: a rank that hangs says where.
+        with time_limit(OWN_SHARE * options.session_limit_s), _memory(options, ranks):
             for shape in shapes:
                 found: dict[str, Pick] = {}
 
@@ -182,262 +149,75 @@ def _memory(options: argparse.Namespace, ranks: Ranks) -> Iterator[None]:
 # ---- timing
 
 
-class Replay:
-    """A call with the results of a directory: nothing is tried, in this process nor on disk.
-
-    Called with MODE set to `cached`: the tuner asks at each call.
-    """
-
-    def __init__(self, callee: Callee, directory: Path, observer: Observer, name: str) -> None:
-        self._callee, self._observer = callee, observer
-        options: dict[str, Any] = {"is_dist": True, "watch": False, "cache": directory, "log_dir": None}
-        self._function = contextual_autotune(**options, name=name)(callee.call)
-
-    def load(self, pick: Pick) -> None:
-        """Take the results from disk; raises Unsupported where they are not those of `pick`."""
-        self._observer.clear()  # of kernels that two plans share, those of the other one
-        for _ in range(CALLS):
-            self._function()
-            if self._function.settled:
-                break
-        self._callee.check()
-        self.held = Held(self._observer.tuners)
-        self.launched = self._observer.launches_anew(self._function)
-        self._callee.check()
-        report = self._function.report
-        assert report is not None
-        loaded = [found_of(context) for context in report.contexts]
-        kernels = {each.kernel for each in self.launched}
-        self.choices = tuple(f"{each.kernel} {each.choice}" for each in loaded if each.kernel not in kernels)
-        differences = difference(loaded, self.launched, pick)
-        if differences:
-            raise Unsupported(
-                f"the cache of the session does not give back its pick: {'; '.join(differences)}"
-            )
-
-    def __call__(self) -> torch.Tensor:
-        self.held.put_back()
-        return self._function()
-
-    def contender(self, name: str, choices: tuple[str, ...] = ()) -> Contender:
-        """Return what is to be timed; `choices`: those that are fixed."""
-        return Contender(name, self, self.launched, choices or self.choices, held=self.held)
-
-
-def difference(loaded: Sequence[Found], launched: Sequence[Launched], pick: Pick) -> list[str]:
-    """Return where what was loaded, and what it launches, is not what the session ended with."""
-    ended = {found.name: found.choice for found in pick.found}
-    differences = [
-        f"{found.name} is {found.choice}, it was {ended.get(found.name, 'not tuned')}"
-        for found in loaded
-        if ended.get(found.name) != found.choice
-    ]
-    if tuple((each.kernel, each.config) for each in launched) != pick.launched:
-        now, then = (", ".join(map(str, each)) or "nothing" for each in (launched, pick.launched))
-        differences.append(f"it launches {now}, it launched {then}")
-    return differences
-
-
-@dataclass
-class Contender:
-    """A plan to be timed, and whose pick it is."""
-
-    arm: str
-    call: Call
-    launched: tuple[Launched, ...]
-    choices: tuple[str, ...] = ()  # of the host
-    sessions: list[int] = field(default_factory=list)
-    held: Held | None = None
-
-    def has_plan_of(self, other: Contender) -> bool:
-        """Return whether both launch the same with the same choices, of which what is fixed tells more."""
-        few, many = sorted((set(self.choices), set(other.choices)), key=len)
-        return self.launched == other.launched and few <= many
-
-    def as_dict(self) -> dict[str, Any]:
-        launched = [str(each) for each in self.launched]
-        return {
-            "arm": self.arm,
-            "sessions": self.sessions,
-            "choices": list(self.choices),
-            "launched": launched,
-        }
-
-
-@dataclass
-class Contest:
-    """The plans of one shape, each once, and what could not be made ready."""
-
-    ranks: Ranks
-    contenders: list[Contender] = field(default_factory=list)
-    trouble: list[str] = field(default_factory=list)
-
-    def add(self, contender: Contender, session: int | None = None) -> None:
-        """Take it in, unless there is one with its plan: that is then the pick of the session. Collective."""
-        for known in self.contenders:
-            if all(self.ranks.gather(contender.has_plan_of(known))):
-                known.sessions += [session] if session else []
-                return
-        contender.sessions += [session] if session else []
-        self.contenders.append(contender)
-
-    def load(self, replay: Replay, pick: Pick, name: str) -> bool:
-        """Load the replay; return whether it is ready on all ranks. Collective."""
-        reason = self.ranks.attempt(lambda: replay.load(pick))
-        if reason:
-            self.trouble.append(f"{name} is not timed: {reason}")
-        return not reason
-
-    def most_picked(self) -> Contender | None:
-        picked = [contender for contender in self.contenders if contender.sessions]
-        return max(picked, key=lambda contender: len(contender.sessions), default=None)
-
-
-@contextlib.contextmanager
-def nothing_is_tried() -> Iterator[None]:
-    before = os.environ.get(MODE)
-    os.environ[MODE] = "cached"
-    try:
-        yield
-    finally:
-        del os.environ[MODE]
-        if before is not None:
-            os.environ[MODE] = before
-
-
 def time_operation(shape: Any, options: argparse.Namespace, ranks: Ranks, own: Path) -> dict[str, Any]:
     """Time the picks of one shape and their alternatives; return the record. `own`: a new directory."""
     sessions = Sessions(options.directory)
-    picks = sessions.picks(str(shape))
+    picks = sessions.picks(str(shape), options.sessions)
     with time_limit(options.shape_limit_s):
         subject = OPERATIONS[options.op].open(shape, options, ranks)
         subject.refresh()
         ranks.synchronize()
         observer, contest = Observer(autotuners()), Contest(ranks)
-        fixed = tuned_alternatives(subject, observer, contest, own)
-        with nothing_is_tried():
-            for number, pick in picks.items():
-                replay = Replay(subject.free, sessions.cache(number), observer, f"session {number}")
-                if contest.load(replay, pick, f"session {number}"):
-                    contest.add(replay.contender(f"pick {chr(ord('A') + len(contest.contenders))}"), number)
-            for name, callee, pick in fixed:
-                choices = subject.fixed[name].choices
-                if pick is None:
-                    contest.add(Contender(name, callee.call, (), choices))
-                    continue
-                replay = Replay(callee, own / name, observer, name)
-                if contest.load(replay, pick, name):
-                    contest.add(replay.contender(name, choices))
+        gather_plans(subject, picks, sessions, observer, contest, own)
         base = contest.most_picked()
-        if not subject.fixed and base is not None:
+        if not subject.has_choices and base is not None:
             contest.contenders += best_configs(subject, picks, contest, base, options.configs)
-    again = base and Contender(f"{base.arm} again", base.call, base.launched, base.choices)
-    timed = [*contest.contenders, *([again] if again else [])]
+    again = [] if base is None else [replace(base, arm=f"{base.arm} again")]
+    timed = [*contest.contenders, *again]
     arms = [subject.arm(each.arm, lambda each=each: each.call) for each in timed]
     with nothing_is_tried():
         measured = measure(arms, ranks, subject.refresh, plan_of(options))
         void_what_launched_others(measured, timed, observer, ranks, contest.trouble)
-    ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "unavailable" not in arm}
-    noise = None
-    if base is not None and again is not None and {base.arm, again.arm} <= ms.keys():
-        noise = 100 * abs(ms[again.arm] / ms[base.arm] - 1)
-    ms.pop(again.arm if again else "", None)  # a second chance of one plan: its least would be too low
-    of_sessions = {number: each.arm for each in contest.contenders for number in each.sessions}
-    clocks = clocks_seen(ranks)
     return {
         **measured,
-        "regrets": {"": Regret.of(ms, of_sessions).as_dict()} if ms else {},
-        "noise_percent": noise,
+        **answers(measured, contest, base),
         "plans": [each.as_dict() for each in contest.contenders],
+        "tuning": {str(n): {"runs": each.runs, "seconds": each.seconds} for n, each in picks.items()},
         "trouble": contest.trouble,
-        "clocks": clocks,
+        "remarks": contest.remarks,
+        "clocks": clocks_seen(ranks),
         "trouble_at_closing": [text for each in subject.operations if (text := ranks.attempt(each.close))],
     }
 
 
-def tuned_alternatives(
-    subject: Subject, observer: Observer, contest: Contest, own: Path
-) -> list[tuple[str, Callee, Pick | None]]:
-    """Open each alternative that arguments fix, and tune alone what there is to tune; return what works."""
-    found: list[tuple[str, Callee, Pick | None]] = []
-    for name, alternative in subject.fixed.items():
-
-        def tune(name: str = name, alternative: Alternative = alternative) -> None:
-            callee = alternative.open()
-            observer.clear()  # or it would take what another one has found for the kernel they share
-            pick = tuned(callee, observer, name, own / name) if alternative.has_kernel else None
-            found.append((name, callee, pick))
-
-        before, reason = len(found), contest.ranks.attempt(tune)
-        if reason:
-            del found[before:]
-            contest.trouble.append(f"{name} is not timed: {reason}")
-    return found
-
-
-def best_configs(
-    subject: Subject, picks: dict[int, Pick], contest: Contest, base: Contender, count: int
-) -> list[Contender]:
-    """Return the base with other configs of its kernels: of each, those that the sessions timed best."""
-    if base.choices:
-        contest.trouble.append(f"no configs besides the picks: a call also chooses {', '.join(base.choices)}")
-        return []
-    assert base.held is not None
-    found = []
-    for kernel in dict.fromkeys(each.kernel for each in base.launched):
-        known = {each.config for other in contest.contenders for each in other.launched}
-        for config in ranked_configs(kernel, picks):
-            if config in known or len(found) == count:
-                continue
-            try:
-                held = base.held.with_config(kernel, config)
-            except ValueError:  # its text has a suffix, as that of another config is the same
-                continue
-
-            def call(held: Held = held) -> torch.Tensor:
-                held.put_back()
-                return subject.free.call()
-
-            launched = tuple(
-                sorted(Launched(kernel, config) if each.kernel == kernel else each for each in base.launched)
-            )
-            found.append(Contender(f"config {len(found) + 1}", call, launched))
-    return found
-
-
-def ranked_configs(kernel: str, picks: dict[int, Pick]) -> list[str]:
-    """Return the configs of a kernel by what sessions timed, each relative to the session's best."""
-    ratios: dict[str, list[float]] = {}
-    for pick in picks.values():
-        for found in pick.found:
-            if found.kernel == kernel and found.timings:
-                least = min(found.timings.values())
-                for config, ms in found.timings.items():
-                    ratios.setdefault(config, []).append(ms / least)
-    # A session that dropped a config early has one poor sample of it: the median of all tells more.
-    return sorted(ratios, key=lambda config: statistics.median(ratios[config]))
-
-
-def void_what_launched_others(
-    measured: dict[str, Any], timed: Sequence[Contender], observer: Observer, ranks: Ranks, trouble: list[str]
+def gather_plans(
+    subject: Subject,
+    picks: dict[int, Pick],
+    sessions: Sessions,
+    observer: Observer,
+    contest: Contest,
+    own: Path,
 ) -> None:
-    """Take the time from each arm whose call now launches something else than its plan. Collective."""
-    for row, contender in zip(measured["arms"], timed, strict=True):
-        if "unavailable" in row:
-            trouble.append(f"{contender.arm}: {row['unavailable']}")
-            continue
+    """Tune the alternatives, then load all picks and them, from directories of their own."""
+    alternatives = tuned_alternatives(subject, observer, contest, own)
+    with nothing_is_tried():
+        for number, pick in picks.items():
+            replay = Replay(subject.free, sessions.cache(number), observer, f"session {number}")
+            if contest.load(replay, pick, f"session {number}", contest.trouble):
+                contest.add(replay.contender(f"pick {chr(ord('A') + len(contest.contenders))}"), number)
+        for name, callee, pick in alternatives:
+            choices = subject.alternatives[name].choices
+            if pick is None:
+                contest.add(Contender(name, callee.call, (), choices))
+                continue
+            replay = Replay(callee, own / name, observer, name)
+            if contest.load(replay, pick, name, contest.remarks):
+                contest.add(replay.contender(name, choices))
 
-        def look(contender: Contender = contender) -> None:
-            seen = observer.launches_of(contender.call)
-            if seen != contender.launched:
-                now, plan = (", ".join(map(str, each)) or "nothing" for each in (seen, contender.launched))
-                raise Unsupported(f"it launched {now}; its plan is {plan}")
 
-        reason = ranks.attempt(look)
-        if reason:
-            row.clear()
-            row.update(name=contender.arm, unavailable=reason)
-            trouble.append(f"{contender.arm}: {reason}")
+def answers(measured: dict[str, Any], contest: Contest, base: Contender | None) -> dict[str, Any]:
+    """Return the regret of all sessions, and by how much two arms of the base differ."""
+    ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "unavailable" not in arm}
+    # A second chance of one plan is no arm of its own: the least of both would be too low.
+    again_ms = ms.pop(f"{base.arm} again", None) if base is not None else None
+    noise = None
+    if base is not None and again_ms is not None and base.arm in ms:
+        noise = 100 * abs(again_ms / ms[base.arm] - 1)
+    of_sessions = {number: each.arm for each in contest.contenders for number in each.sessions}
+    return {
+        "regrets": {"": Regret.of(ms, of_sessions).as_dict()} if ms else {},
+        "noise_percent": noise,
+    }
 
 
 def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, own: Path) -> dict[str, Any]:
@@ -463,21 +243,14 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
     ms = {arm["name"]: arm["ms"] for arm in ours["arms"] if "unavailable" not in arm}
     sessions, of_config = Sessions(options.directory), {str(c): label for label, c in configs.items()}
     regrets = {}
-    questions = {
-        "step, tuned by run time": ("run", "step"),
-        "GEMM alone, tuned alone": ("alone", "GEMM"),
-        "step, tuned by the GEMM's time in it": ("kernel", "step"),
-        "step, tuned alone": ("alone", "step"),
-    }
-    for question, (name, where) in questions.items():
-        picks = sessions.picks(f"{case}: {name}")
+    for question, (name, where) in QUESTIONS.items():
+        picks = sessions.picks(f"{case}: {name}", options.sessions)
         of_sessions = {n: f"{of_config[pick.launched[0][1]]}, {where}" for n, pick in picks.items()}
         of_question = {arm: time for arm, time in ms.items() if arm.endswith(f", {where}")}
         if of_question:
             regrets[question] = Regret.of(of_question, of_sessions).as_dict()
-        for number, arm in of_sessions.items():
-            picker = next(each for each in timed if each.arm == arm)
-            picker.sessions += [] if number in picker.sessions else [number]
+        for number, arm in of_sessions.items() if question in OWN_QUESTIONS else ():
+            next(each for each in timed if each.arm == arm).sessions.append(number)
     return {
         **ours,
         "arms": [*ours["arms"], *rest],
@@ -485,6 +258,7 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
         "noise_percent": None,
         "plans": [each.as_dict() for each in timed],
         "trouble": trouble,
+        "remarks": [],
         "clocks": clocks_seen(ranks),
         "trouble_at_closing": [],
     }
@@ -508,42 +282,53 @@ def run_timing(options: argparse.Namespace) -> None:
     shapes, sessions = shapes_of(options), Sessions(options.directory)
 
     def body(ranks: Ranks) -> int:
-        is_overlap = options.op == "overlap"
-        title = "A GEMM beside an all-reduce" if is_overlap else OPERATIONS[options.op].title
-        case_title = "M x N x K, all-reduce" if is_overlap else OPERATIONS[options.op].case_title
-        record = describe_run(
-            ranks,
-            op=f"regret_{options.op}",
-            title=f"{title}: regret of {options.sessions} sessions",
-            commit=options.commit,
-            plan=plan_of(options),
-        )
-        record["command"] = options.ran_as
-        record["variables"].pop(MODE, None)
-        ended = sessions.ended()
+        record = new_record(options, ranks)
+        ended = [each for each in sessions.ended() if each.session <= options.sessions]
         record["sessions"] = [{**vars(each)} for each in ended]
         record["cases"] = cases = []
+        timing = time_overlap if options.op == "overlap" else time_operation
         own = options.directory / "timing" / f"results-{ranks.gather(os.getpid())[0]}"
-        failed = [f"session {each.session}: {each.trouble}" for each in ended if each.trouble]
         with _memory(options, ranks):
             for shape in shapes:
-                timing = time_overlap if is_overlap else time_operation
                 case = timing(shape, options, ranks, own / str(len(cases)))
-                missing = missing_picks(case, [each.session for each in ended])
+                case["trouble"] += missing_picks(case, [each.session for each in ended])
                 cases.append({"case": str(shape), "dtype": options.dtype, **case})
-                cases[-1]["trouble"] += missing
-                numbers = list(range(1, options.sessions + 1))
-                record["table"] = table(cases, case_title, numbers)
-                record["table"]["notes"] += failed if ON_GPU else [*failed, INTERPRETER_NOTE]
-                record["more_tables"] = [arms_table(cases, case_title)]
+                make_tables(record, options.sessions)
                 ranks.say(progress_line(cases[-1]))
                 if options.json is not None and ranks.rank == 0:
                     write_json(options.json, record)
         ranks.say(f"\n{summary(record)}")
         trouble = [text for case in cases for text in case["trouble"] + case["trouble_at_closing"]]
-        return int(bool(trouble or failed))
+        return int(bool(trouble) or any(each.trouble for each in ended))
 
     run_on_ranks(body)
+
+
+def new_record(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    is_overlap = options.op == "overlap"
+    title = "A GEMM beside an all-reduce" if is_overlap else OPERATIONS[options.op].title
+    record = describe_run(
+        ranks,
+        op=f"regret_{options.op}",
+        title=f"{title}: regret of {options.sessions} sessions",
+        commit=options.commit,
+        plan=plan_of(options),
+    )
+    record["command"] = options.ran_as
+    record["case_title"] = "M x N x K, all-reduce" if is_overlap else OPERATIONS[options.op].case_title
+    return record
+
+
+def make_tables(record: dict[str, Any], sessions: int) -> None:
+    """Make the tables of all cases there are."""
+    cases, failed = record["cases"], [each for each in record["sessions"] if each["trouble"]]
+    record["table"] = table(cases, record["case_title"], range(1, sessions + 1))
+    record["more_tables"] = [arms_table(cases, record["case_title"])]
+    record["table"]["notes"] += [
+        f"Medians of {record['iterations']} calls on each rank, then the slowest rank.",
+        *(f"session {each['session']}: {each['trouble']}" for each in failed),
+        *([] if ON_GPU else [INTERPRETER_NOTE]),
+    ]
 
 
 def missing_picks(case: dict[str, Any], sessions: Sequence[int]) -> list[str]:

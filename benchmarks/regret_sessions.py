@@ -96,15 +96,14 @@ class Sessions:
         data = {name: asdict(pick) for name, pick in picks.items()}
         _write(self.of(session) / "picks.json", data)
 
-    def picks(self, name: str) -> dict[int, Pick]:
-        """Return the sessions' picks of that name."""
+    def picks(self, name: str, sessions: int) -> dict[int, Pick]:
+        """Return the picks of that name of the first so many sessions."""
         found = {}
-        for ended in self.ended():
-            path = self.of(ended.session) / "picks.json"
-            data = json.loads(path.read_text()) if path.exists() else {}
-            if name in data:
-                found[ended.session] = Pick.read(data[name])
-        return found
+        for path in self.directory.glob("session-*/picks.json"):
+            number, data = int(path.parent.name.removeprefix("session-")), json.loads(path.read_text())
+            if name in data and number <= sessions:
+                found[number] = Pick.read(data[name])
+        return dict(sorted(found.items()))
 
     def ended(self) -> list[Ended]:
         """Return how the sessions ended that were started, in order."""
@@ -195,8 +194,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _last_line(path: Path) -> str:
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (errors or lines or ["it printed nothing"])[-1].strip()[:300]
+    told = [line for line in lines if ("Error" in line or "Timeout (" in line) and "ChildFailed" not in line]
+    return (told or lines or ["it printed nothing"])[-1].strip()[:300]
 
 
 def _write(path: Path, data: Any) -> None:

@@ -22,6 +22,7 @@ from dist_autotune.kernels.ag_gemm.choices import options_for
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
+from dist_autotune.text import counted
 from operations import DTYPES, PATIENCE_S, Closable
 
 Call: TypeAlias = Callable[[], torch.Tensor]
@@ -37,22 +38,26 @@ class Callee:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The operation with all choices fixed by its arguments.
+    """What is timed beside the picks, after it was tuned in the process of the timing.
 
-    choices: the same as a pick of a session tells them. has_kernel: one with configs, which are tuned.
+    choices: those that arguments fix, as a session's pick tells them. has_kernel: there is one to be tuned.
     """
 
     open: Callable[[], Callee]
-    choices: tuple[str, ...]
-    has_kernel: bool
+    choices: tuple[str, ...] = ()
+    has_kernel: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One shape of an operation on this rank; `free` is the call that sessions tune."""
+    """One shape of an operation on this rank; `free` is the call that sessions tune.
+
+    has_choices: of the host, which the alternatives fix. Without, kernels' configs are alternatives.
+    """
 
     free: Callee
-    fixed: dict[str, Alternative]
+    alternatives: dict[str, Alternative]
+    has_choices: bool = False
     refresh: Callable[[], None]
     arm: Callable[[str, Callable[[], Call]], Arm]
     operations: list[Closable]  # those that are open
@@ -95,21 +100,41 @@ def open_ag_gemm(
 
     sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count if ON_GPU else 0
     found = options_for(problem.rows, sms, world_size=ranks.world_size, specialized=ON_GPU, key=())
-    fixed: dict[str, Alternative] = {}
+    alternatives: dict[str, Alternative] = {}
     for consumer in found.consumers:
         is_persistent = consumer != "matmul"
         counts = found.programs if options.alternatives == "all" and is_persistent else found.programs[:1]
         for programs, pieces in itertools.product(counts, found.pieces):
             chosen = {"consumer": consumer, "pieces": pieces, "programs": programs}
-            of_programs = f", {programs} programs" if is_persistent else ""
-            name = f"{consumer}, {pieces} {'piece' if pieces == 1 else 'pieces'}{of_programs}"
-            fixed[name] = Alternative(
+            of_programs = f", {counted(programs, 'program')}" if is_persistent else ""
+            name = f"{consumer}, {counted(pieces, 'piece')}{of_programs}"
+            alternatives[name] = Alternative(
                 open=lambda chosen=chosen: opened(**chosen),
                 choices=tuple(f"ag_gemm {what} {json.dumps(option)}" for what, option in chosen.items()),
                 has_kernel=is_persistent,
             )
     return Subject(
-        free=opened(), fixed=fixed, refresh=problem.refresh, arm=problem.product, operations=operations
+        free=opened(),
+        alternatives=alternatives,
+        has_choices=True,
+        refresh=problem.refresh,
+        arm=problem.product,
+        operations=operations,
+    )
+
+
+def _without_choices(op: Any, call: Call, problem: Any) -> Subject:
+    """Return the subject of an operation that tunes kernels alone.
+
+    Tuning it in the process of the timing loads every candidate before picks are launched.
+    """
+    free = Callee(call, op.check)
+    return Subject(
+        free=free,
+        alternatives={"tuned here": Alternative(open=lambda: free)},
+        refresh=problem.refresh,
+        arm=problem.arm,
+        operations=[op],
     )
 
 
@@ -117,8 +142,7 @@ def open_gemm_rs(shape: gemm_rs.Shape, options: argparse.Namespace, ranks: Ranks
     dtype = DTYPES[options.dtype]
     problem = gemm_rs.Problem(shape, dtype, ranks)
     op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
-    free = Callee(lambda: op(problem.a, problem.weight, problem.out), op.check)
-    return Subject(free=free, fixed={}, refresh=problem.refresh, arm=problem.arm, operations=[op])
+    return _without_choices(op, lambda: op(problem.a, problem.weight, problem.out), problem)
 
 
 def _open_experts(
@@ -136,8 +160,7 @@ def open_ag_moe(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ra
     def call() -> torch.Tensor:
         return op(problem.x, problem.weight, choices.ids, problem.out, tokens=choices.tokens)
 
-    free = Callee(call, op.check)
-    return Subject(free=free, fixed={}, refresh=problem.refresh, arm=problem.arm, operations=[op])
+    return _without_choices(op, call, problem)
 
 
 def open_moe_rs(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
@@ -148,8 +171,7 @@ def open_moe_rs(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ra
         ids, weights = choices.ids, choices.weights
         return op(problem.y, problem.weight, ids, weights, problem.out, tokens=choices.tokens)
 
-    free = Callee(call, op.check)
-    return Subject(free=free, fixed={}, refresh=problem.refresh, arm=problem.arm, operations=[op])
+    return _without_choices(op, call, problem)
 
 
 OPERATIONS = {

@@ -59,7 +59,13 @@ def notes(cases: Sequence[dict[str, Any]]) -> list[str]:
     twice = [f"{case['noise_percent']:.2f}" for case in cases if case["noise_percent"] is not None]
     if twice:
         found.append(f"One pick timed as two arms differs by {', '.join(twice)} %.")
-    found += [f"{case['case']}: {text}" for case in cases for text in case["trouble"]]
+    for case in cases:
+        runs = [each["runs"] for each in case.get("tuning", {}).values()]
+        if runs:
+            seconds = [each["seconds"] for each in case["tuning"].values()]
+            took = f"{min(runs)} to {max(runs)} runs, {min(seconds):.1f} to {max(seconds):.1f} s"
+            found.append(f"{case['case']}: sessions tuned in {took}.")
+    found += [f"{case['case']}: {text}" for case in cases for text in case["trouble"] + case["remarks"]]
     late = [case["case"] for case in cases if any(arm.get("host_bound") for arm in case["arms"])]
     if late:
         found.append(f"The device waited for the host in some arm of {', '.join(late)}.")

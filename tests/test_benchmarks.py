@@ -133,6 +133,9 @@ def test_gemm_rs_times_what_is_right() -> None:
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
     assert timed == {"ours", "GEMM + gloo", "GEMM", "gloo scatter"}
     assert arms["torch fused"]["unavailable"] == "torch's symmetric memory needs GPUs"
+    assert arms["GEMM + gloo, graph"]["unavailable"] == "CUDA graphs need a GPU"
+    ratios = json.loads(Path("record.json").read_text())["ratios"]
+    assert {"name": "graph: GEMM + gloo / ours", "of": "GEMM + gloo, graph", "to": "ours, graph"} in ratios
     assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"]
 
 
@@ -164,7 +167,8 @@ def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     graphs = ("ours, graph", "ours, copied, graph")
-    for name in ("ours", "ours, copied", *graphs, "NCCL + GEMM", "GEMM", "copies", "NCCL gather"):
+    nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL gather")
+    for name in ("ours", "ours, copied", *graphs, *nccl, "GEMM", "copies"):
         assert 0 < arms[name]["ms"] < 50, arms[name]
 
 
@@ -317,7 +321,8 @@ def test_a_page_holds_times_ratios_reasons_and_where_they_come_from() -> None:
     )
     for part in (
         "# Title, 8 x NVIDIA H200",
-        "2026-01-02, `./launch.sh x`, commit abc.\ntorch 2.11.0.\nNCCL_NVLS_ENABLE=0",
+        "2026-01-02, `./launch.sh x`, commit abc.\ntorch 2.11.0.\nNCCL_NVLS_ENABLE=0\n"
+        "NCCL ran without NVLink multicast: these variables switch it off.\n\n",
         "Times by CUDA events.",
         "| 64 | 3.000 | 1.500* | 2.000 |",
         "| 32 | 2.000 | n/a | n/a |",
@@ -335,9 +340,38 @@ def test_the_terminal_shows_cases_side_by_side() -> None:
     )
     assert text.splitlines() == [
         "Title, 8 x NVIDIA H200, ms (median, slowest rank)",
+        "NCCL ran without NVLink multicast: these variables switch it off.",
         "M         64     32",
         "a      3.000  3.000",
         "b        n/a    n/a",
         "a / b    n/a    n/a",
         "b: n/a: no GPU",
     ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "said"),
+    [
+        ({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, 2, "NCCL and torch's symmetric"),
+        ({"NCCL_NVLS_ENABLE": "0"}, 2, "NCCL ran"),
+        ({"NCCL_NVLS_ENABLE": "0"}, 1, ""),
+        ({"NCCL_NVLS_ENABLE": "1"}, 2, ""),
+        ({}, 2, ""),
+    ],
+)
+def test_a_page_says_who_did_without_multicast(variables, ranks, said) -> None:
+    line = render.without_multicast({"variables": variables, "hardware": {"world_size": ranks}})
+    assert line.startswith(said)
+    assert bool(line) == bool(said)
+
+
+def test_a_record_holds_the_variables_that_switch_multicast_off(monkeypatch) -> None:
+    class TwoRanks:
+        world_size = 2
+
+    set_to = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    made = common.describe_run(TwoRanks(), op="x", title="X", commit="0ff1ce", plan=PLAN)  # type: ignore[arg-type]
+    assert set_to.items() <= made["variables"].items()
+    assert "multicast" in render.page({**made, "table": {"columns": ["a"], "rows": [], "notes": []}})
