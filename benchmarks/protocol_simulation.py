@@ -115,10 +115,9 @@ class Simulation:
             )
         context = self.tuning.contexts.get(name)
         part = Part(ran=candidate)
-        searches = 1 if context is None else context.searches
         on_trial = context is None or (context.judge == BY_LAUNCH and context.trial is not None)
         if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
-            part = self._timed(candidate, self._ms(candidate, rank), (name, rank, candidate, searches))
+            part = self._timed(candidate, self._ms(candidate, rank), (name, rank, candidate))
         bans = {c: (rank, reason) for c, reason in self.bans(run, rank, name).items()}
         return Part(**{**vars(part), "bans": bans, "announcement": announcement})
 

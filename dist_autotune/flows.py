@@ -84,6 +84,9 @@ class AgreedMs(float):
         agreed.least_ms = least_ms
         return agreed
 
+    def __reduce__(self) -> tuple[type[AgreedMs], tuple[float, float]]:
+        return AgreedMs, (float(self), self.least_ms)
+
 
 def least(ms: float) -> float:
     """Return the least that a candidate of this agreed time may take."""

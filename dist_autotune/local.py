@@ -65,7 +65,6 @@ class Local:
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
     is_published: bool = False  # its result, to where launches outside the function find it
-    searches: int = 1  # by launches, that its samples are of the last one of
     told: Part | None = None  # of the run under way, when the peers have been told
 
     @property

@@ -127,9 +127,6 @@ class LocalContexts:
             by_launch = outcomes[local.name].judge == BY_LAUNCH
             counts = outcomes[local.name].kind == "sample" and by_launch
             local.stopwatch.take(waiting=context.waiting, counts=counts, late_ms=late_ms)
-            if local.searches != context.searches:
-                local.searches = context.searches
-                local.stopwatch.restore({})
 
     def _to_tell(self) -> Iterator[Local]:
         for local in self.by_name.values():

@@ -48,7 +48,6 @@ class Context:
         self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
         self.launch_winner: int | None = None  # of them, where the whole run is still to judge
         self.is_decided = False  # the whole run has judged it
-        self.searches = 1  # by launches; samples of an earlier one are of another context
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
@@ -201,15 +200,6 @@ class Context:
         self.trial = self._flow.index
         if self.trial in self.banned:  # since then
             self._resume(math.inf)
-
-    def search_again(self) -> None:
-        """Begin anew by launches, from the winner so far: what runs beside it is another than it was."""
-        self._judges = list(self._rules.judges(is_choice=self.is_choice))
-        self.searches += 1
-        self._flow, self.trial = None, None
-        self._ran.clear()
-        self.times.forget_samples()
-        self.start()
 
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
         """Take in what the ranks say of a run; return what the run was for this context.

@@ -6,8 +6,8 @@
    factor of the fastest by launches, else those so near to it that the whole run may decide.
 3. *Race* of all plans that these make, if they are few (`MOST_PLANS`): options and candidates that pay only
    together are found, as each plan is a candidate of its own. Many plans are screened first (`screening`).
-4. *Again.* If other options than the first have won, the kernels are tuned by their launches once more,
-   beside these, and what is best then is raced with the options that were near.
+4. *Widen.* The options that came near to the best are raced once more, each with more candidates of their
+   kernels: what is fastest beside one option need not be beside another.
 
 The method is on a page of its own: docs/search.md.
 """
@@ -33,7 +33,9 @@ EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses 
 MOST_CANDIDATES = {"kernel": 4, "thunk": 16}  # of a kernel, by objective
 FIRST_CANDIDATES = 2  # of a kernel, while options are chosen
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
-NEAR = 1.05  # of the best plan: options that are raced again, with kernels tuned beside the best ones
+NEAR = 1.08  # of the best plan: options that are raced again
+WIDER = 1.15  # of a kernel's fastest by launches, beside the first options: candidates that are raced then
+MOST_WIDER = 12  # of a kernel
 WITHIN = {"kernel": 1.05, "thunk": 1.5}  # of the fastest by launches
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 
@@ -141,7 +143,7 @@ class WholeRun(PlanTrial):
             if self._explored_runs >= EXPLORED_RUNS:
                 self._resume(self._launched)
             return
-        self._ms[self.label] = self._plan, ms
+        self._ms[self.label] = self._plan, ms if math.isfinite(ms) else math.inf
         self._resume(ms)
 
     def leave(self) -> None:
@@ -214,7 +216,7 @@ class WholeRun(PlanTrial):
         for plan, ms in self._ms.values():
             index = plan.get(context.name)
             if index is not None and math.isfinite(ms):
-                context.times.ms[index] = min(ms, context.times.ms.get(index, math.inf))
+                context.times.ms[index] = min(float(ms), context.times.ms.get(index, math.inf))
 
     # -- the search ----------------------------------------------------------------------------------------
 
@@ -234,16 +236,15 @@ class WholeRun(PlanTrial):
                 met_under[new] = plan
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         space = _Space(self._contexts, self._choices(), launched)
-        first = yield from self._raced(
-            space, space.plans(self._rules.objective, FIRST_CANDIDATES if launched else None)
-        )
-        options = space.options_of(first)
-        if options == space.first_options:
-            return first
-        for kernel in space.kernels_of(first):
-            kernel.search_again()
-        yield Explore(options)
-        return (yield from self._raced(space, space.plans_near(self._near(space), self._rules.objective)))
+        objective = self._rules.objective
+        best = yield from self._raced(space, space.plans(objective, FIRST_CANDIDATES if launched else None))
+        if not launched:
+            return best
+        raced = [plan for plan, _ in self._ms.values()]
+        wider = [plan for plan in space.wider(self._near(space))[:MOST_PLANS] if plan != best]
+        if all(plan in raced for plan in wider):
+            return best
+        return (yield from self._raced(space, [best, *wider]))
 
     def _raced(
         self, space: _Space, plans: list[Plan] | None
@@ -263,12 +264,14 @@ class WholeRun(PlanTrial):
                 return plans[int(stop.value)]
         return plans[0]
 
-    def _near(self, space: _Space) -> list[Plan]:
-        """Return the options of plans that came near to the best one, the best first."""
-        timed = sorted((ms, label) for label, (_, ms) in self._ms.items() if math.isfinite(ms))
-        limit = NEAR * timed[0][0] if timed else math.inf
-        near = [space.options_of(self._ms[label][0]) for ms, label in timed if ms <= limit]
-        return [options for place, options in enumerate(near) if options not in near[:place]]
+    def _near(self, space: _Space) -> list[tuple[float, Plan]]:
+        """Return the options that came near to the best plan, each with the time of its best plan."""
+        near: list[tuple[float, Plan]] = []
+        for plan, ms in sorted(self._ms.values(), key=lambda raced: raced[1]):
+            options = space.options_of(plan)
+            if options not in [known for _, known in near] and ms <= NEAR * (near[0][0] if near else ms):
+                near.append((ms, options))
+        return near
 
     def _screened(self, space: _Space) -> Generator[Plan, float | frozenset[str], list[Plan]]:
         """Find the plans that are worth a race, of too many to race all."""
@@ -319,35 +322,35 @@ class _Space:
             if not c.is_choice and c.launch_ms and (ever is None or c.name in ever) and not c.is_decided
         ]
 
-    @property
-    def first_options(self) -> Plan:
-        """Return the options beside which the kernels were tuned at first, as far as they are asked for."""
-        first = {name: self._options(name)[0] for name in self._choices}
-        return {name: index for name, index in first.items() if self._is_launched(name, first)}
-
     def options_of(self, plan: Plan) -> Plan:
         return {name: index for name, index in plan.items() if self._contexts[name].is_choice}
 
-    def kernels_of(self, plan: Plan) -> list[Context]:
-        return [self._contexts[name] for name in plan if not self._contexts[name].is_choice]
+    def wider(self, near: Iterable[tuple[float, Plan]]) -> list[Plan]:
+        """Return plans of these options with more candidates of their kernels, the most promising first.
 
-    def plans_near(self, near: Iterable[Plan], objective: str) -> list[Plan]:
-        """Return the plans that these options make with the best candidates of their kernels."""
-        options = list(near)
-        for most in range(MOST_CANDIDATES["kernel"], 0, -1):
-            made = itertools.chain.from_iterable(
-                self._with_kernels(each, objective, most) for each in options
-            )
-            plans = list(itertools.islice(made, MOST_PLANS + 1))
-            if len(plans) <= MOST_PLANS:
-                break
-        return plans[:MOST_PLANS]
+        What a plan promises is the time given with its options, times what its candidates take by launches
+        over what the fastest take.
+        """
+        promised: list[tuple[float, Plan]] = []
+        for options_ms, options in near:
+            kernels = self._launched_by(options)
+            most = MOST_WIDER if len(kernels) < 2 else FIRST_CANDIDATES
+            shortlists = [kernel.shortlist(most, WIDER) for kernel in kernels]
+            for candidates in itertools.islice(itertools.product(*shortlists), MOST_PLANS):
+                slower = math.prod(
+                    kernel.launch_ms.get(index, math.inf) / min(kernel.launch_ms.values())
+                    for kernel, index in zip(kernels, candidates, strict=True)
+                )
+                chosen = {kernel.name: i for kernel, i in zip(kernels, candidates, strict=True)}
+                promised.append((options_ms * slower, {**options, **chosen}))
+        promised.sort(key=lambda promise: promise[0])
+        return [plan for _, plan in promised]
 
     def plans(self, objective: str, most: int | None) -> list[Plan] | None:
         """Return all plans, that of the incumbents first, with at most `most` candidates of a kernel.
 
-        Fewer, where that were too many plans; None: even then. Where kernels are judged by their launches that
-        may be one, else not less than are worth a screening.
+        Fewer, where that were too many plans; None: even then. That may be one of each where kernels are judged
+        by their launches, else not less than are worth a screening.
         """
         few = 1 if objective == "kernel" else screening.MOST_LEVELS
         for candidates in range(most or MOST_CANDIDATES[objective], min(few, most or few) - 1, -1):
@@ -377,10 +380,13 @@ class _Space:
 
     def _with_kernels(self, options: Plan, objective: str, most: int) -> Iterator[Plan]:
         """Yield the plans of these options with the best candidates of the kernels that they launch."""
-        kernels = [kernel for kernel in self._kernels if self._is_launched(kernel.name, options)]
+        kernels = self._launched_by(options)
         shortlists = [kernel.shortlist(most, WITHIN[objective]) for kernel in kernels]
         for candidates in itertools.product(*shortlists):
             yield {**options, **{k.name: i for k, i in zip(kernels, candidates, strict=True)}}
+
+    def _launched_by(self, options: Plan) -> list[Context]:
+        return [kernel for kernel in self._kernels if self._is_launched(kernel.name, options)]
 
     def _options(self, name: str) -> list[int]:
         context = self._contexts[name]
