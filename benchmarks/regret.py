@@ -34,14 +34,16 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from regret_sessions import Sessions, environment_without_torchrun, run_limited, torchrun
+from regret_sessions import Sessions, end, environment_without_torchrun, run_limited, torchrun
 
 OPERATIONS = ("ag_gemm", "ag_gemm_push", "gemm_rs", "ag_moe", "moe_rs", "overlap")
 OF_THE_PARENT = (
@@ -96,7 +98,11 @@ def main() -> None:
     import common  # noqa: F401 - before what imports Triton, which it makes interpret where there is no GPU
     import regret_ranks
 
-    (regret_ranks.run_timing if options.session is None else regret_ranks.run_session)(options)
+    if options.session is None:
+        regret_ranks.run_timing(options)
+    else:
+        Sessions(options.directory).await_turn(options.session, 2 * options.session_limit_s)
+        regret_ranks.run_session(options)
 
 
 # ---- the process that starts all others
@@ -133,14 +139,29 @@ def start_all(options: argparse.Namespace) -> int:
 
 
 def run_sessions(options: argparse.Namespace, sessions: Sessions) -> None:
+    """Run the sessions one after another; the processes of the next one start while one runs."""
     began = time.monotonic()
-    for number in range(1, options.sessions + 1):
-        passed_s = time.monotonic() - began
-        if options.sessions_budget_s is not None and passed_s > options.sessions_budget_s:
-            say(f"sessions {number} to {options.sessions} are left out: {passed_s:.0f} s have passed")
-            return
-        command = torchrun(options.nproc, *arguments_of(options), "--session", str(number))
-        sessions.run(number, command, cold=options.cold, limit_s=options.session_limit_s, say=say)
+    numbers = range(1, options.sessions + 1)
+    left = [number for number in numbers if not sessions.has(number)]
+    for number in numbers:
+        if number not in left:
+            say(f"session {number}: was there")
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for place, number in enumerate(left):
+            passed_s = time.monotonic() - began
+            if options.sessions_budget_s is not None and passed_s > options.sessions_budget_s:
+                say(f"sessions {number} to {options.sessions} are left out: {passed_s:.0f} s have passed")
+                return
+            for each in left[place : place + 2]:
+                if each not in started:
+                    command = torchrun(options.nproc, *arguments_of(options), "--session", str(each))
+                    started[each] = sessions.start(each, command, cold=options.cold)
+            sessions.run(number, started.pop(number), limit_s=options.session_limit_s, say=say)
+    finally:
+        for number, process in started.items():  # that were not let in
+            end(process)
+            shutil.rmtree(sessions.of(number))
 
 
 def say(text: str) -> None:

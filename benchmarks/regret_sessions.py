@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+POLL_INTERVAL_S = 0.05
 GRACE_S = 45.0  # for torchrun to end its ranks: it gives them 30
 PROGRAM = Path(__file__).with_name("regret.py")
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "MASTER_", "TORCHELASTIC_")  # beginnings
@@ -119,33 +120,44 @@ class Sessions:
             )
         _write(path, arguments)
 
-    def run(
-        self,
-        session: int,
-        command: Sequence[str],
-        *,
-        cold: bool,
-        limit_s: float,
-        say: Callable[[str], object],
-    ) -> Ended:
-        """Run one session and note how it ended; one that ended well before is not run again."""
+    def has(self, session: int) -> bool:
+        """Return whether a session ended well before: it is not run again."""
         path = self.of(session) / "ended.json"
-        before = Ended(**json.loads(path.read_text())) if path.exists() else None
-        if before is not None and not before.trouble:
-            say(f"session {session}: was there, {before.seconds:.1f} s")
-            return before
+        return path.exists() and not json.loads(path.read_text())["trouble"]
+
+    def start(self, session: int, command: Sequence[str], *, cold: bool) -> subprocess.Popen[bytes]:
+        """Start a session's processes, which import what they need and wait for `run`."""
         if self.of(session).exists():  # of a session that failed: this one begins with nothing
             shutil.rmtree(self.of(session))
         self.of(session).mkdir(parents=True)
-        output = self.of(session) / "output.txt"
+        with (self.of(session) / "output.txt").open("w") as file:
+            return start(command, self.environment(session, cold=cold), file)
+
+    def run(
+        self,
+        session: int,
+        process: subprocess.Popen[bytes],
+        *,
+        limit_s: float,
+        say: Callable[[str], object],
+    ) -> Ended:
+        """Let a session that was started begin, wait for its end and note how it ended."""
         began = time.monotonic()
-        with output.open("w") as file:
-            trouble = run_limited(command, self.environment(session, cold=cold), limit_s, file)
+        (self.of(session) / "begin").touch()
+        trouble = wait_limited(process, limit_s)
         ended = Ended(session, round(time.monotonic() - began, 1), trouble)
-        _write(path, asdict(ended))
-        failure = f", {trouble}; {_last_line(output)}" if trouble else ""
+        _write(self.of(session) / "ended.json", asdict(ended))
+        failure = f", {trouble}; {_last_line(self.of(session) / 'output.txt')}" if trouble else ""
         say(f"session {session}: {ended.seconds:.1f} s{failure}")
         return ended
+
+    def await_turn(self, session: int, limit_s: float) -> None:
+        """Wait, in a process of the session, until it may use the devices. Raises TimeoutError."""
+        deadline = time.monotonic() + limit_s
+        while not (self.of(session) / "begin").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"session {session} was not let in within {limit_s:g} s")
+            time.sleep(POLL_INTERVAL_S)
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
@@ -169,17 +181,26 @@ def run_limited(
 
     Whatever ends this process's wait ends the command too.
     """
-    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    return wait_limited(start(command, environment, output), limit_s)
+
+
+def start(command: Sequence[str], environment: dict[str, str], output: Any = None) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own."""
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def wait_limited(process: subprocess.Popen[bytes], limit_s: float | None) -> str:
+    """Wait for a process to end, or end it at its limit; return what went wrong, empty: nothing."""
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"took longer than {limit_s:g} s"
     finally:
-        _end(process)
+        end(process)
     return f"ended with {code}" if code else ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Let the command end its own children, then end what is left of it."""
     if process.poll() is not None:
         return

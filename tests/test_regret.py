@@ -123,9 +123,9 @@ def test_a_session_that_fails_or_hangs_is_told_and_the_rest_goes_on(monkeypatch,
 def test_with_a_directory_only_sessions_that_did_not_end_well_are_run_again(monkeypatch, capfd):
     programs(monkeypatch, "", SAYS_AND_FAILS, "")
     start(monkeypatch, "--sessions", "2")
-    again = programs(monkeypatch, "", "", "")
+    again = programs(monkeypatch, "", "")
     assert start(monkeypatch, "--sessions", "2") == 0
-    assert [arguments[-2:] for arguments in again[:1]] == [("--session", "1")]  # asked for, not started
+    assert [arguments[-2:] for arguments in again[:1]] == [("--session", "2")]
     assert "session 1: was there" in capfd.readouterr().out
     assert [each.trouble for each in Sessions(Path("kept")).ended()] == ["", ""]
     assert start(monkeypatch, "--dtype", "fp16") == 2
@@ -240,6 +240,7 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
     sessions = Sessions(tmp_path / "kept")
     for number in (1, 2):
         sessions.of(number).mkdir(parents=True)
+        (sessions.of(number) / "begin").touch()
         environment = sessions.environment(number, cold=False)
         with store_server(2) as port:
             arguments = (*common, "--session", str(number))
