@@ -40,7 +40,13 @@ from .records import (
 
 def load(directory: Path) -> History:
     """Return the sessions that the `rank-N.jsonl` files of `directory` tell of, if there are any."""
-    sessions, skipped = read_sessions(directory)
+    return of_sessions(directory, *read_sessions(directory))
+
+
+def of_sessions(
+    directory: Path, sessions: Mapping[str, Sequence[Record]], skipped: Mapping[str, Counter[str]]
+) -> History:
+    """Return the history of sessions that `read_sessions` has read."""
     return History(directory, tuple(_session(name, records) for name, records in sessions.items()), skipped)
 
 
