@@ -70,7 +70,7 @@ class ContextualAutotuner(Generic[P, R]):
                 if has_turn or turn.is_mine:
                     _leave()
             finally:
-                # With `has_turn` nothing is called before the lock is free, so that no Ctrl-C comes in between;
+                # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in between;
                 # without it, one came when the lock had just been taken.
                 if has_turn or turn.is_mine:
                     lock.release()

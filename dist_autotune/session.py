@@ -52,15 +52,18 @@ class Session:
 
     # -- the two modes -------------------------------------------------------------------------------------
 
-    def replay(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk` until every context is settled, then once more; return what that last run returned."""
+    def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
+        """Run `thunk` until every context is settled, then once more; return what that last run returned.
+
+        before: the state that the call has run `thunk` from already; None: it has not.
+        """
         with self._telling_failures():
-            snapshot = Snapshot(self.domain.options.preserve)
-            first = True
+            is_first = before is None
+            snapshot = before or Snapshot(self.domain.options.preserve)
             while True:
-                if not first:
+                if not is_first:
                     snapshot.restore()
-                first = False
+                is_first = False
                 result = self._run_once(thunk)
                 if self.domain.tuning.done:
                     self.close()

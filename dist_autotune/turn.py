@@ -26,10 +26,10 @@ T = TypeVar("T")
 class Turn:
     """The turn of calls, and which threads belong to the call that has it.
 
-    A thread belongs to a call that has started it, directly or through others of its threads; or that waits
-    for it in `Thread.join`, `Future.result`, `concurrent.futures.wait` or `as_completed`. For whom a call waits
-    in other ways cannot be seen: a thread that was there before gives up when the call has not moved for as
-    long as a rank waits for its peers.
+    A thread belongs to a call that has started it, directly or through others of its threads; or that
+    waits for it in `Thread.join`, `Future.result`, `concurrent.futures.wait` or `as_completed`. For whom a
+    call waits in other ways cannot be seen: a thread that was there before gives up when the call has not
+    moved for as long as a rank waits for its peers.
     """
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ class Turn:
         thread = threading.current_thread().name
         return (
             f"{name} waited {waited_s:.0f} s for its turn on thread {thread}: a call of {self._name} has it, "
-            f"and has not moved in that time{at}. If that call waits for this thread, let it start the thread "
-            f"itself, or wait by join() or Future.result(): then {name} joins it."
+            f"and has not moved in that time{at}. If that call waits for this thread, let it start the "
+            f"thread itself, or wait by join() or Future.result(): then {name} joins it."
         )
 
 

@@ -275,8 +275,7 @@ def test_ranks_that_remember_different_results_drop_them():
         (context,) = step._calls.domain.tuning.contexts.values()
         if rank:  # as after a Ctrl-C that one rank saw an exchange later than the others
             context.winner = 1
-        step(8)  # a new key: the next call tunes
-        step(8)
+        step(8)  # a new key opens a session
         return [step(64).sum().item() == (x + 1).sum().item(), bench.blocks(n=64)[-1]]
 
     assert assert_all_ok(run_ranks(program, 2)) == [[True, 16]] * 2
