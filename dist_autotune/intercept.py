@@ -18,7 +18,7 @@ from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
-from . import identity
+from . import identity, subclasses
 from .identity import KernelSource
 from .turn import Turn
 
@@ -63,10 +63,13 @@ class Interception:
             os.register_at_fork(after_in_child=self._leave_to_parent)
             self._forks_watched = True
         # Before anything is replaced: a Ctrl-C may come between any two lines.
-        self._replaced = [(Autotuner, vars(Autotuner)["run"])]
+        own = list(subclasses.own_runs())
+        stock = vars(Autotuner)["run"]
+        self._replaced = [(Autotuner, stock), *((owner, before) for owner, before, _ in own)]
         self.chooser = chooser
-        for owner, before in self._replaced:
-            owner.run = runner(before)
+        Autotuner.run = runner(stock)
+        for owner, before, benchmarks in own:
+            owner.run = runner(before) if benchmarks else subclasses.told(owner, before)
         self.active = True
 
     def uninstall(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from . import identity, intercept
+from . import identity, intercept, subclasses
 from .agreement import Agreement, Alone
 from .cache import DiskCache, Entry, EntryKey
 from .device import Device
@@ -80,6 +80,8 @@ class Results:
 
     def in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
+        if subclasses.keeps_its_own_cache(tuner):
+            return None
         config, mark = tuner.cache.get(key), MARKS.find(tuner, key)
         if config is None or (mark is not None and mark.provisional):
             return None
@@ -101,6 +103,10 @@ class Results:
             tuner = binding.tuner()
             config = binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
+                continue
+            if subclasses.keeps_its_own_cache(
+                tuner
+            ):  # what it would find there it might take for another key's
                 continue
             cached = context.status == "cached"
             standing = tuner.cache.get(binding.key)
