@@ -41,6 +41,7 @@ class Tuning:
         self.session = ""  # the last one that used this state
         self.crash_bans: dict[str, dict[str, tuple[int, str]]] = {}  # context -> candidate -> (rank, reason)
         self.elapsed_before_s = 0.0  # of the session, in processes before this one
+        self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._resumed_at = 0  # the run with which this process took the session up
         self._unconfirmed: set[str] = set()  # contexts taken up that may not be launched any more
         self._idle_runs = 0
@@ -85,7 +86,7 @@ class Tuning:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
         self.remark, self._spent = "", RunsSpent()
-        self.elapsed_before_s, self._resumed_at = 0.0, 0
+        self.elapsed_before_s, self._resumed_at, self._admitting = 0.0, 0, set()
         self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
         self._hold(False)
         self.contexts.open(begins=not self.closing)
@@ -184,10 +185,20 @@ class Tuning:
     def _search_or_leave(self, context: Context) -> None:
         if len(context.digests) - len(context.banned) == 1:
             context.settle("tuned")
-        elif self.closing or (self.rules.mode == "replay" and self.runs - self._resumed_at > ADMISSION_RUNS):
+        elif self.closing or self._is_too_late():
             context.settle("partial")
         else:
+            self._admitting.add(self.runs)
             self.contexts.begin(context, max(self.runs - 1, 0))
+
+    def _is_too_late(self) -> bool:
+        """Return whether the session leaves what is new to others.
+
+        Online, shapes come as the data does: what counts are the runs that brought any.
+        """
+        if self.rules.mode == "online":
+            return len(self._admitting | {self.runs}) > ADMISSION_RUNS
+        return self.runs - self._resumed_at > ADMISSION_RUNS
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle what is under way when the next run must be the last."""

@@ -171,14 +171,15 @@ def tuned_contexts(
         context, local = tuning.contexts.get(name), local_contexts.by_name.get(name)
         if context is None or local is None or len(context.digests) == 1:
             continue
+        best = None if context.is_spent else context.incumbent
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
                 key=local.key,
-                config=local.config_of(context.digests[context.incumbent]),
-                ms=context.times.ms.get(context.incumbent),
-                fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
-                launch_bound=context.is_launch_bound,
+                config=None if best is None else local.config_of(context.digests[best]),
+                ms=None if best is None else context.times.ms.get(best),
+                fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
+                launch_bound=best is not None and context.is_launch_bound,
                 status=context.status or "tuning",
                 timings={context.texts[index]: ms for index, ms in context.known_ms()},
                 banned={

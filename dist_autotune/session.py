@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from . import decisions
@@ -21,7 +22,7 @@ from .payload import Payload, merge
 from .preserve import Snapshot
 from .progress import Progress, is_shown
 from .records import Exchanged, Note, Resumed, SessionClosed
-from .report import TuningReport
+from .report import TunedContext, TuningReport
 from .results import tuned_contexts
 from .stopwatch import Stopwatch
 
@@ -40,6 +41,7 @@ class Session:
         self.is_over = False
         self.wants_another = False
         self.has_failed = False
+        self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._log_dir = log_dir
         run_watch = Stopwatch(domain.clock, domain.options.statistic, feeds="runs")
         self._chronicle = Chronicle(domain, log, run_watch)
@@ -161,7 +163,12 @@ class Session:
         )
         self._progress.close()
         known = tuning.contexts
-        contexts = [known[name] for name in sorted(self._run.launched & known.keys())]
+        contexts = [
+            known[name]
+            for name in sorted(self._run.launched & known.keys())
+            if len(known[name].digests) > 1  # with one there is no choice
+        ]
+        count = len(contexts) if self._dropped is None else len(self._dropped)
         left = [context for context in contexts if context.provisional and not context.is_unasked]
         starved = [context.title for context in left if context.status == "starved"]
         outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
@@ -172,7 +179,7 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             self.domain.recovery.discard(tuning)
         self._chronicle.write(
-            SessionClosed(runs=self.executions, contexts=len(contexts), outcome=outcome, warning=self.warning)
+            SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=self.warning)
         )
         self._chronicle.close()
 
@@ -180,7 +187,7 @@ class Session:
         """Return what the session has found so far."""
         return TuningReport(
             runs=self.executions,
-            contexts=tuned_contexts(self.domain.tuning, self.domain.local_contexts, self._run.launched),
+            contexts=self._contexts() if self._dropped is None else self._dropped,
             world_size=len(self.domain.agreement.ranks),
             seconds=self._chronicle.elapsed_s,
             clock=type(self.domain.clock).__name__,
@@ -189,6 +196,20 @@ class Session:
             spent=self.domain.ledger.spent,
             outlook=None if self.is_over else self.domain.tuning.outlook,
         )
+
+    def _contexts(self) -> tuple[TunedContext, ...]:
+        return tuned_contexts(self.domain.tuning, self.domain.local_contexts, self._run.launched)
+
+    def _drop(self, error: BaseException) -> None:
+        """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
+        self._dropped = tuple(
+            replace(context, status="unfinished", config=None, ms=None, fastest_rank_ms=None)
+            if context.status == "tuning"
+            else context
+            for context in self._contexts()
+        )
+        self.domain.drop_session()
+        self.close(error)
 
     # -- what follows a run --------------------------------------------------------------------------------
 
@@ -208,8 +229,7 @@ class Session:
             outcomes = tuning.step(merged)
         except TuningError as error:
             self._tell_if_own(error)
-            domain.drop_session()
-            self.close(error)
+            self._drop(error)
             raise
         told = [local for local in domain.local_contexts.by_name.values() if local.told is not None]
         trials = [
@@ -253,8 +273,7 @@ class Session:
         self._failures.write(told, domain.agreement.rank)
         if len(domain.agreement.ranks) > 1 or isinstance(error, TuningError) or self._is_stepping:
             domain.agreement.fail(told)
-            domain.drop_session()
-            self.close(error)
+            self._drop(error)
 
     def _tell_if_own(self, error: TuningError) -> None:
         """Tell the peers of what a flow of the user's did; every other error of a step is theirs too."""
@@ -270,8 +289,7 @@ class Session:
         except BaseException as error:
             self._failures.of_exchange(error)
             self._run.abandon()
-            domain.drop_session()
-            self.close(error)
+            self._drop(error)
             raise
         ms = (time.perf_counter() - began) * 1e3
         domain.ledger.exchanged(ms / 1e3)

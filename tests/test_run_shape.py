@@ -448,3 +448,18 @@ def test_a_method_tunes_for_all_instances(bench):
     bench.forget()
     assert torch.equal(Layer(2).forward(numbers()), numbers() + 3)
     assert bench.blocks() == [32]
+
+
+# ---- strategies of the user's
+
+
+def test_the_winner_of_a_users_strategy_stands_though_only_the_first_run_has_launched_it(bench):
+    def flow(candidates, *, n_warmup, n_repeat):
+        yield 1
+        return 0
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=flow)
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert winner(only(tuned.report)) == 16
