@@ -147,7 +147,7 @@ def contextual_autotune(
         rank_reduce: over ranks: `max` or `mean`.
         agree: which contexts of different ranks belong together: those of equal `key`, or the n-th of
             a kernel (`ordinal`), for keys that hold a rank or a local size.
-        group: torch.distributed process group; None: the default group.
+        group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name.
         watch: with is_dist, vote after a settled call whether some rank met a new key.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import identity, intercept
+from . import hints, identity, intercept
 from .agreement import AGREEMENTS, Agreement
 from .domain import Domain
 from .errors import RankMismatch
@@ -141,6 +141,8 @@ class Calls:
     def _run_session(self, domain: Domain, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
         if self._session is None:
+            if not self._options.is_dist and domain.tuning.rules.tunes:
+                hints.tunes_alone(self._name)
             domain.forgetful = self._forgets and domain.tuning.rules.tunes
             log = SessionLog(self._log_dir, domain.agreement.rank)
             self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
@@ -163,7 +165,7 @@ class Calls:
     def _current_domain(self, *, tunes: bool) -> Domain:
         """Return the state for the group as it is now; another group or mode starts anew."""
         agreement: Agreement = (
-            AGREEMENTS.of(self._options.group) if self._options.is_dist else AGREEMENTS.alone()
+            AGREEMENTS.of(self._options.process_group()) if self._options.is_dist else AGREEMENTS.alone()
         )
         known = self.domain
         if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:

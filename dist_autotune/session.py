@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from . import decisions
+from . import decisions, hints
 from .chronicle import Chronicle
 from .device_errors import told_as_ours
 from .domain import Domain
@@ -48,6 +48,7 @@ class Session:
         self._run = OwnRun(domain, self._chronicle, run_watch)
         self._failures = Failures(domain, self._chronicle, log_dir)
         self._is_stepping = False  # the state is between two runs
+        self._has_asked = self._has_time = False  # whether samples were to be taken here, and one was
         self._tells_outlook_at = FIRST_OUTLOOK
         options = domain.options
         self._progress = Progress(domain.name, shown=is_shown(options.progress, domain.agreement.rank))
@@ -59,9 +60,10 @@ class Session:
 
         before: the state that the call has run `thunk` from already; None: it has not.
         """
-        with self._telling_failures():
+        options = self.domain.options
+        with self._telling_failures(), hints.optimizer_steps(INTERCEPTION.turn.works_for_call) as stepped:
             is_first = before is None
-            snapshot = before or Snapshot(self.domain.options.preserve)
+            snapshot = before or Snapshot(options.preserve)
             while True:
                 if not is_first:
                     snapshot.restore()
@@ -70,6 +72,8 @@ class Session:
                 if self.domain.tuning.done:
                     self.close()
                     return result
+                if not options.preserve:
+                    hints.repeats_steps(self.domain.name, stepped)
                 del result  # a trial's outputs must not add to the memory of the next
 
     def online(self, thunk: Callable[[], T]) -> T:
@@ -176,6 +180,8 @@ class Session:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
             self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
+        if error is None and self._has_asked and not self._has_time:
+            self.warning = hints.useless_clock(self.domain.name, self.domain.clock)
         if outcome == "settled" or isinstance(error, NoValidConfig):
             self.domain.recovery.discard(tuning)
         self._chronicle.write(
@@ -242,6 +248,8 @@ class Session:
         self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
         own = self._run.samples(told, outcomes, of_run=counts and not merged.run.pending)
         domain.recovery.agreed(said, own, told)
+        self._has_asked |= any(outcomes[local.name].kind == "sample" for local in told)
+        self._has_time |= bool(own)
         self._run.watch.take(waiting=bool(merged.run.pending), counts=counts)
         if tuning.remark:
             self._chronicle.write(Note(text=tuning.remark))

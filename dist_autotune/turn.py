@@ -52,6 +52,10 @@ class Turn:
             or torch._C._current_graph_task_id() != -1  # autograd runs backward on threads of its own
         )
 
+    def works_for_call(self) -> bool:
+        """Return whether this thread has the turn, or works for the call that has it."""
+        return self.is_mine or self.belongs()
+
     def take(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:
         """Wait for the turn and take it; False: this thread belongs to the active call, which waits for it.
 
