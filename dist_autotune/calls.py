@@ -140,6 +140,8 @@ class Calls:
 
     def _run_session(self, domain: Domain, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
+        if self._session is not None and not self._goes_on(self._session):
+            self._session = None
         if self._session is None:
             if not self._options.is_dist and domain.tuning.rules.tunes:
                 hints.tunes_alone(self._name)
@@ -156,11 +158,21 @@ class Calls:
             return session.replay(thunk, before)
         finally:
             INTERCEPTION.tuning = False
-            if session.is_over:
-                self._report, self._session = session.report(), None
-                self._calls_in_vain = 0
-                self._wants_session = session.wants_another
-                self._forgets = self._forgets and (session.has_failed or not domain.forgetful)
+            self._take_end(session)
+
+    def _goes_on(self, session: Session) -> bool:
+        try:
+            return session.goes_on()
+        finally:
+            self._take_end(session)
+
+    def _take_end(self, session: Session) -> None:
+        """Take in what a session has found, if it is over."""
+        if session.is_over:
+            self._report, self._session = session.report(), None
+            self._calls_in_vain = 0
+            self._wants_session = session.wants_another
+            self._forgets = self._forgets and (session.has_failed or not session.domain.forgetful)
 
     def _current_domain(self, *, tunes: bool) -> Domain:
         """Return the state for the group as it is now; another group or mode starts anew."""

@@ -25,8 +25,8 @@ def tunes_alone(name: str) -> None:
         _tell_once(
             "is_dist",
             f"{name} is tuned without is_dist=True in a group of {ranks} ranks: each makes its own number of "
-            "runs and picks its own configs, and what waits for peers hangs. Pass is_dist=True; if each is to "
-            "tune for itself, ignore this warning by warnings.filterwarnings.",
+            "runs and picks its own configs, and what waits for peers hangs. Pass is_dist=True; if each is "
+            "to tune for itself, ignore this warning by warnings.filterwarnings.",
         )
 
 
