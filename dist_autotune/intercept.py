@@ -63,9 +63,9 @@ class Interception:
             os.register_at_fork(after_in_child=self._leave_to_parent)
             self._forks_watched = True
         # Before anything is replaced: a Ctrl-C may come between any two lines.
-        own = list(subclasses.own_runs())
+        own = subclasses.own_runs()
         stock = vars(Autotuner)["run"]
-        self._replaced = [(Autotuner, stock), *((owner, before) for owner, before, _ in own)]
+        self._replaced = [(Autotuner, stock), *[(owner, before) for owner, before, _ in own]]
         self.chooser = chooser
         Autotuner.run = runner(stock)
         for owner, before, benchmarks in own:

@@ -22,14 +22,18 @@ _KINDS: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], bool | None]] 
 _TOLD: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def own_runs() -> Iterator[tuple[type[Autotuner], Callable[..., Any], bool]]:
-    """Yield the classes whose `run` does not end up in `Autotuner.run`; that; and whether it benchmarks."""
+def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
+    """Return the classes whose `run` does not end up in `Autotuner.run`; that; and whether it benchmarks."""
+    if not type.__subclasses__(Autotuner):
+        return []
+    found: list[tuple[type[Autotuner], Callable[..., Any], bool]] = []
     for owner in _subclasses(Autotuner):
         run = vars(owner).get("run")
         if isinstance(run, types.FunctionType):
             benchmarks = _benchmarks(owner, run)
             if benchmarks is not None:
-                yield owner, run, benchmarks
+                found.append((owner, run, benchmarks))
+    return found
 
 
 def keeps_its_own_cache(tuner: Autotuner) -> bool:

@@ -71,7 +71,8 @@ class Turn:
                     began, place = time.monotonic(), now
                 elif time.monotonic() - began >= timeout_s():
                     raise TuningError(self._given_up(name, time.monotonic() - began))
-        self.end()  # what a second Ctrl-C may have left of the call before
+        if self._start is not None:  # a second Ctrl-C has left it so
+            self.end()
         self._call, self._name, self._owner = object(), name, threading.get_ident()
         self._watch_starts()
         return True
