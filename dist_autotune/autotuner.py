@@ -9,8 +9,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-import torch
-
 from . import settings
 from .clock import Clock
 from .errors import InvalidOption
@@ -54,13 +52,28 @@ class ContextualAutotuner(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         mode = settings.run_mode()
-        if mode == "off" or (INTERCEPTION.active and _joins_active_call()):
+        turn = INTERCEPTION.turn
+        if mode == "off" or (INTERCEPTION.active and turn.belongs()):
             return self.fn(*args, **kwargs)
-        with INTERCEPTION.turn:
-            if INTERCEPTION.active:  # a tuned function inside a tuned function joins its session
-                return self.fn(*args, **kwargs)
-            calls = self._calls or self._made_calls()
-            return calls.call(mode, functools.partial(self.fn, *args, **kwargs))
+        thunk = functools.partial(self.fn, *args, **kwargs)
+        if turn.is_mine:  # a tuned function inside a tuned function joins its session
+            return thunk() if INTERCEPTION.active else self._made_calls().call(mode, thunk)
+        lock, has_turn = turn.lock, False
+        try:
+            has_turn = turn.take(self._name, self.options.resolved_timeout_s, _is_active)
+            if not has_turn:
+                return turn.lend(thunk)
+            INTERCEPTION.restore()  # what a second Ctrl-C may have left of the call before
+            return self._made_calls().call(mode, thunk)
+        finally:
+            try:
+                if has_turn or turn.is_mine:
+                    _leave()
+            finally:
+                # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in between;
+                # without it, one came when the lock had just been taken.
+                if has_turn or turn.is_mine:
+                    lock.release()
 
     def __reduce__(self) -> str:
         """Be copied and pickled as functions are: a copy is the thing itself, a pickle its name."""
@@ -81,12 +94,14 @@ class ContextualAutotuner(Generic[P, R]):
 
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
-        (self._calls or self._made_calls()).retune()
+        self._made_calls().retune()
 
     def _made_calls(self) -> Calls:
-        from .calls import Calls  # and all that a session needs: a program that calls nothing pays nothing
+        if self._calls is None:
+            # With all that a session needs: a program that calls nothing pays nothing.
+            from .calls import Calls
 
-        self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
+            self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
         return self._calls
 
 
@@ -132,7 +147,7 @@ def contextual_autotune(
         rank_reduce: over ranks: `max` or `mean`.
         agree: which contexts of different ranks belong together: those of equal `key`, or the n-th of
             a kernel (`ordinal`), for keys that hold a rank or a local size.
-        group: torch.distributed process group; None: the default group.
+        group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name.
         watch: with is_dist, vote after a settled call whether some rank met a new key.
@@ -178,6 +193,16 @@ def _is_asynchronous(fn: Callable[..., Any]) -> bool:
     return any(kind(called) for kind in kinds for called in (inspect.unwrap(fn), type(fn).__call__))
 
 
-def _joins_active_call() -> bool:
-    """Return whether this thread works for the active call: autograd runs backward on its own threads."""
-    return torch._C._current_graph_task_id() != -1
+def _is_active() -> bool:
+    return INTERCEPTION.active
+
+
+def _leave() -> None:
+    """Put back all that the call under way has replaced, also if a Ctrl-C comes between two lines of it."""
+    try:
+        INTERCEPTION.restore()
+        INTERCEPTION.turn.end()
+    except BaseException:
+        INTERCEPTION.restore()
+        INTERCEPTION.turn.end()
+        raise

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from . import cache_commands, history, html_report, settings, terminal
-from .analysis import History
 from .flows import STRATEGIES
 from .log import describe_skipped
 from .options import Options
+from .records import Record
 from .serialize import to_json
 from .text import counted
 
@@ -51,7 +51,8 @@ def report(
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
     with terminal.one_line_errors():
-        found = _load(_log_directory(directory))
+        directory = _log_directory(directory)
+        found = history.of_sessions(directory, *_read(directory))
         shown = found.sessions if every else found.newest()
         if html is None:
             terminal.print_history(terminal.open_console(), found, shown)
@@ -91,13 +92,13 @@ def replay_logs(
         _check_choice("--statistic", statistic, ("median", "mean", "min"))
         _check_choice("--rank-reduce", rank_reduce, ("max", "mean"))
         directory = _log_directory(directory)
-        newest = _load(directory)
-        sessions, skipped = history.read_sessions(directory)
+        sessions, skipped = _read(directory)
         unread = {name: describe_skipped(reasons) for name, reasons in skipped.items()}
         verdicts = replay.verify(sessions)
         found = []
         if plan != what_if.Plan(seed=seed):
-            chosen = set(sessions) if every else {session.name for session in newest.newest()}
+            newest = history.of_sessions(directory, sessions, skipped).newest()
+            chosen = set(sessions) if every else {session.name for session in newest}
             found = what_if.what_if({name: sessions[name] for name in sessions if name in chosen}, plan)
         if as_json:
             typer.echo(to_json(replay_tables.as_dict(verdicts, found, unread), indent=True))
@@ -143,15 +144,15 @@ def _check_choice(option: str, given: str | None, allowed: Collection[str]) -> N
         terminal.fail(f"{option} {given}: expected one of {', '.join(allowed)}")
 
 
-def _load(directory: Path) -> History:
-    """Return the history of `directory`, or end with what to do when there is none."""
+def _read(directory: Path) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
+    """Return the sessions in `directory`, and what could not be read; or end with what to do without any."""
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
         terminal.fail(f"There is no directory {directory}. {advice}")
-    found = history.load(directory)
-    if not found.sessions:
-        reasons = sum(found.skipped.values(), Counter[str]())
+    sessions, skipped = history.read_sessions(directory)
+    if not sessions:
+        reasons = sum(skipped.values(), Counter[str]())
         lines = counted(reasons.total(), "line")
         what = f"only {lines} that cannot be read ({describe_skipped(reasons)})" if reasons else NO_RECORDS
         terminal.fail(f"{directory} holds {what}. {advice}")
-    return found
+    return sessions, skipped

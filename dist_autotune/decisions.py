@@ -66,7 +66,7 @@ def settled(run: int, context: Context) -> ContextSettled:
         config_id=winner,
         config=context.texts[winner],
         ms=context.times.ms.get(winner),
-        timings={context.texts[index]: ms for index, ms in sorted(context.times.ms.items())},
+        timings={context.texts[index]: ms for index, ms in context.known_ms()},
         launch_bound=context.is_launch_bound,
     )
 

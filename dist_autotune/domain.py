@@ -44,6 +44,8 @@ from .version import __version__
 
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, zlib.error)  # of a past that is none
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
+UNDER_WAY = "under way"  # the fact that says what session a rank would go on with
+MAY_DIFFER = ("device", "settled", "clock", "retune", "session", UNDER_WAY)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that ranks tell
 
 
@@ -166,8 +168,20 @@ class Domain:
 
     def opening(self) -> Payload:
         """Return what this rank says when a session opens."""
+        said = self.recovery.said(replace(self.going_on(""), offers=self._offered()))
+        return replace(said, past=None, crashes={}) if self.forgetful else said
+
+    def _offered(self) -> dict[str, tuple[int, str, float]]:
+        return {} if self.forgetful else self._results.on_disk()
+
+    def going_on(self, state: str) -> Payload:
+        """Return what this rank says to go on with a session that a failed run has left in `state`.
+
+        "": it has none to go on with.
+        """
         rank = self.agreement.rank
         facts = {
+            UNDER_WAY: state,
             **self.point,
             "the source of the tuned function": self._function_digest,
             "the version of dist_autotune": __version__,
@@ -180,20 +194,22 @@ class Domain:
             "settled": digest(self.tuning.contexts.digest_text()),
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
-        offers = {} if self.forgetful else self._results.on_disk()
-        payload = Payload("open", rank, {name: {value: rank} for name, value in facts.items()}, offers)
-        said = self.recovery.said(payload)
-        return payload if self.forgetful else said
+        return Payload("open", rank, {name: {value: rank} for name, value in facts.items()})
+
+    def check_opening(self, merged: Payload) -> set[str]:
+        """Return the states that ranks would go on with; raises RankMismatch."""
+        facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
+        check_facts(Payload(merged.kind, facts=facts), "open")
+        return set(merged.facts[UNDER_WAY])
 
     def open(self, merged: Payload) -> list[str]:
-        """Take in what all ranks said; return remarks for the log. Raises RankMismatch."""
+        """Take in what all ranks said and what `check_opening` has passed; return remarks for the log."""
         remarks: list[str] = []
-        facts = dict(merged.facts)
-        devices, settled = facts.pop("device", {}), facts.pop("settled", {})
-        self.shares_clock = len(facts.pop("clock", {})) == 1
-        self.forgetful = str(True) in facts.pop("retune", {})  # on some rank: then on all
-        session = next(iter(facts.pop("session", {})), "")
-        check_facts(Payload(merged.kind, facts=facts), "open")
+        facts = merged.facts
+        devices, settled = facts.get("device", {}), facts.get("settled", {})
+        self.shares_clock = len(facts.get("clock", {})) == 1
+        self.forgetful = str(True) in facts.get("retune", {})  # on some rank: then on all
+        session = next(iter(facts.get("session", {})), "")
         if len(settled) > 1:
             remarks.append("ranks remember different results of earlier sessions: all of them are dropped")
             self.reset(tunes=self.tuning.rules.tunes)

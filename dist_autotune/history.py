@@ -40,8 +40,16 @@ from .records import (
 
 def load(directory: Path) -> History:
     """Return the sessions that the `rank-N.jsonl` files of `directory` tell of, if there are any."""
-    sessions, skipped = read_sessions(directory)
-    return History(directory, tuple(_session(name, records) for name, records in sessions.items()), skipped)
+    return of_sessions(directory, *read_sessions(directory))
+
+
+def of_sessions(
+    directory: Path, sessions: Mapping[str, Sequence[Record]], skipped: Mapping[str, Counter[str]]
+) -> History:
+    """Return the history of sessions that `read_sessions` has read."""
+    known: dict[str, dict[str, list[ContextRecord]]] = {}
+    histories = tuple(_session(name, records, known) for name, records in sessions.items())
+    return History(directory, histories, skipped)
 
 
 def read_sessions(directory: Path) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
@@ -63,29 +71,47 @@ def _rank_of(path: Path) -> tuple[int, str]:
     return (int(digits[0]) if digits else -1), path.name
 
 
-def _session(name: str, records: Sequence[Record]) -> SessionHistory:
+def _session(
+    name: str, records: Sequence[Record], known: dict[str, dict[str, list[ContextRecord]]]
+) -> SessionHistory:
+    """Return one session. known: the records of contexts, by the sessions before it; it adds its own.
+
+    What an earlier session of the same process has settled, and this one only launches, is told as it was
+    settled.
+    """
     contexts: dict[str, list[ContextRecord]] = {}
     for record in records:
         if isinstance(record, ContextRecord):
             contexts.setdefault(record.context, []).append(record)
+    opened = next((record for record in records if isinstance(record, SessionOpened)), None)
+    earlier = known.get(opened.continues, {}) if opened else {}
+    for context, own in contexts.items():
+        is_searched = any(isinstance(record, ContextSettled | Agreed) or _is_trial(record) for record in own)
+        if not is_searched and any(isinstance(record, ContextSettled) for record in earlier.get(context, ())):
+            contexts[context] = [*earlier[context], *own]
+    known[name] = {**earlier, **contexts}
     closed = next((record for record in records if isinstance(record, SessionClosed)), None)
     started = [record.run for record in records if isinstance(record, RunStarted)]
     return SessionHistory(
         name=name,
-        opened=next((record for record in records if isinstance(record, SessionOpened)), None),
+        opened=opened,
         ranks=tuple(sorted({record.rank for record in records})),
         runs=closed.runs if closed else max(started, default=-1) + 1,
         outcome=closed.outcome if closed else "unfinished",
         warning=closed.warning if closed else "",
-        contexts=tuple(_context(digest, of_context) for digest, of_context in contexts.items()),
+        contexts=tuple(
+            _context(digest, of_context, is_alone=opened is not None and opened.world_size == 1)
+            for digest, of_context in contexts.items()
+            if _is_choice(of_context)
+        ),
         stragglers=_stragglers(record for record in records if isinstance(record, Trial)),
         remarks=_remarks(records),
         compiling=_compiling(record for record in records if isinstance(record, Preflighted)),
     )
 
 
-def _context(digest: str, records: Sequence[ContextRecord]) -> ContextHistory:
-    settled = next((record for record in records if isinstance(record, ContextSettled)), None)
+def _context(digest: str, records: Sequence[ContextRecord], *, is_alone: bool) -> ContextHistory:
+    settled = next((record for record in reversed(records) if isinstance(record, ContextSettled)), None)
     agreed = [record for record in records if isinstance(record, Agreed)]
     return ContextHistory(
         digest=digest,
@@ -94,7 +120,9 @@ def _context(digest: str, records: Sequence[ContextRecord]) -> ContextHistory:
         status=settled.status if settled else "unfinished",
         winner=settled.config_id if settled else None,
         ms=settled.ms if settled else None,
-        candidates=_candidates(records, _agreed_ms(agreed, settled)),
+        candidates=_candidates(
+            records, _agreed_ms(agreed, settled) or (_alone_ms(records) if is_alone else {})
+        ),
         convergence=_convergence(agreed),
         launch_bound=settled is not None and settled.launch_bound,
     )
@@ -105,6 +133,12 @@ def _agreed_ms(agreed: Iterable[Agreed], settled: ContextSettled | None) -> dict
     if settled:
         return settled.timings
     return {record.config: record.ms for record in sorted(agreed, key=_run) if _counts(record) and record.ms}
+
+
+def _alone_ms(records: Iterable[ContextRecord]) -> dict[str, float]:
+    """Return candidate's text -> ms where there was nobody to agree with."""
+    samples = [record for record in records if isinstance(record, Trial) and _is_sample(record)]
+    return {sample.config: sample.statistic_ms for sample in samples if sample.statistic_ms is not None}
 
 
 def _candidates(
@@ -219,6 +253,16 @@ def _is_time(ms: float | None) -> bool:
 
 def _counts(record: Agreed) -> bool:
     return record.counted and _is_time(record.ms)
+
+
+def _is_choice(records: Iterable[ContextRecord]) -> bool:
+    """Return whether a context has several candidates; or may have, where its admission is lost."""
+    admitted = [record for record in records if isinstance(record, ContextAdmitted)]
+    return not admitted or any(len(record.candidates) > 1 for record in admitted)
+
+
+def _is_trial(record: ContextRecord) -> bool:
+    return isinstance(record, Trial) and record.kind != "incumbent"
 
 
 def _is_sample(trial: Trial) -> bool:

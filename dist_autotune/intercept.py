@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,10 +18,12 @@ from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
-from . import identity
+from . import identity, subclasses
 from .identity import KernelSource
+from .turn import Turn
 
 Key: TypeAlias = tuple[Any, ...]
+Run: TypeAlias = Callable[..., Any]  # what may stand as `Autotuner.run`
 # (the `run` that stood there before, the kernel, its positional and keyword arguments) -> what launch returns
 Handler: TypeAlias = Callable[[Callable[..., Any], Autotuner, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -40,39 +41,66 @@ class Interception:
     """
 
     def __init__(self) -> None:
-        self.turn = threading.RLock()
+        self.turn = Turn()
         self.active = False
         self.tuning = False  # a launch may be a trial
         self.chooser: Callable[..., Any] | None = None  # answers `tunable` during the active call
-        self._stock: Callable[..., Any] | None = None
+        self._replaced: Sequence[tuple[type[Autotuner], Run]] = ()  # classes, and their `run` before
         self._forks_watched = False
 
-    @contextlib.contextmanager
     def installed(
-        self, runner: Callable[[Callable[..., Any]], Callable[..., Any]], chooser: Callable[..., Any]
-    ) -> Iterator[None]:
-        """Replace `Autotuner.run` until the block ends, however it ends.
+        self, runner: Callable[[Run], Run], chooser: Callable[..., Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return what replaces `Autotuner.run` until the block ends, however it ends.
 
         `runner` is given the function that stands there and returns the one to put in its place;
         `chooser` answers `tunable`.
         """
+        return _Installed(self, runner, chooser)
+
+    def install(self, runner: Callable[[Run], Run], chooser: Callable[..., Any]) -> None:
         if not self._forks_watched:
             os.register_at_fork(after_in_child=self._leave_to_parent)
             self._forks_watched = True
-        before = Autotuner.run
-        self._stock, self.active, self.chooser = before, True, chooser
-        Autotuner.run = runner(before)
-        try:
-            yield
-        finally:
-            Autotuner.run = before
-            self._stock, self.active, self.chooser = None, False, None
+        # Before anything is replaced: a Ctrl-C may come between any two lines.
+        own = subclasses.own_runs()
+        stock = vars(Autotuner)["run"]
+        self._replaced = [(Autotuner, stock), *[(owner, before) for owner, before, _ in own]]
+        self.chooser = chooser
+        Autotuner.run = runner(stock)
+        for owner, before, benchmarks in own:
+            owner.run = runner(before) if benchmarks else subclasses.told(owner, before)
+        self.active = True
+
+    def uninstall(self) -> None:
+        """Put back what was replaced, if anything is."""
+        for owner, before in self._replaced:
+            owner.run = before
+        self._replaced, self.active, self.chooser = (), False, None
+
+    def restore(self) -> None:
+        """Be as between calls."""
+        self.uninstall()
+        self.tuning = False
 
     def _leave_to_parent(self) -> None:
-        if self._stock is not None:
-            Autotuner.run = self._stock
-        self._stock, self.active, self.tuning, self.chooser = None, False, False, None
-        self.turn = threading.RLock()
+        self.restore()
+        self.turn.leave_to_parent()
+
+
+class _Installed:
+    """A block of `Interception`; no generator, whose end could come when another call is active."""
+
+    def __init__(
+        self, interception: Interception, runner: Callable[[Run], Run], chooser: Callable[..., Any]
+    ) -> None:
+        self._interception, self._runner, self._chooser = interception, runner, chooser
+
+    def __enter__(self) -> None:
+        self._interception.install(self._runner, self._chooser)
+
+    def __exit__(self, *exception: object) -> None:
+        self._interception.uninstall()
 
 
 INTERCEPTION = Interception()

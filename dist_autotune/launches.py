@@ -225,6 +225,7 @@ class Launches:
     def begin_run(self, *, tunes: bool) -> None:
         """Forget the last run. `tunes`: launches may be trials."""
         self._names.begin_run()
+        self.settled.begin_call()
         if not tunes and not self.tunes and not self._contexts.has_news:
             return  # one settled call after another: the choices stand
         self.tunes = tunes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,12 @@ class Options:
             raise InvalidOption(
                 f"preserve={self.preserve!r}: give a sequence of tensors or state_dict holders"
             )
+        if _is_mesh(self.group) and self.group.ndim != 1:
+            names = self.group.mesh_dim_names or ()
+            which = f"mesh[{names[-1]!r}]" if names else "mesh.get_group(mesh_dim)"
+            raise InvalidOption(
+                f"group= is a DeviceMesh of {self.group.ndim} dimensions {tuple(names)}: give one, as {which}"
+            )
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
 
@@ -92,6 +99,15 @@ class Options:
         if self.search != "auto":
             return self.search
         return "exhaustive" if self.n_repeat is not None or self.n_warmup is not None else "racing"
+
+    def process_group(self) -> Any:
+        """Return the process group of `group`, which may be a one-dimensional DeviceMesh."""
+        if not _is_mesh(self.group):
+            return self.group
+        from torch.distributed import GroupMember  # torch: not for who only reads logs
+
+        is_member = self.group.get_coordinate() is not None
+        return self.group.get_group() if is_member else GroupMember.NON_GROUP_MEMBER
 
     def resolved_log_dir(self) -> Path | None:
         """Return the absolute log directory (now: a later os.chdir does not move it)."""
@@ -115,6 +131,11 @@ class Options:
         names = ("n_repeat", "n_warmup", "mode", "objective", "statistic", "rank_reduce", "agree", "share")
         fields = {name: repr(getattr(self, name)) for name in (*names, "watch", "max_runs", "budget_s")}
         return {**fields, "search": self.search_name}
+
+
+def _is_mesh(group: Any) -> bool:
+    module = sys.modules.get("torch.distributed.device_mesh")  # who has a mesh has imported it
+    return module is not None and isinstance(group, module.DeviceMesh)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...], kind: Any = str) -> None:

@@ -119,6 +119,15 @@ class OwnRun:
             own[""] = (str(report.ran), ms, self.watch.sample_gap_ms)
         return own
 
+    def retract(self) -> None:
+        """Drop what the run under way has measured, and told: no rank counts it."""
+        for watch in (
+            self.watch,
+            *(local.stopwatch for local in self._domain.local_contexts.by_name.values()),
+        ):
+            watch.take(waiting=False, counts=False)
+        self.abandon()
+
     def abandon(self) -> None:
         """Drop what the run under way has measured: it raised."""
         self._domain.launches.abandon_run()

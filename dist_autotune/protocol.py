@@ -47,6 +47,7 @@ class Tuning:
         self.session = ""  # the last one that used this state
         self.crash_bans: dict[str, dict[str, tuple[int, str]]] = {}  # context -> candidate -> (rank, reason)
         self.elapsed_before_s = 0.0  # of the session, in processes before this one
+        self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._resumed_at = 0  # the run with which this process took the session up
         self._unconfirmed: set[str] = set()  # contexts taken up that may not be launched any more
         self._idle_runs = 0
@@ -104,7 +105,7 @@ class Tuning:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
         self.remark, self._spent = "", RunsSpent()
-        self.elapsed_before_s, self._resumed_at = 0.0, 0
+        self.elapsed_before_s, self._resumed_at, self._admitting = 0.0, 0, set()
         self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
         self._hold(False)
         self.contexts.open(begins=not self.closing)
@@ -217,20 +218,27 @@ class Tuning:
     def _search_or_leave(self, context: Context) -> None:
         if len(context.digests) - len(context.banned) == 1:
             context.settle("tuned")
-        elif self.closing or self._is_late:
+        elif self.closing or self._is_too_late():
             context.settle("partial")
         else:
+            self._admitting.add(self.runs)
             self.contexts.begin(context, max(self.runs - 1, 0))
 
-    @property
-    def _is_late(self) -> bool:
-        """Return whether a key that is new now is left to the next session."""
+    def _is_too_late(self) -> bool:
+        """Return whether the session leaves what is new to others.
+
+        Online, shapes come as the data does: what counts are the runs that brought any. What an option brings
+        that is launched for the first time is never late.
+        """
         search, turn = self.contexts.whole_run, self.contexts.on_turn
-        if self.rules.mode != "replay" or self.runs - self._resumed_at <= ADMISSION_RUNS:
-            return False
+        if self.rules.mode == "online":
+            is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
+        else:
+            is_late = self.runs - self._resumed_at > ADMISSION_RUNS
         if search is not None:
-            return not search.admits
-        return turn is None or not turn.is_choice or self._bringing_runs > ADMISSION_RUNS
+            return is_late and not search.admits
+        is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS
+        return is_late and not is_choosing
 
     def _brings_kernels(self, merged: Payload) -> bool:
         """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""

@@ -27,10 +27,12 @@ class TunedContext:
 
     kernel: str
     key: Any
-    config: Any  # the winning triton.Config, or the winning option of a `tunable`
+    config: Any  # the winning triton.Config, or the winning option of a `tunable`; None: there is none
     ms: float | None = None  # agreed over the ranks; None: never timed
     fastest_rank_ms: float | None = None  # of the winner; `ms` is that of the slowest, or the mean
-    status: str = "tuned"  # "tuned" | "cached" | "starved" | "partial"
+    status: str = (
+        "tuned"  # "tuned" | "cached" | "starved" | "partial"; "tuning"; "unfinished": it was dropped
+    )
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
     launch_bound: bool = False  # the device waited for the host, whose part is in the times
@@ -51,15 +53,16 @@ class TunedContext:
 
     @property
     def spread_percent(self) -> float | None:
-        """How much faster the fastest rank is than the agreed time of the winner; None: not timed."""
-        if not self.ms or self.fastest_rank_ms is None:
+        """How much longer the agreed time of the winner is than the fastest rank's; None: not timed."""
+        if self.ms is None or not self.fastest_rank_ms:
             return None
-        return 100 * (self.ms - self.fastest_rank_ms) / self.ms
+        return 100 * (self.ms / self.fastest_rank_ms - 1)
 
-    def _row(self) -> tuple[str, ...]:
-        spread = "-" if self.spread_percent is None else f"{self.spread_percent:.1f} %"
+    def _row(self, world_size: int) -> tuple[str, ...]:
+        is_known = self.spread_percent is not None and world_size > 1
+        spread = f"{self.spread_percent:.1f} %" if is_known else "-"
         figures = format_ms(self.ms), spread, self._status, str(len(self.timings)), str(len(self.banned))
-        return (self._label, *figures, config_label(self.config))
+        return (self._label, *figures, "-" if self.config is None else config_label(self.config))
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class TuningReport:
             lines.append(WALL_CLOCK_NOTE)
         if self.contexts:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
-            rows = [context._row() for context in self.contexts]
+            rows = [context._row(self.world_size) for context in self.contexts]
             lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
         if any(context.launch_bound for context in self.contexts):
             lines.append(LAUNCH_BOUND_NOTE.capitalize())

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from . import identity, intercept
+from . import identity, intercept, subclasses
 from .agreement import Agreement, Alone
 from .cache import DiskCache, Entry, EntryKey
 from .device import Device
@@ -80,6 +80,8 @@ class Results:
 
     def in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
+        if subclasses.keeps_its_own_cache(tuner):
+            return None
         config, mark = tuner.cache.get(key), MARKS.find(tuner, key)
         if config is None or (mark is not None and mark.provisional):
             return None
@@ -101,6 +103,10 @@ class Results:
             tuner = binding.tuner()
             config = binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
+                continue
+            if subclasses.keeps_its_own_cache(
+                tuner
+            ):  # what it would find there it might take for another key's
                 continue
             cached = context.status == "cached"
             standing = tuner.cache.get(binding.key)
@@ -165,14 +171,15 @@ def tuned_contexts(
         context, local = tuning.contexts.get(name), local_contexts.by_name.get(name)
         if context is None or local is None or len(context.digests) == 1:
             continue
+        best = None if context.is_spent else context.incumbent
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
                 key=local.key,
-                config=local.config_of(context.digests[context.incumbent]),
-                ms=context.times.ms.get(context.incumbent),
-                fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
-                launch_bound=context.is_launch_bound,
+                config=None if best is None else local.config_of(context.digests[best]),
+                ms=None if best is None else context.times.ms.get(best),
+                fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
+                launch_bound=best is not None and context.is_launch_bound,
                 status=context.status or "tuning",
                 timings={context.texts[index]: ms for index, ms in context.known_ms()},
                 banned={

@@ -51,7 +51,7 @@ class Context:
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
-        self._ran: set[int] = set()  # candidates that some rank has launched
+        self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
         self.narrow(announcement)
 
     # -- what there is to know -----------------------------------------------------------------------------
@@ -208,8 +208,6 @@ class Context:
         that does not count, the same trial is made again.
         """
         self.take_bans(part.bans)
-        if part.ran in self.digests:
-            self._ran.add(self.digests.index(part.ran))
         is_trial = self.waiting or not self.on_hold
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
@@ -222,6 +220,7 @@ class Context:
             return Outcome()
         if part.ran != self.digests[index]:
             return Outcome(index=index)
+        self._ran.add(index)
         planned = self._rules.planned_asks(is_warmup=self.is_warmup)
         outcome = Outcome(kind, index, self.count, planned, self.judge)
         if kind == "sample":

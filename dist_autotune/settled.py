@@ -51,9 +51,12 @@ class SettledLaunches:
         """Return what the call under way has launched here."""
         return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
 
+    def begin_call(self) -> None:
+        """Forget what the last call launched."""
+        self._call += 1
+
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to put in place of `stock` for one call."""
-        self._call += 1
         call = self._call
         ready, slow, fails, passes_single = self._ready, self._slow, self._fails, self._passes_single
 

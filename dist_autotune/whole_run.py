@@ -349,8 +349,8 @@ class _Space:
     def plans(self, objective: str, most: int | None) -> list[Plan] | None:
         """Return all plans, that of the incumbents first, with at most `most` candidates of a kernel.
 
-        Fewer, where that were too many plans; None: even then. That may be one of each where kernels are judged
-        by their launches, else not less than are worth a screening.
+        Fewer, where that were too many plans; None: even then. Fewer may be one where kernels are judged by
+        their launches, else what is worth a screening.
         """
         few = 1 if objective == "kernel" else screening.MOST_LEVELS
         for candidates in range(most or MOST_CANDIDATES[objective], min(few, most or few) - 1, -1):

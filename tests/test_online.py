@@ -58,6 +58,29 @@ def test_online_a_context_starves_after_64_runs_and_resumes_when_launched_again(
     assert tuned.settled
 
 
+def test_online_keys_that_each_come_once_are_admitted_in_sixteen_runs_and_the_session_ends(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    for n in range(1, 200):
+        tuned(n)
+        if tuned.settled:
+            break
+    assert n <= 16 + 64 + 1  # the last one admitted is starved
+    statuses = [context.status for context in tuned.report.contexts]
+    assert (statuses.count("starved"), statuses.count("partial")) == (16, n - 16)
+
+
+def test_online_keys_that_come_late_are_tuned_while_few_runs_have_brought_any(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda *ns: [launch(kernel, numbers(n)) for n in ns], mode="online", n_repeat=20)
+    for call in range(80):
+        tuned(64, *((8,) if call > 20 else ()))
+    assert {context.key[0]: (context.status, winner(context)) for context in tuned.report.contexts} == {
+        8: ("tuned", 32),
+        64: ("tuned", 32),
+    }
+
+
 def test_online_an_exception_costs_one_sample_only(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
 

@@ -1,5 +1,6 @@
 """One rank raises in the middle of a tuned call: how every rank ends, and that the next call works."""
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import PeerFailed, TuningError
-from kernels_for_tests import Bench, launch, numbers, records
+from dist_autotune import PeerFailed, TuningError, history, replay
+from dist_autotune.records import SessionClosed, SessionOpened
+from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import (
     SOON_S,
     STOCK_RUN,
@@ -211,7 +213,7 @@ def test_failures_call_after_call():
         assert blocks == {"add64": 32}
 
 
-def test_what_was_settled_before_a_failure_is_kept():
+def test_the_next_call_goes_on_where_the_run_that_failed_on_one_rank_began():
     def program(rank):
         bench, x, runs = Bench(), numbers(), []
         short = bench.kernel({16: 1.0, 32: 2.0}, name="short")
@@ -229,8 +231,89 @@ def test_what_was_settled_before_a_failure_is_kept():
         step()
         return end.partition(":")[0], bench.blocks("short"), bench.blocks("long")
 
-    again = [16] * 5, [16, 32, 64, 128, 16]
-    assert assert_all_ok(run_ranks(program, 2)) == [("PeerFailed", *again), ("Boom", *again)]
+    rest = [16] * 2, [128, 16]
+    assert assert_all_ok(run_ranks(program, 2)) == [("PeerFailed", *rest), ("Boom", *rest)]
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone(mode):
+    def program(rank):
+        bench, batches, endings = Bench(), itertools.count(), []
+
+        def ms_of(launch):  # what a run that fails measures would make 32 the slowest
+            return 1000.0 if is_bad(batch) else {16: 3.0, 32: 1.0, 64: 2.0}[launch.block]
+
+        def is_bad(batch):
+            return batch % 3 == 2
+
+        kernel = bench.kernel({16: ms_of, 32: ms_of, 64: ms_of})
+
+        def thunk():
+            nonlocal batch
+            batch = next(batches)
+            launch(kernel, numbers())
+            if is_bad(batch) and rank == batch // 3 % 2:
+                raise Boom(f"batch {batch}")
+
+        batch = 0
+        step = tune(bench, thunk, mode=mode, n_warmup=1, n_repeat=2, statistic="mean", name="step")
+        while not step.settled:
+            endings.append(ending(step).partition(":")[0])
+        (context,) = step.report.contexts
+        opened = [record for record in records(SessionOpened, rank=rank) if record.thunk == "step"]
+        assert Autotuner.run is STOCK_RUN
+        return bench.blocks(), sorted(context.timings.values()), blocks_of(step), len(opened), endings
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[:4] == one[:4]
+    blocks, timings, winner, opened, _ = zero
+    bad = [block for batch, block in enumerate(blocks) if batch % 3 == 2]
+    good = [block for batch, block in enumerate(blocks) if batch % 3 != 2]
+    assert good[:9] == [16] * 3 + [32] * 3 + [64] * 3
+    assert len(bad) == 4
+    assert (timings, winner, opened) == ([1.0, 2.0, 3.0], {"add64": 32}, 1)
+    failed = [sorted(pair) for pair in zip(zero[4], one[4], strict=True) if pair != ("returned None",) * 2]
+    assert failed == [["Boom", "PeerFailed"]] * 4
+    assert [
+        verdict.differences for verdict in replay.verify(history.read_sessions(Path(".autotune_logs"))[0])
+    ] == [()]
+
+
+def test_a_kernel_that_is_new_in_a_run_that_fails_is_new_again_in_the_next():
+    def program(rank):
+        bench, runs = Bench(), []
+        kernel, late = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0 + rank}, double)
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, numbers())
+            if len(runs) > 1:
+                launch(late, numbers())
+            if len(runs) == 2 and rank == 1:
+                raise Boom
+
+        step = tune(bench, thunk)
+        return ending(step).partition(":")[0], ending(step), bench.blocks("double"), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert (zero[0], one[0]) == ("PeerFailed", "Boom")
+    assert zero[1:] == one[1:] == ("returned None", [16, 16, 32, 32], {"add64": 32, "double64": 32})
+
+
+def test_a_rank_that_comes_back_without_the_session_makes_all_begin_anew():
+    def program(rank):
+        step, runs, x = failing_step(rank, fails={1: lambda: raise_(Boom("no more"))}, at_run=3)
+        ends = [ending(step).partition(":")[0]]
+        if rank == 1:
+            step._calls._session.close()  # as after an interrupt in the tuner's own lines
+            step._calls._session = None
+        runs_before = len(runs)
+        assert_next_call_works(step, x)
+        return ends, len(runs) - runs_before, [r.outcome for r in records(SessionClosed, rank=rank)][-1]
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero[0] == two[0] == ["PeerFailed"]
+    assert zero[1:] == one[1:] == two[1:]
 
 
 @pytest.mark.parametrize("what", ["disk", "preserve", "log"])
@@ -266,5 +349,5 @@ def test_the_logs_say_who_failed_and_what_was_tried():
         ]
 
     zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ([("run_failed", 1), ("session_closed", None)], ["rank 1: Boom: no more"])
-    assert one == ([("run_failed", 1), ("session_closed", None)], ["Boom: no more"])
+    assert zero == ([("run_started", None), ("run_failed", 1)], ["rank 1: Boom: no more"])
+    assert one == ([("run_started", None), ("run_failed", 1)], ["Boom: no more"])

@@ -2,13 +2,16 @@
 
 import socket
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dist_autotune import RankMismatch, TuningError
+from dist_autotune import RankMismatch, TuningError, contextual_autotune
+from dist_autotune.errors import InvalidOption
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, wait_for
 from ranks import assert_all_ok, meet, run_ranks
@@ -117,6 +120,8 @@ def test_alone_nothing_is_exchanged(what):
             groups = [dist.new_group([0]), dist.new_group([1])]
             options["group"] = groups[rank]
         step, bench = tuned_step({16: 1.0 + rank, 32: 1.5}, is_dist=what != "is_dist=False", **options)
+        if what == "is_dist=False":
+            warnings.filterwarnings("ignore", message=".*is tuned without is_dist=True")
         if rank == 0:  # the other rank need not call
             step()
             assert not [event for event in records(rank=rank) if event.event == "exchanged"]
@@ -320,3 +325,36 @@ def test_an_outsider_is_told_what_to_do():
         return not step.settled
 
     assert assert_all_ok(run_ranks(program, 2)) == [True, True]
+
+
+# ---- a DeviceMesh for a group
+
+
+def test_a_mesh_of_one_dimension_is_its_group():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(InvalidOption, match=r"of 2 dimensions \('dp', 'tp'\): give one, as mesh\['tp'\]"):
+            contextual_autotune(is_dist=True, group=mesh)
+        bench = Bench()
+        kernel = bench.kernel({16: 1.0 if rank % 2 else 2.0, 32: 1.5 if rank < 2 else 2.5})
+        step = tune(bench, lambda: launch(kernel, numbers()), group=mesh["tp"])
+        for _ in range(2):
+            step()
+        return step.report.world_size, blocks_of(step), len(bench.blocks()), step.settled
+
+    zero, one, two, three = assert_all_ok(run_ranks(program, 4))
+    assert zero == one == (2, {"add64": 32}, 4, True)
+    assert two == three == (2, {"add64": 16}, 4, True)
+
+
+def test_a_rank_outside_the_mesh_is_told_to_call_on_members_only():
+    def program(rank):
+        mesh = DeviceMesh("cpu", [0, 1])
+        bench = Bench()
+        kernel = bench.kernel({16: 2.0, 32: 1.0})
+        return ending(tune(bench, lambda: launch(kernel, numbers()).sum(), group=mesh))
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one
+    assert zero.startswith("returned")
+    assert two.startswith("TuningError: Rank 2 called a tuned function whose group= it is not a member of")

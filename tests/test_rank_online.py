@@ -124,7 +124,7 @@ def test_without_the_vote_ranks_need_not_call_equally_often():
     assert assert_all_ok(run_ranks(program, 2)) == [3, 8]
 
 
-def test_a_vote_in_replay_mode_tunes_a_new_key_at_the_next_call():
+def test_a_vote_in_replay_mode_tunes_the_new_key_of_one_rank_in_the_same_call():
     def program(rank):
         bench, sizes = Bench(), [64]
         kernel = bench.kernel({16: 3.0, 32: 1.0})
@@ -133,14 +133,23 @@ def test_a_vote_in_replay_mode_tunes_a_new_key_at_the_next_call():
         if rank == 0:
             sizes.append(8)
         step()
-        first = bench.blocks(n=8)
-        settled = step.settled
-        step()
-        return first, settled, bench.blocks(n=8), step.settled, len(bench.blocks(n=64))
+        return bench.blocks(n=8), step.settled, len(bench.blocks(n=64))
 
     zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ([16], False, [16, 16, 32, 32], True, 7)
-    assert one == ([], False, [], True, 7)
+    assert zero == ([16, 16, 32, 32], True, 7)
+    assert one == ([], True, 7)
+
+
+def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
+        step = tune(bench, lambda n: launch(kernel, numbers(n)))
+        for n in (16, 24, 32, 40):
+            step(n)
+        return bench.blocks(), [config.kwargs["BLOCK"] for config in kernel.cache.values()]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [([16, 32, 32] + [16, 16, 32, 32] * 3, [32] * 4)] * 2
 
 
 def test_a_failing_config_and_a_failing_rank_in_between():

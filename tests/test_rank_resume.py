@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from crash_programs import EXHAUSTIVE, MS, die, journals, program, scripted, summary
+from dist_autotune import TuningError
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import TIMEOUT_S, ending, raise_, tune, wait_for
 from ranks import assert_all_ok, run_ranks
@@ -123,9 +124,9 @@ def twice(rank, cache, event, timeout_s):
 def test_after_a_dropped_session_the_next_of_these_processes_starts_anew_but_keeps_bans(tmp_cache):
     dying = (1, (32, 1), lambda: die(signal.SIGKILL))
     assert run_ranks(twice, 2, tmp_cache, dying, 3.0, init="tcp")[1].signal == signal.SIGKILL
-    failing = (0, (64, 1), lambda: raise_(ArithmeticError("no")))
+    failing = (0, (64, 1), lambda: raise_(TuningError("no")))  # drops the session, unlike the user's own
     zero, one = assert_all_ok(run_ranks(twice, 2, tmp_cache, failing, TIMEOUT_S))
-    assert (zero[0], one[0]) == ("ArithmeticError", "PeerFailed")
+    assert (zero[0], one[0]) == ("TuningError", "PeerFailed")
     for _, found in (zero, one):
         assert found["blocks"] == [16] * 3 + [64] * 4
         assert list(found["banned"]) == ["add BLOCK: 32"]

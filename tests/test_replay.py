@@ -349,6 +349,17 @@ def test_a_directory_without_records_is_one_line_that_says_so(tmp_path: Path) ->
     assert_one_line_error(run(tmp_path / "nowhere"), "There is no directory")
 
 
+def test_each_log_is_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    racing(bench)
+    read: list[str] = []
+    read_records = history.read_records
+    monkeypatch.setattr(
+        history, "read_records", lambda path, skipped: read.append(path.name) or read_records(path, skipped)
+    )
+    result = run("--statistic", "min")
+    assert (result.exit_code, read) == (0, ["rank-0.jsonl"]), result.output
+
+
 def test_records_of_another_schema_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank-0.jsonl").write_text('{"schema": 0, "event": "note", "text": "old"}\n')
     assert_one_line_error(run(tmp_path), "skipped 1 line: 1 x schema 0, expected 1")

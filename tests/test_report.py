@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from dist_autotune import history, html_report, records, tables
 from dist_autotune.analysis import ContextHistory, SessionHistory
+from dist_autotune.errors import LaunchTimeout
 from dist_autotune.log import SessionLog
 from dist_autotune.report import TunedContext, TuningReport
 from dist_autotune.text import WALL_CLOCK_NOTE
 from example_files import CONFIGS, session_records, write_session
+from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
+from kernels_for_tests import records as records_of
+from rank_programs import tune
+from ranks import assert_all_ok, run_ranks
 
 
 def load_one(directory: Path) -> SessionHistory:
@@ -44,7 +51,7 @@ def test_a_report_reads_as_a_table() -> None:
     assert str(report).splitlines() == [
         "2 contexts in 12 runs on 2 ranks, 3.2 s",
         "context                 ms  spread  status   timed  banned  winner",
-        "matmul[4096, fp16]  0.2500  20.0 %  tuned        2       1  BLOCK: 128",
+        "matmul[4096, fp16]  0.2500  25.0 %  tuned        2       1  BLOCK: 128",
         "add[7]                   -       -  starved      0       0  BLOCK: 8",
         "Logs: logs",
     ]
@@ -278,3 +285,75 @@ def forbid_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_import(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+# ---- the report in the program and that of the command line
+
+
+def several_configs(bench: Bench) -> Any:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 1.1, 128: 1.05})  # 16 is dropped after its warm-up run
+    kernel.fn.failures[64] = out_of_resources
+    single = bench.kernel({16: 1.0}, double)
+    tuned = bench.tune(
+        lambda *ns: ([launch(kernel, numbers(n)) for n in ns], launch(single, numbers())),
+        n_warmup=None,
+        n_repeat=None,
+    )
+    tuned(64)
+    return tuned
+
+
+def another_key(bench: Bench) -> Any:
+    tuned = several_configs(bench)
+    tuned(64, 128)
+    return tuned
+
+
+def dropped(bench: Bench) -> Any:
+    read_ms = bench.clock.read_ms
+
+    def fails_late(mark: Any) -> float:
+        if bench.clock.reads == 2:
+            raise LaunchTimeout("stuck")
+        return read_ms(mark)
+
+    bench.clock.read_ms = fails_late
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.raises(LaunchTimeout):
+        tuned()
+    return tuned
+
+
+def figures_of(report: Any) -> list[tuple[Any, ...]]:
+    lines = str(report).splitlines()
+    (head,) = [index for index, line in enumerate(lines) if line.startswith("context")] or [len(lines)]
+    rows = [re.split(r"\s{2,}", line) for line in lines[head + 1 : head + 1 + len(report.contexts)]]
+    return sorted((label, ms, spread.rstrip(" %"), *rest[:3]) for label, ms, spread, *rest in rows)
+
+
+def figures_logged() -> list[tuple[Any, ...]]:
+    session = history.load(Path(".autotune_logs")).sessions[-1]
+    rows = tables.session_tables(session)[0].rows
+    return sorted((row[0], row[2], row[6].lstrip("+"), *row[3:6]) for row in rows)
+
+
+@pytest.mark.parametrize("program", [several_configs, another_key, dropped])
+def test_the_report_and_the_command_line_give_the_same_figures(bench: Bench, program: Any) -> None:
+    tuned = program(bench)
+    assert figures_of(tuned.report) == figures_logged()
+    closed = records_of(records.SessionClosed)[-1]
+    assert (closed.runs, closed.contexts) == (tuned.report.runs, len(tuned.report.contexts))
+    assert closed.contexts > 0
+
+
+def test_the_report_and_the_command_line_give_the_same_figures_of_two_ranks() -> None:
+    def program(rank: int) -> list[tuple[Any, ...]]:
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 1.1 + 0.1 * rank})
+        tuned = tune(bench, lambda: launch(kernel, numbers()), n_warmup=None, n_repeat=None)
+        tuned()
+        return figures_of(tuned.report)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one == figures_logged()

@@ -51,23 +51,6 @@ def test_a_launch_outside_the_function_uses_the_result(bench):
     assert bench.blocks() == [32]
 
 
-def test_a_key_first_met_in_a_settled_call_is_not_timed(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    marks = bench.clock.marks
-    tuned(128)
-    assert bench.clock.marks == marks
-
-
-def test_a_key_first_met_in_a_settled_call_is_left_to_the_next_session_not_to_stock_benchmarking(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    tuned(128)
-    assert bench.blocks(n=128) == [16]
-
-
 def test_a_kernel_pruned_to_one_config_has_it_in_the_cache(bench):
     pruning = {"early_config_prune": lambda configs, args, **kwargs: configs[1:]}
     kernel = bench.kernel({16: 1.0, 32: 2.0}, prune_configs_by=pruning, do_bench=no_bench)

@@ -10,8 +10,20 @@ import torch
 
 from dist_autotune import contextual_autotune, is_tuning
 from dist_autotune.flows import STRATEGIES
-from dist_autotune.records import SessionClosed, SessionOpened
-from kernels_for_tests import double, launch, numbers, only, records, winner
+from dist_autotune.records import ContextSettled, SessionClosed, SessionOpened
+from kernels_for_tests import (
+    F32,
+    Mine,
+    block_of,
+    double,
+    entries,
+    launch,
+    no_bench,
+    numbers,
+    only,
+    records,
+    winner,
+)
 
 # ---- the schedule
 
@@ -164,19 +176,87 @@ def test_a_new_key_in_every_run_ends_with_incumbents(bench):
     assert bench.blocks()[-1] == 16
 
 
-def test_a_key_first_seen_in_a_settled_call_runs_its_incumbent_and_is_tuned_by_the_next(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_key_first_seen_in_a_settled_call_runs_its_incumbent_and_is_tuned_by_that_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
     tuned(64)
     assert tuned.settled
     bench.forget()
+    marks = bench.clock.marks
     assert torch.equal(tuned(128), numbers(128) + 1)
-    assert bench.blocks() == [16]
-    assert (128, "torch.float32", "torch.float32") not in kernel.cache
-    assert not tuned.settled
-    tuned(128)
-    assert bench.blocks() == [16, 16, 32, 32]
+    assert bench.blocks() == [16, 16, 32, 32]  # met, two trials, the final run
+    assert bench.clock.marks == marks + 2
     assert tuned.settled
+    assert (tuned.report.runs, winner(only(tuned.report))) == (3, 32)
+    tuned(128)
+    assert bench.blocks() == [16, 16, 32, 32, 32]
+
+
+def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    shapes = range(16, 80, 8)
+    for n in shapes:
+        assert torch.equal(tuned(n), numbers(n) + 1)
+        assert tuned.settled
+    assert [block_of(kernel.cache[n, F32, F32]) for n in shapes] == [32] * len(shapes)
+    assert [entry["config"].split(",")[0] for entry in entries(tmp_cache)] == ["BLOCK: 32"] * len(shapes)
+    assert [record.status for record in records(ContextSettled)] == ["tuned"] * len(shapes)
+
+
+def test_a_new_key_is_tuned_in_a_call_in_which_a_tuned_function_calls_another(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda n: launch(kernel, numbers(n)), name="inner")
+    outer = bench.tune(lambda n: inner(n), name="outer")
+    outer(64)
+    bench.forget()
+    outer(128)
+    assert bench.blocks() == [16, 16, 32, 32]
+    assert inner.report is None
+
+
+def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    fails = [False]
+
+    def thunk(n):
+        launch(kernel, numbers(n))
+        if fails[0]:
+            raise Mine
+
+    tuned = bench.tune(thunk)
+    tuned(64)
+    bench.forget()
+    fails[0] = True
+    with pytest.raises(Mine):
+        tuned(128)
+    assert bench.blocks() == [16]
+    fails[0] = False
+    tuned(128)
+    assert bench.blocks() == [16, 16, 16, 32, 32]
+
+
+def test_mode_cached_launches_a_new_key_once(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    for _ in range(2):
+        tuned(64)
+        tuned(128)
+    assert bench.blocks() == [16] * 4
+
+
+def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    bench.forget()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        tuned(128)
+    assert bench.blocks() == [16]
+    tuned(128)
+    assert bench.blocks() == [16, 16, 16, 32, 32]
 
 
 def test_a_context_admitted_too_late_is_partial_and_tuned_by_a_later_call(bench):
@@ -210,7 +290,6 @@ def test_kernels_first_launched_by_the_second_call_are_tuned_then(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda works: launch(kernel, numbers()) if works else None)
     tuned(False)
-    tuned(True)
     tuned(True)
     assert bench.blocks() == [16, 16, 32, 32]
 
@@ -369,3 +448,18 @@ def test_a_method_tunes_for_all_instances(bench):
     bench.forget()
     assert torch.equal(Layer(2).forward(numbers()), numbers() + 3)
     assert bench.blocks() == [32]
+
+
+# ---- strategies of the user's
+
+
+def test_the_winner_of_a_users_strategy_stands_though_only_the_first_run_has_launched_it(bench):
+    def flow(candidates, *, n_warmup, n_repeat):
+        yield 1
+        return 0
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=flow)
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert winner(only(tuned.report)) == 16

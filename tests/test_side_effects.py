@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_for_tests import Mine, accumulate, launch, numbers
+import dist_autotune.calls
+from dist_autotune.records import Note
+from kernels_for_tests import Mine, accumulate, launch, no_bench, numbers, records
 
 # ---- hooks of stock benchmarking
 
@@ -250,25 +252,113 @@ def test_a_parameter_and_its_gradient_are_put_back_in_place(bench):
     assert torch.equal(gradient, torch.full((64,), 2.0))
 
 
-def test_a_settled_call_preserves_nothing(bench):
+class Counting:
+    """State that is counted instead of kept."""
+
+    loads = saves = 0
+
+    def state_dict(self):
+        self.saves += 1
+        return {}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+
+
+def test_settled_calls_put_nothing_back_and_soon_copy_nothing(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    class Counting:
-        loads = saves = 0
-
-        def state_dict(self):
-            self.saves += 1
-            return {}
-
-        def load_state_dict(self, state):
-            self.loads += 1
-
     counting = Counting()
     tuned = bench.tune(lambda: launch(kernel, numbers()), preserve=[counting])
     tuned()
     assert (counting.saves, counting.loads) == (1, 2)
-    tuned()
-    assert (counting.saves, counting.loads) == (1, 2)
+    for _ in range(40):
+        tuned()
+    assert (counting.saves, counting.loads) == (17, 2)
+
+
+@pytest.mark.parametrize("mode", ["online", "cached"])
+def test_settled_calls_that_do_not_tune_a_new_key_at_once_copy_nothing(bench, mode, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online" if mode == "online" else "replay")
+    if mode == "cached":
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    while not tuned.settled:
+        tuned(64)
+    monkeypatch.setattr(dist_autotune.calls, "Snapshot", no_bench)
+    tuned(128)
+    assert bench.blocks(n=128) == [16]
+
+
+def step_of(kernel: Any, weight: torch.Tensor, drawn: list[Any]) -> Any:
+    def step(n):
+        drawn.append((float(torch.rand(1)), random.random(), float(np.random.rand())))
+        launch(kernel, numbers(n))
+        weight.add_(1)
+        return weight.clone()
+
+    return step
+
+
+def test_a_call_that_tunes_a_new_key_leaves_the_effects_of_one_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight, drawn = numbers(), []
+    tuned = bench.tune(step_of(kernel, weight, drawn), preserve=[weight])
+    tuned(64)
+    drawn.clear()
+    bench.forget()
+    assert torch.equal(tuned(128), numbers() + 2)
+    assert bench.blocks() == [16, 16, 32, 32]
+    assert torch.equal(weight, numbers() + 2)
+    assert len(set(drawn)) == 1
+    tuned(128)
+    assert len(set(drawn)) == 2
+
+
+def test_a_new_key_after_many_calls_without_one_is_tuned_in_that_call_where_nothing_is_preserved(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    for _ in range(20):
+        tuned(64)
+    tuned(128)
+    assert bench.blocks(n=128) == [16, 16, 32, 32]
+
+
+def test_a_new_key_after_many_calls_without_one_is_tuned_by_the_next_call_where_state_is_preserved(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight, drawn = numbers(), []
+    tuned = bench.tune(step_of(kernel, weight, drawn), preserve=[weight])
+    for _ in range(20):
+        tuned(64)
+    tuned(128)
+    assert bench.blocks(n=128) == [16]
+    assert not tuned.settled
+    (note,) = [record.text for record in records(Note)]
+    assert "is tuned by the next call" in note
+    tuned(128)
+    assert bench.blocks(n=128) == [16, 16, 32, 32]
+    assert torch.equal(weight, numbers() + 22)
+
+
+def test_a_call_that_raises_while_it_tunes_a_new_key_leaves_the_effects_of_that_run_alone(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight = numbers()
+    runs: list[int] = []
+
+    def step(n):
+        runs.append(n)
+        launch(kernel, numbers(n))
+        weight.add_(1)
+        if runs.count(128) == 2:
+            raise Mine
+
+    tuned = bench.tune(step, preserve=[weight])
+    tuned(64)
+    with pytest.raises(Mine):
+        tuned(128)
+    assert torch.equal(weight, numbers() + 2)
+    tuned(128)
+    assert torch.equal(weight, numbers() + 3)
+    assert bench.blocks(n=128)[-1] == 32
 
 
 # ---- one run per call: bit for bit what the undecorated function does

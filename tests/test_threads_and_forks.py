@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +15,13 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import is_tuning, tunable
+from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.records import SessionClosed, SessionOpened
 from kernels_for_tests import Bench, double, launch, numbers, only, records
 from ranks import assert_all_ok, run_ranks
 
 STOCK_RUN = Autotuner.run
+STOCK_START = threading.Thread.start
 LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
 
 
@@ -103,6 +106,114 @@ def test_a_choice_asked_for_on_another_thread_is_that_of_the_run(bench):
     assert bench.tune(thunk)() == 2
 
 
+def by_join(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def by_queue(function: Callable[[], Any]) -> None:
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=lambda: done.put(function())).start()
+    done.get(timeout=LONG_S)
+
+
+def by_thread_of_thread(function: Callable[[], Any]) -> None:
+    by_queue(lambda: by_queue(function))
+
+
+@pytest.mark.parametrize("waits", [by_join, on_thread, by_queue, by_thread_of_thread])
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_tuned_function_on_a_thread_that_the_call_starts_and_waits_for_joins_the_call(bench, waits, mode):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner")
+    outer = bench.tune(lambda: waits(inner), name="outer", mode=mode)
+    for _ in range(3):
+        outer()
+    assert bench.blocks()[:3] == [16, 32, 32]
+    assert outer.settled
+    assert [record.thunk for record in records(SessionOpened)] == ["outer"]
+    assert threading.Thread.start is STOCK_START
+
+
+def submitted(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
+    pool.submit(function).result(LONG_S)
+
+
+def waited(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
+    assert not concurrent.futures.wait([pool.submit(function)], LONG_S).not_done
+
+
+def completed(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
+    next(concurrent.futures.as_completed([pool.submit(function)], LONG_S))
+
+
+@pytest.mark.parametrize("waits", [submitted, waited, completed])
+def test_a_tuned_function_on_an_earlier_pool_joins_the_call_that_waits_for_its_future(bench, waits):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # its thread is there
+        outer = bench.tune(lambda: waits(pool, inner), name="outer")
+        outer()
+        assert bench.blocks() == [16, 32, 32]
+        assert outer.settled
+    inner()  # joined then, and tunes nothing: what it launches is known
+    assert [record.thunk for record in records(SessionOpened)] == ["outer", "inner"]
+
+
+def test_a_call_that_waits_for_an_unknown_thread_in_an_unseen_way_ends_with_the_reason(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner", timeout_s=0.3)
+    asked, answered = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def worker():
+        asked.get()
+        try:
+            answered.put(inner())
+        except TuningError as error:
+            answered.put(error)
+
+    thread = threading.Thread(target=worker, name="a worker")
+    thread.start()
+
+    def thunk():
+        asked.put(None)
+        answer = answered.get(timeout=LONG_S)
+        raise answer
+
+    with pytest.raises(TuningError, match=r"inner waited 0 s .* on thread a worker: a call of outer has it"):
+        bench.tune(thunk, name="outer")()
+    thread.join()
+    assert torch.equal(inner(), numbers() + 1)  # the turn is free
+
+
+def test_a_thread_that_a_call_has_started_waits_its_turn_in_later_calls(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
+    order: list[str] = []
+    second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
+    in_later, about_to_call = threading.Event(), threading.Event()
+
+    def call_second():
+        assert in_later.wait(LONG_S)
+        about_to_call.set()
+        second()
+
+    thread = threading.Thread(target=call_second)
+    bench.tune(lambda: thread.start(), name="first")()
+
+    def later_thunk():
+        in_later.set()
+        assert about_to_call.wait(LONG_S)
+        order.append("later")
+        return launch(one, numbers())
+
+    bench.tune(later_thunk, name="later")()
+    thread.join(LONG_S)
+    assert order == ["later"] * 3 + ["second"] * 3
+
+
 # ---- threads that have calls of their own
 
 
@@ -112,16 +223,19 @@ def test_a_call_on_another_thread_waits_its_turn(bench):
     about_to_call = threading.Event()
     second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
 
+    in_first = threading.Event()
+
     def call_second():
+        assert in_first.wait(LONG_S)
         about_to_call.set()
         second()
 
     thread = threading.Thread(target=call_second)
+    thread.start()
 
     def first_thunk():
-        if not order:
-            thread.start()
-            assert about_to_call.wait(LONG_S)
+        in_first.set()
+        assert about_to_call.wait(LONG_S)
         order.append("first")
         return launch(one, numbers())
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +15,9 @@ import torch
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
+import dist_autotune.intercept
 from dist_autotune import is_tuning
+from dist_autotune.intercept import INTERCEPTION
 from dist_autotune.records import Banned, RunFailed
 from kernels_for_tests import Mine, inject, launch, numbers, only, out_of_resources, records, winner
 
@@ -243,3 +249,56 @@ def test_a_grid_may_be_any_callable(bench):
         kernel = bench.kernel({16: 3.0, 32: 1.0})
         with pytest.raises(torch.OutOfMemoryError):
             bench.tune(lambda kernel=kernel, grid=grid: kernel[grid](numbers(), numbers(), 64))()
+
+
+# ---- Ctrl-C between any two lines
+
+
+class CtrlC:
+    """While it is entered, raises KeyboardInterrupt before the n-th line of those files."""
+
+    FILES = (dist_autotune.intercept.__file__, "/turn.py")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> None:
+        sys.settrace(self.on_call)
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def on_call(self, frame: Any, event: str, argument: Any) -> Any:
+        return self.on_line if frame.f_code.co_filename.endswith(self.FILES) else None
+
+    def on_line(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.on_line
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["tuning", "settled"])
+def test_ctrl_c_between_any_two_lines_leaves_nothing_patched_and_tuning_on(bench, settled):
+    before = threading.Thread.start
+    for at in itertools.count(1):
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        tuned = bench.tune(lambda kernel=kernel: launch(kernel, numbers()), name=f"at {at}", cache=False)
+        if settled:
+            tuned()
+        interrupt = CtrlC(at)
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            tuned()
+        assert Autotuner.run is STOCK_RUN
+        assert threading.Thread.start is before
+        assert (is_tuning(), INTERCEPTION.active) == (False, False)
+        bench.forget()
+        tuned()
+        assert only(tuned.report).status == "tuned"
+        assert bench.blocks()[-1] == 32
+        with ThreadPoolExecutor(1) as pool:  # and another thread gets its turn
+            assert torch.equal(pool.submit(tuned).result(10), numbers() + 1)
+        if interrupt.left > 0:
+            break
+    assert at > 20

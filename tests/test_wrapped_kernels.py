@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -10,7 +11,18 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from kernels_for_tests import Bench, Probe, add, double, launch, numbers, only, out_of_resources
+from kernels_for_tests import (
+    Bench,
+    Mine,
+    Probe,
+    add,
+    double,
+    launch,
+    numbers,
+    only,
+    out_of_resources,
+    winner,
+)
 
 
 def with_heuristics(bench: Bench, *, below: bool) -> Any:
@@ -55,6 +67,112 @@ def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
     tuned()
     tuned()
     assert kernel.seen == bench.blocks() == [16, 32, 32, 32]
+
+
+class Library(Autotuner):
+    """A library's tuner that looks results up, benchmarks and launches by itself."""
+
+    benchmarked = 0
+
+    def run(self, *args, **kwargs):
+        config = self.configs[0]
+        if len(self.configs) > 1:
+            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+            key = tuple(32 * -(-named[name] // 32) for name in self.keys)
+            if key not in self.cache:
+                self.benchmarked += 1
+                self.cache[key] = min(self.prune_configs(kwargs), key=lambda config: str(config))
+            config = self.cache[key]
+        self.best_config = config
+        return self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+
+class OfTheLibrary(Library):
+    """Launches through its base class."""
+
+    around = 0
+
+    def run(self, *args, **kwargs):
+        self.around += 1
+        return super().run(*args, **kwargs)
+
+
+def noting(run: Any) -> Any:
+    @functools.wraps(run)
+    def noted(self, *args, **kwargs):
+        self.around += 1
+        return run(self, *args, **kwargs)
+
+    return noted
+
+
+class Decorated(Library):
+    """Launches through its base class too, as only what it wraps says."""
+
+    around = 0
+
+    @noting
+    def run(self, *args, **kwargs):
+        return super().run(*args, **kwargs)
+
+
+class Captured(Library):
+    """Calls the function of its base class, whatever stands there."""
+
+    around = 0
+    run = noting(Library.run)
+
+
+class Fixed(Autotuner):
+    """Launches what it has been told to."""
+
+    def run(self, *args, **kwargs):
+        self.best_config = self.configs[-1]
+        return self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
+
+
+def made_by(kind: type, bench: Bench) -> Any:
+    probe = Probe(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
+    return kind(probe, probe.arg_names, configs, ["n"], None, None)
+
+
+@pytest.mark.parametrize("kind", [Library, OfTheLibrary, Decorated, Captured])
+def test_a_subclass_that_benchmarks_by_itself_is_tuned_and_left_as_it_was(bench, kind):
+    kernel, runs = made_by(kind, bench), [Library.run, OfTheLibrary.run]
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    for _ in range(2):
+        assert torch.equal(tuned(), numbers() + 1)
+        assert [Library.run, OfTheLibrary.run] == runs
+    assert bench.blocks() == [16, 32, 32, 32]
+    assert winner(only(tuned.report)) == 32
+    assert (kernel.benchmarked, kernel.cache, kernel.best_config.kwargs["BLOCK"]) == (0, {}, 32)
+    assert getattr(kernel, "around", None) == {Library: None, Captured: 0}.get(kind, 4)
+    launch(kernel, numbers())
+    assert (kernel.benchmarked, bench.blocks()[-1]) == (1, 16)  # between calls it does what it did
+
+
+def test_what_replaces_the_run_of_a_subclass_goes_when_the_function_raises(bench):
+    kernel, before = made_by(Library, bench), Library.run
+
+    def thunk():
+        launch(kernel, numbers())
+        assert Library.run is not before
+        raise Mine
+
+    with pytest.raises(Mine):
+        bench.tune(thunk)()
+    assert Library.run is before
+
+
+def test_a_subclass_that_launches_what_it_likes_is_let_be_and_named_once(bench):
+    kernel, before = made_by(Fixed, bench), Fixed.run
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.warns(UserWarning, match=r"test_wrapped_kernels\.Fixed overrides Autotuner\.run .* super"):
+        tuned()
+    tuned()
+    assert bench.blocks() == [32, 32]
+    assert Fixed.run is before
 
 
 @pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])

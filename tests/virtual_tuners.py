@@ -28,6 +28,7 @@ from dist_autotune.domain import Domain
 from dist_autotune.flows import Warmup
 from dist_autotune.intercept import INTERCEPTION
 from dist_autotune.log import SessionLog
+from dist_autotune.turn import Turn
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from random_programs import Kernel, Program
 from virtual_ranks import Gone, VirtualAgreement
@@ -302,6 +303,19 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 # ---- the world in which virtual ranks live
 
 
+class EverybodysTurn(Turn):
+    """Nobody waits."""
+
+    is_mine = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = mock.Mock()
+
+    def take(self, *args: Any) -> bool:
+        return True
+
+
 @contextlib.contextmanager
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
@@ -311,7 +325,7 @@ def virtual_world() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for place, name, value in (
-            (INTERCEPTION, "turn", contextlib.nullcontext()),  # virtual ranks never run at once
+            (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (AGREEMENTS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
             (DiskCache, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),

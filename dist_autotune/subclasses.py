@@ -1,0 +1,100 @@
+"""Subclasses of Triton's Autotuner with a `run` of their own: some libraries benchmark by themselves.
+
+A `run` that ends up in that of a base class is left alone: what it does around the launch goes on being done.
+One that prunes or benchmarks configs stands where `Autotuner.run` stands for others, and is replaced too.
+Any other one launches what nobody else chooses: it is let be, and said so once.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner
+
+_BENCHMARKING = {"_bench", "do_bench", "prune_configs"}
+
+# class -> its own `run`, and whether that benchmarks; None: it ends up in the `run` of a base class
+_KINDS: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], bool | None]] = weakref.WeakKeyDictionary()
+_TOLD: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
+    """Return the classes whose `run` does not end up in `Autotuner.run`; that; and whether it benchmarks."""
+    if not type.__subclasses__(Autotuner):
+        return []
+    found: list[tuple[type[Autotuner], Callable[..., Any], bool]] = []
+    for owner in _subclasses(Autotuner):
+        run = vars(owner).get("run")
+        if isinstance(run, types.FunctionType):
+            benchmarks = _benchmarks(owner, run)
+            if benchmarks is not None:
+                found.append((owner, run, benchmarks))
+    return found
+
+
+def keeps_its_own_cache(tuner: Autotuner) -> bool:
+    """Return whether the tuner's class looks results up itself, perhaps by other keys than stock Triton."""
+    kinds = (_KINDS.get(owner) for owner in type(tuner).__mro__ if owner in _KINDS)
+    return any(kind is not None and kind[1] for kind in kinds)
+
+
+def told(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, which says once that it is not tuned."""
+
+    def run_untuned(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if owner not in _TOLD and len(tuner.configs) > 1:
+            _TOLD.add(owner)
+            warnings.warn(
+                f"{owner.__module__}.{owner.__qualname__} overrides Autotuner.run without super().run(): its "
+                "kernels are not tuned inside tuned functions. Call super().run(*args, **kwargs) in it, or "
+                "decorate the kernels with triton.autotune.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return run(tuner, *args, **kwargs)
+
+    return run_untuned
+
+
+def _subclasses(owner: type) -> Iterator[type]:
+    known: list[type] = type.__subclasses__(owner)
+    for subclass in known:
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _benchmarks(owner: type, run: types.FunctionType) -> bool | None:
+    known = _KINDS.get(owner)
+    if known is None or known[0] is not run:
+        known = _KINDS[owner] = run, _kind(owner, run)
+    return known[1]
+
+
+def _kind(owner: type, run: types.FunctionType) -> bool | None:
+    """Return what a `run` is by the names in it: whether it benchmarks; None: a base class has its turn."""
+    wrapped = [cell.cell_contents for cell in run.__closure__ or () if cell != types.CellType()]
+    codes = [inner.__code__ for inner in (run, *wrapped) if isinstance(inner, types.FunctionType)]
+    names = {name for code in codes for name in _names(code)}
+    bases = owner.__mro__[1:]
+    stock = {id(vars(base)["run"]) for base in bases if "run" in vars(base)}
+    meant = [run.__globals__.get(name) for name in names] + [getattr(owner, name, None) for name in names]
+    if any(
+        id(one) in stock for one in (*meant, *wrapped)
+    ):  # that very function: what replaces it is not seen
+        return True
+    if "super" in names or names & {base.__name__ for base in bases}:
+        return None
+    return not names.isdisjoint(_BENCHMARKING)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals, attributes and enclosing variables in a function and in those inside it."""
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
