@@ -26,6 +26,9 @@ from .serialize import from_json, to_json
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
+NOT_KEPT = "Winners are not kept on disk."
+NOT_RESUMED = "After a crash, tuning does not go on where it was."
+_PROBE_BYTES = 4096
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
 
 
@@ -90,7 +93,7 @@ class DiskCache:
         self._without_lock = ""  # why writes go on without the lock
         self._has_swept = False
         self._complaints: set[str] = set()
-        self._has_told = False  # that the directory cannot be written
+        self._has_told = False  # that winners are lost
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
@@ -152,7 +155,7 @@ class DiskCache:
                     if not self._holds(entry):  # a peer may have stored it while this process waited
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
-            self.cannot_write(self.directory, error.strerror or str(error), "Winners are not kept on disk.")
+            self._tell_lost(self.directory, error.strerror or str(error), NOT_KEPT)
         else:
             if self._without_lock:
                 self._complain(
@@ -217,8 +220,30 @@ class DiskCache:
             return None
         return entry
 
-    def cannot_write(self, directory: Path, reason: str, consequence: str) -> None:
-        """Warn, once whatever it is that cannot be written."""
+    def journal_failed(self, directory: Path, reason: str) -> None:
+        """Warn that a journal beside the entries cannot be written, and whether entries can."""
+        if self._can_write():
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_RESUMED}")
+        else:
+            self._tell_lost(directory, reason, f"{NOT_KEPT} {NOT_RESUMED}")
+
+    def _can_write(self) -> bool:
+        """Return whether an entry could be stored now."""
+        if self.directory is None:
+            return False
+        path = self.directory / f".{os.getpid()}-{os.urandom(4).hex()}.json.probe.tmp"
+        try:
+            with path.open("xb") as file:
+                file.write(bytes(_PROBE_BYTES))
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        return True
+
+    def _tell_lost(self, directory: Path, reason: str, consequence: str) -> None:
+        """Warn that winners are lost, once whatever the reason."""
         if not self._has_told:
             self._has_told = True
             self._complain(f"Cannot write the cache in {directory}: {reason}. {consequence}")
@@ -230,11 +255,15 @@ class DiskCache:
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 
-def default_directory() -> Path:
-    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`."""
+def default_directory() -> Path | None:
+    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`; None: no home."""
     import platformdirs  # only needed where no directory was chosen
 
-    return platformdirs.user_cache_path("dist_autotune", appauthor=False)
+    try:
+        directory = platformdirs.user_cache_path("dist_autotune", appauthor=False)
+    except RuntimeError:  # neither HOME nor an entry in the password database
+        return None
+    return directory if directory.is_absolute() else None  # older versions leave the "~" as it is
 
 
 def _parse(content: bytes) -> dict[str, Any]:

@@ -157,9 +157,7 @@ class Domain:
             facts,
             self.name,
             self.agreement.rank,
-            lambda directory, reason: self.disk.cannot_write(
-                directory, reason, "After a crash, tuning does not go on where it was."
-            ),
+            self.disk.journal_failed,
         )
 
     # -- opening a session ---------------------------------------------------------------------------------
