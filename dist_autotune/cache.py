@@ -8,7 +8,6 @@ Whatever is wrong with a file or with the directory is a `CacheWarning`, and tun
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -22,12 +21,14 @@ from filelock import FileLock
 
 from .errors import CacheWarning
 from .identity import digest
-from .serialize import from_json, to_json
+from .regular_files import read_bounded
+from .serialize import from_json, parse_json, to_json
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
 NOT_KEPT = "Winners are not kept on disk."
 NOT_RESUMED = "After a crash, tuning does not go on where it was."
+MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 _PROBE_BYTES = 4096
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
 
@@ -210,7 +211,7 @@ class DiskCache:
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            entry = from_json(Entry, _parse(path.read_bytes()))
+            entry = from_json(Entry, _parse(read_bounded(path, MAX_ENTRY_BYTES)))
             if entry.key.file_name != path.name:
                 raise ValueError(f"its content belongs in {entry.key.file_name}")
         except (FileNotFoundError, NotADirectoryError):
@@ -268,10 +269,9 @@ def default_directory() -> Path | None:
 
 def _parse(content: bytes) -> dict[str, Any]:
     """Return the JSON object in `content`; a ValueError says in a few words why there is none."""
-    try:
-        data = json.loads(content)
-    except (ValueError, RecursionError):  # malformed JSON, bytes that are no text, nesting without end
-        raise ValueError("empty file" if not content.strip() else "damaged JSON") from None
+    if not content.strip():
+        raise ValueError("empty file")
+    data = parse_json(content)
     if not isinstance(data, dict) or "schema" not in data:
         raise ValueError("no schema version")
     if data["schema"] != SCHEMA_VERSION:
