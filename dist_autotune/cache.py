@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ NOT_KEPT = "Winners are not kept on disk."
 NOT_RESUMED = "After a crash, tuning does not go on where it was."
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 _PROBE_BYTES = 4096
+LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
+_SUFFIX_CHARACTERS = len("0123456789abcdef.json")
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
 
 
@@ -58,7 +61,7 @@ class EntryKey:
     @property
     def file_name(self) -> str:
         """Return `kernel-digest.json`."""
-        return f"{re.sub(r'[^A-Za-z0-9_.]+', '_', self.kernel)[:80] or '_'}-{self.digest}.json"
+        return f"{_file_prefix(self.kernel)}-{self.digest}.json"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,34 @@ class DiskCache:
             if (entry := self._read(path)) is not None:
                 yield entry
 
+    def entries_of(self, kernel: str) -> Iterator[Entry]:
+        """Yield every usable entry of the kernels of this readable name; no other file is read."""
+        prefix = f"{_file_prefix(kernel)}-"
+        for path in self._entry_files():
+            is_of_it = path.name.startswith(prefix) and len(path.name) == len(prefix) + _SUFFIX_CHARACTERS
+            if is_of_it and (entry := self._read(path)) is not None:
+                yield entry
+
+    def note_launched(self, function: str, key: EntryKey) -> None:
+        """Keep that a function launches what an entry is for, if the directory can be written."""
+        if self.directory is None:
+            return
+        folder = self.directory / LAUNCHED / function
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / key.file_name).touch()
+
+    def launched_by(self, function: str) -> Iterator[Entry]:
+        """Yield the usable entries of what a function is known to launch."""
+        if self.directory is None:
+            return
+        names = []
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(self.directory / LAUNCHED / function))
+        for name in filter(_ENTRY_NAME.fullmatch, names):
+            if (entry := self._read(self.directory / name)) is not None:
+                yield entry
+
     def load_all(self, match: Callable[[Entry], bool] | None = None) -> dict[str, Entry]:
         """Return the usable entries that `match`, by the digest of their key."""
         return {entry.key.digest: entry for entry in self.entries() if match is None or match(entry)}
@@ -119,10 +150,11 @@ class DiskCache:
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""
         files = self._entry_files()
-        if files:
+        if files and self.directory is not None:
             with self._lock():
                 for path in files:
                     path.unlink(missing_ok=True)
+                shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
         return len(files)
 
     def export(self, path: Path) -> int:
@@ -254,6 +286,10 @@ class DiskCache:
         if text not in self._complaints:
             self._complaints.add(text)
             warnings.warn(text, CacheWarning, stacklevel=3)
+
+
+def _file_prefix(kernel: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", kernel)[:80] or "_"
 
 
 def default_directory() -> Path | None:

@@ -74,7 +74,7 @@ class OwnRun:
             payload = replace(payload, compiling_s=domain.ledger.new_compiling_s())
         if waits and domain.shares_clock and len(agreement.ranks) > 1:
             payload = self._common_start.told(payload)
-        return payload
+        return domain.with_offers(payload)
 
     def take(self, merged: Payload) -> None:
         """Take in what all ranks told, before anything follows from it."""

@@ -94,6 +94,8 @@ def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     cache.put(entry())
     (tmp_path / f"damaged-{KEY.digest}.json").write_text("")
+    cache.note_launched("layer", KEY)
+    assert list(cache.launched_by("layer")) == [entry()]
     assert cache.clear() == 2
     assert files(tmp_path) == ["settings.json"]
 

@@ -10,7 +10,8 @@ import pytest
 import triton
 import triton.language as tl
 
-from dist_autotune import CacheWarning, tunable
+from dist_autotune import CacheWarning, intercept, tunable
+from dist_autotune.cache import DiskCache
 from kernels_for_tests import (
     EMULATIONS,
     F32,
@@ -65,6 +66,20 @@ def test_another_process_finds_the_winners(bench):
         [sys.executable, "-c", ANOTHER_PROCESS], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[32] 1 cached"
+
+
+def test_no_call_scans_the_cache_captured_or_not(bench, tmp_cache, monkeypatch):
+    bench.tune(lambda: launch(bench.kernel({16: 3.0, 32: 1.0}), numbers()))()
+    bench.forget()
+    monkeypatch.delattr(DiskCache, "_entry_files")
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(intercept, "is_capturing", lambda: True)
+        tuned(64), tuned(32), tuned(32)  # 32: no entry
+    tuned(64)
+    assert bench.blocks() == [32, 16, 16, 32]
+    assert tuned.report.runs == 1
 
 
 def test_an_entry_is_one_readable_file(bench, tmp_cache):
