@@ -89,14 +89,14 @@ class Board:
 
         self._do(ask)
 
-    def askers(self, known: int) -> list[str]:
+    def askers(self, known: int, patience_s: float = PATIENCE_S) -> list[str]:
         """Return the hosts that have asked since the first `known`."""
 
         def read() -> list[str]:
             hosts = (self._read(f"asked/{number}") for number in itertools.count(known + 1))
             return list(itertools.takewhile(lambda host: host is not None, hosts))
 
-        return self._do(read)
+        return self._do(read, patience_s)
 
     def publish(self, sequence: int, end: End, patience_s: float = PATIENCE_S) -> None:
         """Let `end` stand unless there is one."""

@@ -124,10 +124,9 @@ class Exchange:
                 self._heard_at = time.monotonic()
             if reply is not None:
                 return reply
-            if awaits_others:
-                self._peers.let_in()
-            elif hub is not None:
-                continue
+            if hub is not None:
+                if awaits_others and self._board_lost is None:
+                    self._let_in()
             elif look is None:
                 look = line.send("look", self._sequence)
             elif line.receive(look, 0.0) is not None:
@@ -174,6 +173,13 @@ class Exchange:
                 board.publish(self._sequence, missing, self._patience_s)
             time.sleep(next(pauses))
         return end
+
+    def _let_in(self) -> None:
+        """Let in those on other hosts who ask; ranks of this one need no store that answers."""
+        try:
+            self._peers.let_in(min(self._patience_s, SILENCE_S))
+        except BoardLost as error:
+            self._board_lost = error
 
     def _sign(self) -> None:
         """Sign on the board while the hub may still answer."""

@@ -152,9 +152,8 @@ class Hub:
         while self._new_doors:
             self._selector.register(self._new_doors.pop(), selectors.EVENT_READ)
         self._see_to_backlogs(now)
-        for stranger, came_at in list(self._strangers.items()):
-            if now - came_at > STRANGERS_S:
-                self._drop(stranger)
+        for stranger in [each for each, came_at in self._strangers.items() if now - came_at > STRANGERS_S]:
+            self._drop(stranger)
 
     def _accept(self, door: socket.socket) -> None:
         try:
@@ -222,8 +221,10 @@ class Hub:
         self._wake_up()
 
     def _drop(self, connection: _Connection) -> None:
-        self._strangers.pop(connection, None)
         self._selector.unregister(connection.socket)
+        if self._strangers.pop(connection, None) is not None:  # it has asked for nothing
+            connection.socket.close()
+            return
         with self._lock:
             connection.socket.close()
             self._backlogs.discard(connection)

@@ -51,15 +51,15 @@ class Peers:
             return None
         ways = address.ways(this_host())
         if not ways and not self._has_asked:
-            self._has_asked = True
             store = self.board.host
             self.board.ask_in(interface_towards(store[0]) if store is not None else "")
+            self._has_asked = True
         return SocketLine(ways, address.token, self.position) if ways else None
 
-    def let_in(self) -> None:
+    def let_in(self, patience_s: float) -> None:
         """Let the hub listen for those on other hosts who have asked since the last time."""
         assert self.hub is not None
-        for host in self.board.askers(self._let_in):
+        for host in self.board.askers(self._let_in, patience_s):
             self._let_in += 1
             self.hub.open_towards(host)
             self.board.put_address(self.hub.address())
