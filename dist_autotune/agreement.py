@@ -30,8 +30,8 @@ from .errors import (
     name_ranks,
 )
 from .exchange import Exchange, Merge
-from .hub_messages import bytes_of
-from .line import HubLost, HubSilent
+from .hub_messages import Message, bytes_of
+from .line import HubLost, HubSilent, HungUp
 from .peers import Peers
 from .text import described
 
@@ -158,6 +158,12 @@ class GroupAgreement:
         with watch(self._sequence, what, timeout_s, on_stuck, tell, whereabouts):
             yield
 
+    def close(self) -> None:
+        """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
+        if self._attendant is not None:
+            self._attendant.close()
+        self.peers.close()
+
     def _own_attendant(self) -> Attendant:
         if self._attendant is None:
             self._attendant = Attendant(self.rank, attendant.HEARTBEAT_S, self.peers.new_line)
@@ -175,10 +181,17 @@ class GroupAgreement:
         with contextlib.suppress(BoardLost, HubLost, HubSilent, OSError):
             if self.peers.is_lost or not self.peers.find_hub():
                 return
-            assert self.peers.line is not None
-            reply = self.peers.line.receive(self.peers.line.send("publish", sequence, end=end), FAREWELL_S)
+            reply = self._published(sequence, end)
             if reply is not None and "merged" in reply["end"]:
                 self.fail(error)  # the others have gone on: they meet the failure at their next exchange
+
+    def _published(self, sequence: int, end: End) -> Message | None:
+        """Tell the hub how an exchange ends, on a new connection if it hangs up on this one."""
+        line = self.peers.line
+        assert line is not None
+        with contextlib.suppress(HungUp):
+            return line.receive(line.send("publish", sequence, end=end), FAREWELL_S)
+        return line.receive(line.send("publish", sequence, end=end), FAREWELL_S)
 
     def _as_error(self, end: End) -> TuningError:
         if "failed" in end:
@@ -232,9 +245,24 @@ class Agreements:
         if known is not None and known.pid != os.getpid():
             return self.alone()
         if known is None:
+            self._close_ended()
             known = self._by_group[group] = GroupAgreement(group)
-            weakref.finalize(group, known.peers.close).atexit = False
+            weakref.finalize(group, known.close).atexit = False
         return known
+
+    def _close_ended(self) -> None:
+        """End what belongs to groups that were destroyed, though the program still holds them."""
+        for group, known in list(self._by_group.items()):
+            if known.pid == os.getpid() and _has_ended(group):
+                known.close()
+                del self._by_group[group]
+
+
+def _has_ended(group: Any) -> bool:
+    try:
+        return dist.get_rank(group) < 0
+    except (ValueError, RuntimeError):  # destroyed, or all of them were
+        return True
 
 
 def _rank_in(group: Any) -> int:

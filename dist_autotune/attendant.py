@@ -43,6 +43,7 @@ class Attendant:
         self._heartbeat_s = heartbeat_s
         self._new_line = new_line
         self._thread: threading.Thread | None = None
+        self._is_closed = False
         self._beats_at: int | None = None
         self._watch: Watch | None = None
         self._told: Watch | None = None
@@ -87,10 +88,16 @@ class Attendant:
             self._thread = threading.Thread(target=self._attend, name="dist_autotune attendant", daemon=True)
             self._thread.start()
 
+    def close(self) -> None:
+        """End the thread at its next look. Takes no lock: a garbage collector may call it, on any thread."""
+        self._is_closed = True
+
     def _attend(self) -> None:
         line: Line | None = None
         while True:
             time.sleep(self._heartbeat_s)
+            if self._is_closed:
+                break
             beats_at, watch = self._beats_at, self._watch
             if watch is not None and time.monotonic() - watch.began < self._heartbeat_s:
                 watch = None
@@ -106,6 +113,8 @@ class Attendant:
                     self._look(watch, line)
             except (BoardLost, HubLost, HubSilent):
                 line = None
+        if line is not None:
+            line.close()
 
     def _look(self, watch: Watch, line: Line) -> None:
         """Say once that the peers have gone on without this rank; later, if so asked, end the process."""

@@ -7,7 +7,9 @@ interrupted nor bounded in time (a stopped host blocks it for ever), so each run
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,12 +30,19 @@ class BoardLost(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a hub listens; `token` is asked of whoever connects."""
+    """Where a hub listens.
 
-    host: str
-    ip: str  # another way to it, for ranks on other hosts
-    port: int
+    token: twice `TOKEN_BYTES`. Whoever connects shows the first half, and is answered the second.
+    """
+
+    host: str  # as `hosts.this_host` names it
+    port: int  # for ranks on the same host
+    outside: tuple[tuple[str, int], ...]  # (name, port) for ranks on other hosts, once one has asked
     token: str
+
+    def ways(self, from_host: str) -> list[tuple[str, int]]:
+        """Return what a rank on a host can connect to; nothing: it has to ask."""
+        return [("127.0.0.1", self.port)] if from_host == self.host else list(self.outside)
 
 
 class Board:
@@ -43,6 +52,7 @@ class Board:
         self._group_name = str(group.group_name)
         self._ranks = ranks
         self._rank = rank
+        self._mark = os.urandom(8).hex()  # of this board
         self._known_store: Any = None
         self._is_closed = False
 
@@ -62,27 +72,48 @@ class Board:
     def put_address(self, address: Address) -> None:
         self._do(lambda: self._store.set("address", json.dumps(asdict(address))))
 
-    def address(self) -> Address | None:
+    def address(self, patience_s: float = PATIENCE_S) -> Address | None:
         """Return the hub's address, if it stands here yet."""
-        found = self._do(lambda: self._read("address"))
-        return Address(**found) if found is not None else None
+        found = self._do(lambda: self._read("address"), patience_s)
+        if found is None:
+            return None
+        outside = tuple((name, port) for name, port in found.pop("outside"))
+        return Address(outside=outside, **found)
 
-    def publish(self, sequence: int, end: End) -> None:
+    def ask_in(self, host: str) -> None:
+        """Ask the hub to listen on the interface towards `host`."""
+
+        def ask() -> None:
+            number = self._store.add("asked", 1)
+            self._store.set(f"asked/{number}", json.dumps(host))
+
+        self._do(ask)
+
+    def askers(self, known: int, patience_s: float = PATIENCE_S) -> list[str]:
+        """Return the hosts that have asked since the first `known`."""
+
+        def read() -> list[str]:
+            hosts = (self._read(f"asked/{number}") for number in itertools.count(known + 1))
+            return list(itertools.takewhile(lambda host: host is not None, hosts))
+
+        return self._do(read, patience_s)
+
+    def publish(self, sequence: int, end: End, patience_s: float = PATIENCE_S) -> None:
         """Let `end` stand unless there is one."""
-        self._do(lambda: self._store.compare_set(f"{sequence}/end", "", json.dumps(end)))
+        self._do(lambda: self._store.compare_set(f"{sequence}/end", "", json.dumps(end)), patience_s)
 
-    def end(self, sequence: int) -> End | None:
+    def end(self, sequence: int, patience_s: float = PATIENCE_S) -> End | None:
         """Return how the exchange ended, if it says so here."""
-        found: End | None = self._do(lambda: self._read(f"{sequence}/end"))
+        found: End | None = self._do(lambda: self._read(f"{sequence}/end"), patience_s)
         return found
 
-    def sign(self, sequence: int) -> None:
+    def sign(self, sequence: int, patience_s: float = PATIENCE_S) -> None:
         """Say that this rank has come to an exchange."""
-        self._do(lambda: self._store.set(f"here/{self._rank}", str(sequence)))
+        self._do(lambda: self._store.set(f"here/{self._rank}", str(sequence)), patience_s)
 
-    def absent(self, sequence: int) -> list[int]:
+    def absent(self, sequence: int, patience_s: float = PATIENCE_S) -> list[int]:
         """Return the ranks that have not signed for this exchange or a later one."""
-        return self._do(lambda: [rank for rank in self._ranks if self._signed(rank) < sequence])
+        return self._do(lambda: [rank for rank in self._ranks if self._signed(rank) < sequence], patience_s)
 
     def _signed(self, rank: int) -> int:
         latest = self._read(f"here/{rank}")
@@ -99,12 +130,24 @@ class Board:
             default = dist.distributed_c10d._get_default_store()
             members = "-".join(map(str, self._ranks)) if len(self._ranks) < 17 else str(len(self._ranks))
             name = f"dist_autotune/{self._group_name}/{members}"
-            # The n-th board that a rank makes for a group of this name belongs with the n-th of the others.
-            count = default.add(f"{name}/boards/{self._rank}", 1)
-            self._known_store = dist.PrefixStore(f"{name}/{count}", default)
+            self._known_store = dist.PrefixStore(f"{name}/{self._count(default, name)}", default)
         return self._known_store
 
-    def _do(self, operation: Callable[[], T]) -> T:
+    def _count(self, default: Any, name: str) -> int:
+        """Return how many boards this rank has made for groups of this name, this one included.
+
+        The n-th of one rank belongs with the n-th of the others. A board takes its number by its mark, so
+        asking again gives the same number, also where the first answer was slow or lost.
+        """
+        for count in itertools.count(1):
+            if (
+                default.compare_set(f"{name}/boards/{self._rank}/{count}", "", self._mark).decode()
+                == self._mark
+            ):
+                return count
+        raise AssertionError
+
+    def _do(self, operation: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -116,9 +159,9 @@ class Board:
 
         thread = threading.Thread(target=run, name="dist_autotune board", daemon=True)
         thread.start()
-        thread.join(PATIENCE_S)
+        thread.join(patience_s)
         if results:
             return results[0]
         if not errors or isinstance(errors[0], (dist.DistError, BoardLost)):
-            raise BoardLost(str(errors[0]) if errors else f"no answer in {PATIENCE_S:g} s")
+            raise BoardLost(str(errors[0]) if errors else f"no answer in {patience_s:.3g} s")
         raise errors[0]

@@ -8,10 +8,10 @@ Whatever is wrong with a file or with the directory is a `CacheWarning`, and tun
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +22,17 @@ from filelock import FileLock
 
 from .errors import CacheWarning
 from .identity import digest
-from .serialize import from_json, to_json
+from .regular_files import read_bounded
+from .serialize import from_json, parse_json, to_json
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
+NOT_KEPT = "Winners are not kept on disk."
+NOT_RESUMED = "After a crash, tuning does not go on where it was."
+MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
+_PROBE_BYTES = 4096
+LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
+_SUFFIX_CHARACTERS = len("0123456789abcdef.json")
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
 
 
@@ -54,7 +61,7 @@ class EntryKey:
     @property
     def file_name(self) -> str:
         """Return `kernel-digest.json`."""
-        return f"{re.sub(r'[^A-Za-z0-9_.]+', '_', self.kernel)[:80] or '_'}-{self.digest}.json"
+        return f"{_file_prefix(self.kernel)}-{self.digest}.json"
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class DiskCache:
         self._without_lock = ""  # why writes go on without the lock
         self._has_swept = False
         self._complaints: set[str] = set()
-        self._has_told = False  # that the directory cannot be written
+        self._has_told = False  # that winners are lost
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
@@ -104,6 +111,34 @@ class DiskCache:
             if (entry := self._read(path)) is not None:
                 yield entry
 
+    def entries_of(self, kernel: str) -> Iterator[Entry]:
+        """Yield every usable entry of the kernels of this readable name; no other file is read."""
+        prefix = f"{_file_prefix(kernel)}-"
+        for path in self._entry_files():
+            is_of_it = path.name.startswith(prefix) and len(path.name) == len(prefix) + _SUFFIX_CHARACTERS
+            if is_of_it and (entry := self._read(path)) is not None:
+                yield entry
+
+    def note_launched(self, function: str, key: EntryKey) -> None:
+        """Keep that a function launches what an entry is for, if the directory can be written."""
+        if self.directory is None:
+            return
+        folder = self.directory / LAUNCHED / function
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / key.file_name).touch()
+
+    def launched_by(self, function: str) -> Iterator[Entry]:
+        """Yield the usable entries of what a function is known to launch."""
+        if self.directory is None:
+            return
+        names = []
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(self.directory / LAUNCHED / function))
+        for name in filter(_ENTRY_NAME.fullmatch, names):
+            if (entry := self._read(self.directory / name)) is not None:
+                yield entry
+
     def load_all(self, match: Callable[[Entry], bool] | None = None) -> dict[str, Entry]:
         """Return the usable entries that `match`, by the digest of their key."""
         return {entry.key.digest: entry for entry in self.entries() if match is None or match(entry)}
@@ -115,10 +150,11 @@ class DiskCache:
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""
         files = self._entry_files()
-        if files:
+        if files and self.directory is not None:
             with self._lock():
                 for path in files:
                     path.unlink(missing_ok=True)
+                shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
         return len(files)
 
     def export(self, path: Path) -> int:
@@ -152,7 +188,7 @@ class DiskCache:
                     if not self._holds(entry):  # a peer may have stored it while this process waited
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
-            self.cannot_write(self.directory, error.strerror or str(error), "Winners are not kept on disk.")
+            self._tell_lost(self.directory, error.strerror or str(error), NOT_KEPT)
         else:
             if self._without_lock:
                 self._complain(
@@ -207,7 +243,7 @@ class DiskCache:
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            entry = from_json(Entry, _parse(path.read_bytes()))
+            entry = from_json(Entry, _parse(read_bounded(path, MAX_ENTRY_BYTES)))
             if entry.key.file_name != path.name:
                 raise ValueError(f"its content belongs in {entry.key.file_name}")
         except (FileNotFoundError, NotADirectoryError):
@@ -217,8 +253,30 @@ class DiskCache:
             return None
         return entry
 
-    def cannot_write(self, directory: Path, reason: str, consequence: str) -> None:
-        """Warn, once whatever it is that cannot be written."""
+    def journal_failed(self, directory: Path, reason: str) -> None:
+        """Warn that a journal beside the entries cannot be written, and whether entries can."""
+        if self._can_write():
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_RESUMED}")
+        else:
+            self._tell_lost(directory, reason, f"{NOT_KEPT} {NOT_RESUMED}")
+
+    def _can_write(self) -> bool:
+        """Return whether an entry could be stored now."""
+        if self.directory is None:
+            return False
+        path = self.directory / f".{os.getpid()}-{os.urandom(4).hex()}.json.probe.tmp"
+        try:
+            with path.open("xb") as file:
+                file.write(bytes(_PROBE_BYTES))
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        return True
+
+    def _tell_lost(self, directory: Path, reason: str, consequence: str) -> None:
+        """Warn that winners are lost, once whatever the reason."""
         if not self._has_told:
             self._has_told = True
             self._complain(f"Cannot write the cache in {directory}: {reason}. {consequence}")
@@ -230,19 +288,26 @@ class DiskCache:
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 
-def default_directory() -> Path:
-    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`."""
+def _file_prefix(kernel: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", kernel)[:80] or "_"
+
+
+def default_directory() -> Path | None:
+    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`; None: no home."""
     import platformdirs  # only needed where no directory was chosen
 
-    return platformdirs.user_cache_path("dist_autotune", appauthor=False)
+    try:
+        directory = platformdirs.user_cache_path("dist_autotune", appauthor=False)
+    except RuntimeError:  # neither HOME nor an entry in the password database
+        return None
+    return directory if directory.is_absolute() else None  # older versions leave the "~" as it is
 
 
 def _parse(content: bytes) -> dict[str, Any]:
     """Return the JSON object in `content`; a ValueError says in a few words why there is none."""
-    try:
-        data = json.loads(content)
-    except (ValueError, RecursionError):  # malformed JSON, bytes that are no text, nesting without end
-        raise ValueError("empty file" if not content.strip() else "damaged JSON") from None
+    if not content.strip():
+        raise ValueError("empty file")
+    data = parse_json(content)
     if not isinstance(data, dict) or "schema" not in data:
         raise ValueError("no schema version")
     if data["schema"] != SCHEMA_VERSION:

@@ -89,7 +89,8 @@ def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache
 
 
 def _open_cache() -> DiskCache:
-    return DiskCache(settings.cache_directory())
+    directory = settings.cache_directory()
+    return DiskCache(directory) if directory is not None else terminal.fail(f"No cache: {settings.NO_HOME}.")
 
 
 def _journal_directory(cache: DiskCache) -> Path:

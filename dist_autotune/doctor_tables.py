@@ -52,7 +52,7 @@ def _versions_table(seen: Examination) -> Table:
 def _settings_table(seen: Examination) -> Table:
     defaults = {
         settings.MODE: settings.MODES[0],
-        settings.CACHE_DIR: seen.directories[CACHE],
+        settings.CACHE_DIR: seen.directories.get(CACHE, "?"),
         settings.LOG_DIR: seen.directories.get(LOGS, "?"),
         settings.TIMEOUT_S: f"{settings.DEFAULT_TIMEOUT_S:g}",
     }

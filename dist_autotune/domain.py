@@ -36,7 +36,7 @@ from .orphans import FOLDER
 from .payload import Payload, check_facts
 from .protocol import Tuning
 from .recovery import Recovery
-from .results import Results
+from .results import Offers, Results
 from .rules import Rules
 from .search import Context
 from .settings import online_share
@@ -67,7 +67,13 @@ class Domain:
         self.disk = DiskCache(options.resolved_cache_dir())
         self.device = Device.current()
         self._results = Results(
-            self.disk, agreement, self.device, self.scope, options.agree, options.objective
+            self.disk,
+            agreement,
+            self.device,
+            f"{name}#{function_digest}",
+            self.scope,
+            options.agree,
+            options.objective,
         )
         self.ledger = Ledger()  # of the session under way
         self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
@@ -75,7 +81,9 @@ class Domain:
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
         self._sources: dict[str, dict[str, int]] = {}  # as told: name -> texts -> lowest rank
-        self._offers: dict[str, tuple[int, str, float]] = {}  # disk entries that all ranks use
+        self.in_session = False
+        self._looks_on_disk = False
+        self._offers: Offers = {}  # disk entries that all ranks use
         self.recovery = Recovery(
             self._journal(tunes=tunes), lambda local: self._results.entry_key(local).digest
         )
@@ -159,9 +167,7 @@ class Domain:
             facts,
             self.name,
             self.agreement.rank,
-            lambda directory, reason: self.disk.cannot_write(
-                directory, reason, "After a crash, tuning does not go on where it was."
-            ),
+            self.disk.journal_failed,
         )
 
     # -- opening a session ---------------------------------------------------------------------------------
@@ -172,7 +178,9 @@ class Domain:
         return replace(said, past=None, crashes={}) if self.forgetful else said
 
     def _offered(self) -> dict[str, tuple[int, str, float]]:
-        return {} if self.forgetful else self._results.on_disk()
+        if self.forgetful or isinstance(self.agreement, Alone):  # alone, an entry is looked up when needed
+            return {}
+        return self._results.launched_before()
 
     def going_on(self, state: str) -> Payload:
         """Return what this rank says to go on with a session that a failed run has left in `state`.
@@ -217,10 +225,16 @@ class Domain:
         if len(devices) > 1:
             remarks.append(f"ranks run on different devices ({', '.join(devices)}): no disk entries are used")
             self._offers = {}
+        self._looks_on_disk = len(devices) == 1
+        self.in_session = True
         if self.forgetful:
             self.reset(tunes=self.tuning.rules.tunes)
             merged = replace(merged, past=None)
-        return remarks + self._begin(session, ", ".join(sorted(devices)), merged)
+        remarks += self._begin(session, ", ".join(sorted(devices)), merged)
+        for local in self.local_contexts.by_name.values():
+            if local.context is None and local.claim is None:  # met in a settled call
+                local.claim = self._claim_on_disk(local)
+        return remarks
 
     def _begin(self, session: str, devices: str, merged: Payload) -> list[str]:
         """Begin the session, where another one was left if there is one; return remarks for the log."""
@@ -254,11 +268,21 @@ class Domain:
                     continue
             facts[name] = values
         check_facts(Payload(merged.kind, facts=facts), "run")
+        self._offers = {**merged.offers, **self._offers}
+
+    def with_offers(self, payload: Payload) -> Payload:
+        """Offer all entries of the kernels that a run announces, if nothing is agreed on later."""
+        is_agreed_later = self.options.watch and self.tuning.rules.tunes
+        if isinstance(self.agreement, Alone) or is_agreed_later or self.forgetful or not self._looks_on_disk:
+            return payload
+        told = [local for local in self.local_contexts.by_name.values() if local.told is not None]
+        new = [local for local in told if local.told and local.told.announcement is not None]
+        kernels = {(local.source.short_name, local.kernel) for local in new}
+        return replace(payload, offers=self._results.of_kernels(kernels))
 
     def look_on_disk(self) -> None:
-        """Let a call outside a session use disk entries; with peers they would have to be agreed first."""
-        if isinstance(self.agreement, Alone):
-            self._offers = self._offers or self._results.on_disk()
+        """Let a call before the first session use disk entries, unless there are peers to agree with."""
+        self._looks_on_disk = self._looks_on_disk or isinstance(self.agreement, Alone)
 
     def drop_session(self) -> None:
         """Forget the searches under way, on all ranks alike."""
@@ -275,8 +299,17 @@ class Domain:
         known = None if tuner is None else self._results.in_memory(tuner, local.key)
         if known is not None:
             return Claim(self.agreement.rank, identity.candidate_digest(known.all_kwargs()))
+        return self._claim_on_disk(local)
+
+    def _claim_on_disk(self, local: Local) -> Claim | None:
+        """Return what all ranks have agreed to use, else what this rank has and will tell the others of."""
+        if self.forgetful:
+            return None
         offer = self._offers.get(self._results.entry_key(local).digest)
-        return None if offer is None else Claim(*offer)
+        if offer is not None:
+            return Claim(*offer)
+        is_told = self.in_session or isinstance(self.agreement, Alone)
+        return self._results.on_disk(local) if is_told and self._looks_on_disk else None
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""

@@ -130,13 +130,14 @@ def versions() -> dict[str, str | None]:
 
 def _settings() -> tuple[dict[str, str], str]:
     """Return the directories in force, and what is wrong with the variables."""
-    directories = {CACHE: str(settings.cache_directory())}
+    cache = settings.cache_directory()
+    directories = {} if cache is None else {CACHE: str(cache)}
     try:
         settings.check_variables()
         logs = Options().resolved_log_dir()
     except InvalidOption as error:
         return directories, str(error)
-    return directories | ({LOGS: str(logs)} if logs else {}), ""
+    return directories | ({LOGS: str(logs)} if logs else {}), "" if cache is not None else settings.NO_HOME
 
 
 def _installed(*distributions: str) -> str | None:

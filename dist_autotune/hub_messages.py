@@ -1,4 +1,4 @@
-"""Messages between ranks and their hub: a JSON object after its length in four bytes.
+"""Messages between ranks and their hub: after a token, JSON objects, each after its length in four bytes.
 
 A request carries an `id`, its reply the same. Payloads travel in them as text.
 """
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 Message: TypeAlias = dict[str, Any]
 Reply: TypeAlias = Callable[[Message], None]
 
+TOKEN_BYTES = 32  # what a connection begins with, in either direction
 LENGTH = struct.Struct("!I")
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .board import Address
 from .hub import SEND_S, Hub
-from .hub_messages import Message, pack, unpack
+from .hub_messages import TOKEN_BYTES, Message, pack, unpack
 
 _LEAST_S = 1e-3  # for a reply that is there already
 # A wait is made of slices: a Ctrl-C that comes between Python's last look at signals and the system call that
@@ -22,12 +23,21 @@ class HubLost(Exception):
     """The hub has gone, and will not come back."""
 
 
+class HungUp(HubLost):
+    """The hub has closed a connection that stood: it may take another one."""
+
+
 class HubSilent(Exception):
     """The hub's process is stopped, or busy beyond measure: it may come back."""
 
 
 class Line(Protocol):
-    """Requests and their replies; used by one thread."""
+    """Requests and their replies; used by one thread.
+
+    patience_s: how long the hub may take to take a message in.
+    """
+
+    patience_s: float
 
     def send(self, op: str, sequence: int, **fields: Any) -> int:
         """Send a request and return its number."""
@@ -46,6 +56,7 @@ class LocalLine:
     """The line of the rank that runs the hub."""
 
     def __init__(self, hub: Hub, position: int) -> None:
+        self.patience_s = SEND_S
         self._hub = hub
         self._position = position
         self._numbers = itertools.count()
@@ -71,7 +82,8 @@ class LocalLine:
         self._replies.clear()
 
     def _handle(self, message: Message) -> None:
-        self._hub.handle({**message, "position": self._position}, self._reply)
+        reply = functools.partial(self._hub.hand_over, self._reply)
+        self._hub.handle({**message, "position": self._position}, reply)
 
     def _reply(self, message: Message) -> None:
         with self._arrived:
@@ -80,14 +92,20 @@ class LocalLine:
 
 
 class SocketLine:
-    """The line of any other rank. An interrupted reply leaves it closed; the next request connects anew."""
+    """The line of any other rank, by one of several ways to the hub.
 
-    def __init__(self, address: Address, position: int) -> None:
-        self._address = address
+    An interrupted reply leaves it closed; the next request connects anew.
+    """
+
+    def __init__(self, ways: Sequence[tuple[str, int]], token: str, position: int) -> None:
+        self.patience_s = SEND_S
+        self._ways = ways
+        self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
         self._position = position
         self._numbers = itertools.count()
         self._replies: dict[int, Message] = {}
         self._buffer = bytearray()
+        self._is_answered = False  # the hub has shown that it is ours
         self._socket: socket.socket | None = None
 
     def send(self, op: str, sequence: int, **fields: Any) -> int:
@@ -111,7 +129,7 @@ class SocketLine:
             except BaseException as error:
                 self.close()  # a part of a message may be lost
                 if isinstance(error, OSError):
-                    raise HubLost(str(error)) from None
+                    raise HungUp(str(error)) from None
                 raise
         return self._replies.pop(request)
 
@@ -119,6 +137,7 @@ class SocketLine:
         if self._socket is not None:
             self._socket.close()
         self._socket = None
+        self._is_answered = False
         self._buffer.clear()
         self._replies.clear()
 
@@ -130,32 +149,37 @@ class SocketLine:
         if not data:
             raise ConnectionResetError("the hub has closed the connection")
         self._buffer += data
+        if not self._is_answered:
+            if len(self._buffer) < TOKEN_BYTES:
+                return
+            if self._buffer[:TOKEN_BYTES] != self._answer:
+                raise ConnectionResetError("another program answers in place of the hub")
+            del self._buffer[:TOKEN_BYTES]
+            self._is_answered = True
         for message in unpack(self._buffer):
             self._replies[int(message["id"])] = message
 
     def _send(self, message: Message) -> None:
         data = pack({**message, "position": self._position})
+        stands = self._socket is not None
         try:
             if self._socket is None:
                 self._socket = self._connected()
-                data = pack({"token": self._address.token}) + data
-            self._socket.settimeout(SEND_S)
+                stands, data = True, self._token + data
+            self._socket.settimeout(self.patience_s)
             self._socket.sendall(data)
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
                 raise HubSilent from None
             if isinstance(error, OSError):
-                raise HubLost(str(error)) from None
+                raise (HungUp if stands else HubLost)(str(error)) from None
             raise
 
     def _connected(self) -> socket.socket:
-        address = self._address
-        ways = ["127.0.0.1"] if address.host == socket.gethostname() else []
-        ways += [way for way in (address.ip, address.host) if way]
-        for way in ways:
+        for way in self._ways:
             try:
-                connection = socket.create_connection((way, address.port), timeout=SEND_S)
+                connection = socket.create_connection(way, timeout=self.patience_s)
             except OSError as error:
                 reason = error
                 continue

@@ -8,14 +8,13 @@ crash leaves every event before it.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from .log_lines import LogLines
 from .records import (
@@ -29,8 +28,11 @@ from .records import (
     RunFailed,
     SessionClosed,
 )
-from .serialize import from_json, to_json
+from .regular_files import bounded_lines, open_regular
+from .serialize import escaped, from_json, parse_json, to_json
 from .text import counted
+
+MAX_LINE_BYTES = 64 << 20
 
 logger = logging.getLogger("dist_autotune")
 
@@ -129,12 +131,19 @@ def read_records(path: Path, skipped: Counter[str] | None = None) -> Iterator[Re
     RuntimeWarning at the end says how many and why.
     """
     reasons: Counter[str] = Counter()
-    with path.open("rb") as file:
-        for line in filter(bytes.strip, file):
-            try:
-                yield _record(line)
-            except ValueError as error:
-                reasons[str(error)] += 1
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        reasons[str(error)] += 1
+    else:
+        with file:
+            for line in bounded_lines(file, MAX_LINE_BYTES):
+                if line is not None and not line.strip():
+                    continue
+                try:
+                    yield _record(line)
+                except ValueError as error:
+                    reasons[str(error)] += 1
     if skipped is not None:
         skipped.update(reasons)
     elif reasons:
@@ -147,10 +156,14 @@ def describe_skipped(reasons: Counter[str]) -> str:
     return f"skipped {counted(reasons.total(), 'line')}: {listed}"
 
 
-def _record(line: bytes) -> Record:
-    """Return the record of one line; a ValueError says in a few words why there is none."""
+def _record(line: bytes | None) -> Record:
+    """Return the record of one line; a ValueError says in a few words why there is none. None: too long."""
+    if line is None:
+        raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
     try:
-        data = json.loads(line)
+        data: Any = parse_json(line)
+        if b"\\ud" in line.lower():
+            data = escaped(data)
         schema, event = data["schema"], str(data["event"])
     except (ValueError, TypeError, KeyError):
         raise ValueError("damaged") from None

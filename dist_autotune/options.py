@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import settings
-from .errors import InvalidOption
+from .errors import CacheWarning, InvalidOption
 
 DEFAULT_N_REPEAT = 5
 DEFAULT_N_WARMUP = 3
@@ -113,18 +114,25 @@ class Options:
         """Return the absolute log directory (now: a later os.chdir does not move it)."""
         if self.log_dir is None:
             return None
-        is_default = self.log_dir == settings.DEFAULT_LOG_DIR
+        is_default = isinstance(self.log_dir, settings.DefaultText)
         return Path(settings.log_directory() if is_default else self.log_dir).absolute()
 
     def resolved_timeout_s(self) -> float:
-        """Return the option or, where it is left at its default, what the environment says."""
-        return settings.timeout_s() if self.timeout_s == settings.DEFAULT_TIMEOUT_S else self.timeout_s
+        """Return the option or, where it is not given, what the environment says."""
+        is_default = isinstance(self.timeout_s, settings.DefaultSeconds)
+        return settings.timeout_s() if is_default else self.timeout_s
 
     def resolved_cache_dir(self) -> Path | None:
-        """Return the directory of the on-disk cache; None: caching is off."""
+        """Return the directory of the on-disk cache; None: caching is off, or there is no place for it."""
         if self.cache is False:
             return None
-        return settings.cache_directory() if self.cache is True else Path(self.cache).absolute()
+        if self.cache is not True:
+            return Path(self.cache).absolute()
+        directory = settings.cache_directory()
+        if directory is None:
+            text = f"No cache: {settings.NO_HOME}. Winners are not kept on disk."
+            warnings.warn(text, CacheWarning, stacklevel=2)
+        return directory
 
     def agreed_fields(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text."""

@@ -8,20 +8,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
+import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from .serialize import parse_json
 from .unfinished import EXACT, EXPLAINED, INEXACT, Crash, Event
 
 SCHEMA_VERSION = 1
 FOLDER = "journal"  # in the cache's directory
 IDLE, RUNNING = "idle", "running"  # or the context whose launch is under way
 FILE_NAME = re.compile(r".+-[0-9a-f]{16}-rank-\d+-[0-9a-f]{8}\.jsonl")
+MAX_BYTES = 256 << 20
 _ATTEMPTS = 10
 # By this process: its own locks do not keep it out, and closing one of its files would end the lock.
 OWNED: set[str] = set()
@@ -92,13 +94,16 @@ def remove_orphans(directory: Path) -> int:
 
 def read_into(orphan: Orphan, rank: int) -> None:
     """Read a journal, but for a last line without its end; a ValueError says in a few words what is wrong."""
-    content = os.pread(orphan.descriptor, os.fstat(orphan.descriptor).st_size, 0)
+    size = os.fstat(orphan.descriptor).st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES} bytes")
+    content = os.pread(orphan.descriptor, size, 0)
     lines = content.split(b"\n")[:-1]
     if len(lines) < 2:
         raise ValueError("damaged journal (no header)")
     tried: dict[str, Any] = {}
     try:
-        first, header, *rest = map(json.loads, lines)
+        first, header, *rest = map(_parsed, lines)
         if header["schema"] != SCHEMA_VERSION:
             raise ValueError(f"schema {header['schema']}, expected {SCHEMA_VERSION}")
         orphan.session = header["session"]
@@ -111,8 +116,15 @@ def read_into(orphan: Orphan, rank: int) -> None:
             "run"
         ):  # else the machine died with the last lines, or nothing was tried
             orphan.crash = _crash(rank, first["now"].strip(), tried, failed=failed)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"damaged journal ({type(error).__name__}: {error})") from None
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"damaged journal ({error})") from None
 
 
 def _crash(rank: int, mark: str, tried: dict[str, Any], *, failed: bool) -> Crash | None:
@@ -146,7 +158,8 @@ def adopt(path: Path) -> Orphan | None:
         return None
     try:
         lock(descriptor)
-        is_there = os.fstat(descriptor).st_nlink > 0  # or another process has taken it up and deleted it
+        found = os.fstat(descriptor)
+        is_there = found.st_nlink > 0 and stat.S_ISREG(found.st_mode)  # or another process has deleted it
     except OSError:
         is_there = False
     if not is_there:

@@ -91,7 +91,7 @@ class OwnRun:
             payload = self._common_start.told(payload)
         if self._filler is not None:
             payload = replace(payload, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return payload
+        return domain.with_offers(payload)
 
     def take(self, merged: Payload) -> None:
         """Take in what all ranks told, before anything follows from it."""

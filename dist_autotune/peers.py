@@ -6,7 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .board import Board
+from .board import PATIENCE_S, Board
+from .hosts import interface_towards, this_host
 from .hub import Hub
 from .hub_exchanges import children
 from .line import Line, LocalLine, SocketLine
@@ -28,23 +29,40 @@ class Peers:
         self.line: Line | None = None  # to the hub; None: not found yet
         self.hub: Hub | None = None  # on the first rank
         self.is_lost = False  # the hub has gone
+        self._has_asked = False  # to be let in, from another host
+        self._let_in = 0  # how many have asked and been let in
 
-    def find_hub(self) -> bool:
+    def find_hub(self, patience_s: float = PATIENCE_S) -> bool:
         """Connect to the hub if it is there by now, or start it; return whether there is one."""
         if self.line is not None:
             return True
         if self.position == 0:
-            self.hub = Hub(len(self.ranks), FAN_OUT)
-            self.board.put_address(self.hub.address(self.board.host))
-        self.line = self.new_line()
+            self.hub = self.hub or Hub(len(self.ranks), FAN_OUT)
+            self.board.put_address(self.hub.address())
+        self.line = self.new_line(patience_s)
         return self.line is not None
 
-    def new_line(self) -> Line | None:
+    def new_line(self, patience_s: float = PATIENCE_S) -> Line | None:
         """Return one more line to the hub, for another thread; None: the hub is not there yet."""
         if self.hub is not None:
             return LocalLine(self.hub, self.position)
-        address = self.board.address()
-        return None if address is None else SocketLine(address, self.position)
+        address = self.board.address(patience_s)
+        if address is None:
+            return None
+        ways = address.ways(this_host())
+        if not ways and not self._has_asked:
+            store = self.board.host
+            self.board.ask_in(interface_towards(store[0]) if store is not None else "")
+            self._has_asked = True
+        return SocketLine(ways, address.token, self.position) if ways else None
+
+    def let_in(self, patience_s: float) -> None:
+        """Let the hub listen for those on other hosts who have asked since the last time."""
+        assert self.hub is not None
+        for host in self.board.askers(self._let_in, patience_s):
+            self._let_in += 1
+            self.hub.open_towards(host)
+            self.board.put_address(self.hub.address())
 
     def close(self) -> None:
         """Let go of hub and store: the process group has ended."""

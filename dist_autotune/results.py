@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
+import re
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import triton
 from triton.runtime.autotuner import Autotuner
@@ -16,13 +19,17 @@ from .agreement import Agreement, Alone
 from .cache import DiskCache, Entry, EntryKey
 from .device import Device
 from .intercept import Key
-from .local import Local
+from .local import Claim, Local
 from .local_contexts import LocalContexts
 from .protocol import Tuning
 from .report import TunedContext
 from .search import Context
+from .serialize import to_json
 from .tunable import CHOICES
 from .version import __version__
+
+Offers: TypeAlias = dict[str, tuple[int, str, float]]
+"""Digest of an entry's key -> (the rank that has it, winner, ms)."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,8 @@ MARKS = Marks()
 class Results:
     """The results of one tuned function on one group of ranks.
 
-    scope: "" for results that all functions share. agree, objective: the options, as keys of disk entries
-    depend on them: the time of a launch and that of the whole run are no answers to one question.
+    function: names the function. scope: "" for results that all functions share. agree, objective: options
+    that keys of disk entries depend on: a launch's time and the whole run's are no answers to one question.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Results:
         disk: DiskCache,
         agreement: Agreement,
         device: Device,
+        function: str,
         scope: str,
         agree: str,
         objective: str = "kernel",
@@ -72,11 +80,29 @@ class Results:
         self._scope = scope
         self._agree = agree
         self._kernel_scope = scope if objective == "kernel" else f"{scope} by the whole run".strip()
+        facts = function, *vars(device).values(), triton.__version__, len(agreement.ranks), agree
+        readable = re.sub(r"[^A-Za-z0-9_.]+", "_", function)[:80]
+        self._folder = f"{readable}-{identity.digest(to_json([*facts, self._scope, self._kernel_scope]))}"
 
-    def on_disk(self) -> dict[str, tuple[int, str, float]]:
-        """Return the entries that may be used here: digest of the key -> (this rank, winner, ms)."""
-        usable = self._disk.load_all(self._is_usable)
-        return {name: (self._agreement.rank, entry.winner, entry.ms) for name, entry in usable.items()}
+    def on_disk(self, local: Local) -> Claim | None:
+        """Return what this rank's disk has for a context."""
+        entry = self._disk.get(self.entry_key(local))
+        return None if entry is None else Claim(self._agreement.rank, entry.winner, entry.ms)
+
+    def launched_before(self) -> Offers:
+        """Return the entries of what the function is known to launch."""
+        return self._offers(self._disk.launched_by(self._folder))
+
+    def of_kernels(self, kernels: Iterable[tuple[str, str]]) -> Offers:
+        """Return the entries of kernels, given as (readable name, identity)."""
+        wanted = set(kernels)
+        found = (self._disk.entries_of(name) for name in sorted({name for name, _ in wanted}))
+        entries = itertools.chain.from_iterable(found)
+        return self._offers(each for each in entries if (each.key.kernel, each.key.kernel_digest) in wanted)
+
+    def _offers(self, entries: Iterable[Entry]) -> Offers:
+        usable = (entry for entry in entries if self._is_usable(entry))
+        return {entry.key.digest: (self._agreement.rank, entry.winner, entry.ms) for entry in usable}
 
     def in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
@@ -121,6 +147,12 @@ class Results:
         ms = timings.get(winner)
         if context.status == "tuned" and ms is not None and len(context.digests) > 1:
             self._disk.put(self._entry(context, local, winner, ms))
+        if (
+            context.status in ("tuned", "cached")
+            and len(context.digests) > 1
+            and len(self._agreement.ranks) > 1
+        ):
+            self._disk.note_launched(self._folder, self.entry_key(local))
 
     def _entry(self, context: Context, local: Local, winner: str, ms: float) -> Entry:
         return Entry(

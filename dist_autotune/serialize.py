@@ -22,6 +22,7 @@ T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
 Reader = Callable[[object], object]
 
+_MAX_DEPTH = 64  # of nested lists and objects: what walks them is recursive
 _compact = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
 _indented = json.JSONEncoder(allow_nan=False, check_circular=False, indent=2).encode
 
@@ -33,6 +34,28 @@ def to_json(value: object, *, indent: bool = False) -> str:
         return encode(value)
     except ValueError:  # a float that JSON does not know; rare, so only then is the value walked
         return encode(_finite(value))
+
+
+def parse_json(content: bytes) -> object:
+    """Return what JSON from outside says; a ValueError in a few words where it cannot be used."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):  # malformed, bytes that are no text, nesting without end
+        raise ValueError("damaged JSON") from None
+    if content.count(b"[") + content.count(b"{") > _MAX_DEPTH and _is_deeper(data, _MAX_DEPTH):
+        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+    return data
+
+
+def escaped(value: object) -> object:
+    """Return parsed JSON with escapes for lone surrogates, which no file and no terminal takes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {escaped(name): escaped(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    return value
 
 
 def from_json(kind: type[D], data: object) -> D:
@@ -54,6 +77,14 @@ def from_json(kind: type[D], data: object) -> D:
         return kind(**values)
     except TypeError as error:  # "missing 2 required keyword-only arguments: ..."
         raise ValueError(str(error).partition(" ")[2]) from error
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        _is_deeper(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _finite(value: object) -> object:

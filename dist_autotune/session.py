@@ -200,6 +200,7 @@ class Session:
         if self.is_over:
             return
         self.is_over = True
+        self.domain.in_session = False
         tuning = self.domain.tuning
         self.has_failed = error is not None
         # Online the next session would be the next call, see `Context.stands`.

@@ -1,4 +1,4 @@
-"""The environment: no other module reads it."""
+"""The environment: no other module reads it. An empty variable counts as unset."""
 
 from __future__ import annotations
 
@@ -39,9 +39,19 @@ OTHERS_VARIABLES = (
     "NVSHMEM_DISABLE_NVLS",
 )
 MODES = ("tune", "cached", "off")
+NO_HOME = f"this user has no home directory. Set HOME, or {CACHE_DIR} to a directory that can be written"
 
-DEFAULT_LOG_DIR = ".autotune_logs"
-DEFAULT_TIMEOUT_S = 300.0
+
+class DefaultText(str):
+    """An argument that was not given: the environment may say otherwise."""
+
+
+class DefaultSeconds(float):
+    """An argument that was not given: the environment may say otherwise."""
+
+
+DEFAULT_LOG_DIR = DefaultText(".autotune_logs")
+DEFAULT_TIMEOUT_S = DefaultSeconds(300.0)
 DEFAULT_COMPILE_TIMEOUT_S = 120.0
 
 
@@ -89,9 +99,7 @@ def log_directory() -> str:
 
 def timeout_s() -> float:
     """Return DIST_AUTOTUNE_TIMEOUT_S, or the default: the longest that a rank waits for its peers."""
-    if TIMEOUT_S not in os.environ:
-        return DEFAULT_TIMEOUT_S
-    seconds = _seconds(TIMEOUT_S)
+    seconds = _seconds(TIMEOUT_S, DEFAULT_TIMEOUT_S)
     if not 0 < seconds < float("inf"):
         raise InvalidOption(f"{TIMEOUT_S}={seconds!r}: expected a positive number of seconds")
     return seconds
@@ -99,16 +107,14 @@ def timeout_s() -> float:
 
 def compile_timeout_s() -> float:
     """Return the seconds that one candidate may take to compile; 0: no limit, and no process of its own."""
-    if COMPILE_TIMEOUT_S not in os.environ:
-        return DEFAULT_COMPILE_TIMEOUT_S
-    seconds = _seconds(COMPILE_TIMEOUT_S)
+    seconds = _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S)
     if not 0 <= seconds < float("inf"):
         raise InvalidOption(f"{COMPILE_TIMEOUT_S}={seconds}: expected seconds, or 0 for no limit")
     return seconds
 
 
-def cache_directory() -> Path:
-    """Return DIST_AUTOTUNE_CACHE_DIR, or the platform's user cache directory."""
+def cache_directory() -> Path | None:
+    """Return DIST_AUTOTUNE_CACHE_DIR, or the platform's user cache directory; None: this user has no home."""
     chosen = os.environ.get(CACHE_DIR)
     if chosen:
         return Path(chosen).absolute()
@@ -120,13 +126,15 @@ def cache_directory() -> Path:
 def variables() -> dict[str, str]:
     """Return the variables that are set: those named DIST_AUTOTUNE_..., and others that matter here."""
     names = [name for name in os.environ if name.startswith("DIST_AUTOTUNE_")]
-    return {name: os.environ[name] for name in [*sorted(names), *OTHERS_VARIABLES] if name in os.environ}
+    return {name: os.environ[name] for name in [*sorted(names), *OTHERS_VARIABLES] if os.environ.get(name)}
 
 
 def check_names() -> None:
     """Raise InvalidOption for a DIST_AUTOTUNE_... variable that nothing here reads: a typo."""
     unknown = sorted(
-        name for name in os.environ if name.startswith("DIST_AUTOTUNE_") and name not in KNOWN_VARIABLES
+        name
+        for name, value in os.environ.items()
+        if value and name.startswith("DIST_AUTOTUNE_") and name not in KNOWN_VARIABLES
     )
     if unknown:
         raise InvalidOption(
@@ -150,8 +158,11 @@ def environment_of_helpers(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _seconds(name: str) -> float:
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
     try:
-        return float(os.environ[name])
+        return float(text)
     except ValueError:
-        raise InvalidOption(f"{name}={os.environ[name]!r}: give seconds, such as 60") from None
+        raise InvalidOption(f"{name}={text!r}: give seconds, such as 60") from None

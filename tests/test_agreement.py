@@ -3,16 +3,17 @@
 import os
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from dist_autotune import peers
-from dist_autotune.agreement import AGREEMENTS
+from dist_autotune import hub, peers
+from dist_autotune.agreement import AGREEMENTS, GroupAgreement
 from dist_autotune.payload import Part, Payload, merge
-from rank_programs import TIMEOUT_S, ending, exchange
+from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
 from ranks import assert_all_ok, run_ranks
 
 # ---- everybody comes
@@ -128,6 +129,103 @@ def test_time_of_one_exchange_with_8_ranks(capsys):
         # The promise, 1 ms with 8 ranks, holds where each rank has a core. The best: what others do on the
         # machine only adds. Polling, or a wait that is woken by its time-out, would show in each.
         assert max(best_ms) < 50
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+def test_ranks_of_other_hosts_are_let_in_when_they_ask(init, monkeypatch):
+    def program(rank):
+        # Ranks 2 and 3 take themselves for ranks of another host: they do not try the loopback way.
+        monkeypatch.setattr(peers, "this_host", lambda: f"host {rank // 2}")
+        monkeypatch.setattr(hub, "this_host", lambda: f"host {rank // 2}")
+        heard = [exchange(rank + n) for n in range(3)]
+        ways = AGREEMENTS.of(None).peers.board.address().outside
+        return heard, len(ways)
+
+    expected = [[rank + n for rank in range(4)] for n in range(3)]
+    assert assert_all_ok(run_ranks(program, 4, init=init)) == [(expected, 1)] * 4
+
+
+def test_a_store_that_stalls_once_does_not_part_a_rank_from_its_peers(monkeypatch):
+    class Stalling:
+        """The first operation with an effect takes longer than anybody waits, and then has its effect."""
+
+        def __init__(self, store):
+            self.store, self.goes_on, self.stalled = store, threading.Event(), []
+
+        def __getattr__(self, name):
+            if name in ("add", "compare_set") and not self.stalled:
+                self.stalled.append(name)
+                self.goes_on.wait(60)
+            return getattr(self.store, name)
+
+    def program(rank):
+        store = Stalling(dist.distributed_c10d._get_default_store())
+        if rank == 1:
+            prefixed = dist.PrefixStore
+            monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+            monkeypatch.setattr(dist, "PrefixStore", lambda prefix, _: prefixed(prefix, store.store))
+        first = ending(lambda: exchange(rank, SHORT_S))
+        stalled = list(store.stalled)
+        store.goes_on.set()
+        return first.partition(":")[0], len(stalled), exchange(rank)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ("AgreementTimeout", 0, [0, 1])
+    assert one == ("AgreementTimeout", 1, [0, 1])
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["let go", "still held by the program"])
+def test_everything_that_was_started_for_a_group_ends_with_it(held):
+    def program(rank):
+        def threads():
+            return sum(thread.name.startswith("dist_autotune") for thread in threading.enumerate())
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        kept, counts = [], []
+        for n in range(12):
+            group = dist.new_group([0, 1])
+            exchange(rank, group=group)
+            with AGREEMENTS.of(group).running("a run", TIMEOUT_S, "raise", print):
+                pass
+            if n in (1, 11):
+                wait_for(lambda: threads() <= 2)  # of this group alone: the attendant, and the hub on rank 0
+                counts.append(descriptors())
+            dist.barrier()
+            dist.destroy_process_group(group)
+            kept.append(group if held else None)
+        return counts
+
+    for before, after in assert_all_ok(run_ranks(program, 2)):
+        assert held or after <= before  # of a group that is held, torch keeps its own
+
+
+def test_a_thousand_groups_made_and_ended_leave_no_thread_and_no_descriptor(monkeypatch):
+    class StandIn:
+        """All that is asked of a process group; a thousand of gloo's would take half a minute."""
+
+        def __init__(self, n):
+            self.group_name = f"group {n}"
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+
+    def program(rank):
+        counts = []
+        for n in range(1000):
+            agreement = GroupAgreement(StandIn(n))
+            assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test").split() in (
+                [b"0", b"1"],
+                [b"1", b"0"],
+            )
+            agreement.close()
+            if n in (9, 999):
+                wait_for(lambda: threading.active_count() == 1)
+                counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    for before, after in assert_all_ok(run_ranks(program, 2, init="tcp")):
+        assert after <= before
 
 
 # ---- which agreement a call uses

@@ -3,11 +3,13 @@
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dist_autotune import AgreementTimeout, attendant, peers
 from dist_autotune import exchange as exchange_module
@@ -136,6 +138,46 @@ def test_a_rank_killed_after_it_posted_costs_nobody_the_exchange():
     results = run_ranks(program, 3, Path.cwd() / "pid")
     assert_killed(results[1])
     assert assert_all_ok([results[0], results[2]]) == [[0, 1, 2]] * 2
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("store", ["in another process", "on rank 0"])
+def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(store, monkeypatch):
+    monkeypatch.setattr(exchange_module, "SILENCE_S", SHORT_S)  # below the time-out, as usual
+    timeout_s, here = 2 * SHORT_S, Path.cwd()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def program(rank):
+        if store == "on rank 0":
+            dist.init_process_group(
+                "gloo", store=dist.TCPStore("127.0.0.1", port, 3, rank == 0), rank=rank, world_size=3
+            )
+        exchange(rank)
+        if rank == 0:
+            (here / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            ending(lambda: exchange(rank))
+            return exchange(rank)
+        wait_for(lambda: (here / "pid").exists() and (here / "pid").read_text())
+        pid = int((here / "pid").read_text())
+        wait_for(lambda: is_stopped(pid))
+        began = time.monotonic()
+        with pytest.raises(AgreementTimeout, match="rank 0"):
+            exchange(rank, timeout_s)
+        waited_s = time.monotonic() - began
+        (here / f"ended {rank}").touch()
+        wait_for(lambda: all((here / f"ended {other}").exists() for other in (1, 2)))
+        if rank == 1:
+            os.kill(pid, signal.SIGCONT)
+        assert timeout_s - 0.1 < waited_s < 1.6 * timeout_s
+        return exchange(rank)
+
+    init = "tcp" if store == "in another process" else "none"
+    assert assert_all_ok(run_ranks(program, 3, init=init)) == [[0, 1, 2]] * 3
 
 
 # ---- somebody is slow, or stuck

@@ -94,6 +94,8 @@ def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     cache.put(entry())
     (tmp_path / f"damaged-{KEY.digest}.json").write_text("")
+    cache.note_launched("layer", KEY)
+    assert list(cache.launched_by("layer")) == [entry()]
     assert cache.clear() == 2
     assert files(tmp_path) == ["settings.json"]
 
@@ -167,6 +169,19 @@ def test_bytes_that_are_no_text_are_a_miss(tmp_path: Path) -> None:
     (tmp_path / KEY.file_name).write_bytes(b'{"schema": \xff\xfe}')
     with pytest.warns(CacheWarning, match="damaged JSON"):
         assert DiskCache(tmp_path).load_all() == {}
+
+
+def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / KEY.file_name)
+    with pytest.warns(CacheWarning, match="not a regular file"):
+        assert DiskCache(tmp_path).get(KEY) is None
+
+
+def test_a_huge_file_in_place_of_an_entry_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / KEY.file_name).open("wb") as file:
+        file.truncate(1 << 40)  # no memory holds it
+    with pytest.warns(CacheWarning, match=f"larger than {cache_module.MAX_ENTRY_BYTES} bytes"):
+        assert DiskCache(tmp_path).get(KEY) is None
 
 
 @pytest.mark.parametrize(
@@ -329,7 +344,10 @@ def test_a_directory_that_cannot_be_created_is_one_warning_and_misses(tmp_path: 
 def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_path = Path.open
+    open_path, open_file = Path.open, os.open
+
+    def refuse_writing(path: str, flags: int, *rest: int) -> int:
+        return refuse(path) if flags & (os.O_WRONLY | os.O_RDWR) else open_file(path, flags, *rest)
 
     def refuse(path: object, *_: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -337,7 +355,7 @@ def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
     def refuse_new(path: Path, mode: str = "r", *rest: object, **options: object) -> object:
         return refuse(path) if "x" in mode else open_path(path, mode, *rest, **options)
 
-    monkeypatch.setattr(os, "open", refuse)  # what filelock calls
+    monkeypatch.setattr(os, "open", refuse_writing)  # what filelock calls
     monkeypatch.setattr(Path, "open", refuse_new)
     cache = DiskCache(tmp_path)
     with pytest.warns(CacheWarning, match="Read-only file system") as caught:

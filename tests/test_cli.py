@@ -75,6 +75,38 @@ def test_report_says_which_lines_it_could_not_read(tmp_path: Path) -> None:
     assert "rank-0.jsonl: skipped 1 line: 1 x damaged" in run("report", "logs").stdout
 
 
+HOSTILE = {
+    "nesting": b"[" * 5000 + b"\n",
+    "nesting in a record": b'{"schema":1,"event":"merged","session":"s1","rank":0,"run":0,"payload":{"kind":'
+    + b"[" * 400
+    + b"]" * 400
+    + b"}}\n",
+    "a lone surrogate": b'{"schema":1,"event":"note","session":"s1","rank":0,"text":"a \\udcff b"}\n',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize(
+    "command", [["report"], ["report", "--html", "all.html"], ["replay", "--json"]], ids=" ".join
+)
+def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
+    tmp_path: Path, command: list[str], line: bytes
+) -> None:
+    write_session(tmp_path / "logs")
+    with (tmp_path / "logs" / "rank-0.jsonl").open("ab") as file:
+        file.write(line)
+    os.mkfifo(tmp_path / "logs" / "rank-2.jsonl")
+    result = run(*command, "logs")
+    assert result.exit_code == (command[0] == "replay"), result.output
+    shown = (tmp_path / "all.html").read_text() if "--html" in command else result.stdout
+    assert "rank-2.jsonl" in shown
+    assert "not a regular file" in shown
+    if line != HOSTILE["a lone surrogate"]:
+        assert "damaged" in shown
+    elif command[0] == "report":
+        assert "a \\udcff b" in shown
+
+
 def test_report_writes_html(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the HTML report draws with matplotlib")
     write_session(tmp_path / "logs")

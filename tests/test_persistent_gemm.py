@@ -38,6 +38,7 @@ from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
 from dist_autotune.kernels.persistent_gemm.pruning import cuts_the_last_wave, fits, is_wanted
 from dist_autotune.kernels.persistent_gemm.splits import rows_of_a_part, sum_splits, workspace_of
 from padded_rooms import poison_rooms
+from triton_versions import needs_triton
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -443,7 +444,7 @@ def test_every_candidate_on_a_gpu(variant, dtype, only):
 
 
 TWO_CTAS = [c for c in GLUON_CANDIDATES if c.num_ctas == 2 and not c.kwargs["JOINED"]]
-NEEDS_TWO_CTAS = pytest.mark.skipif(not TWO_CTAS, reason="Triton before 3.9 has no multicast")
+NEEDS_TWO_CTAS = needs_triton("3.9", "before it there is no multicast")
 
 
 @pytest.mark.gpu
@@ -453,6 +454,7 @@ NEEDS_TWO_CTAS = pytest.mark.skipif(not TWO_CTAS, reason="Triton before 3.9 has 
 def test_two_ctas_take_all_layouts_and_types_on_a_gpu(layouts, out_dtype, only):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the roles of other GPUs are not divided among CTAs")
+    assert TWO_CTAS
     out_bytes = 4 if out_dtype is torch.float32 else 2
     for config in TWO_CTAS:
         if fits(config, out_bytes, 232448, tensor_memory=False):

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import CacheWarning
-from kernels_for_tests import Bench, launch, numbers, out_of_resources
+from dist_autotune import cache as cache_module
+from dist_autotune.cache import LAUNCHED, EntryKey
+from dist_autotune.regular_files import read_bounded
+from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, own_cache, statuses_of, tune, tune_on_disk
 from ranks import assert_all_ok, run_ranks
 
@@ -151,6 +154,69 @@ def test_an_entry_tells_for_how_many_ranks_it_holds():
     entry = json.loads(entries(0)[0].read_text())
     assert entry["key"]["world_size"] == 2
     assert entry["ms"] == 1.0
+
+
+# ---- what the cache holds besides
+
+
+def test_with_ten_thousand_foreign_entries_no_other_file_is_read_and_no_byte_more_is_sent(
+    tmp_cache, monkeypatch
+):
+    def program(rank):
+        read = []
+        monkeypatch.setattr(
+            cache_module,
+            "read_bounded",
+            lambda path, limit: read.append(path.name) or read_bounded(path, limit),
+        )
+        *_, status, _ = tune_on_disk(rank, OTHER, cache=True)
+        events = [record for record in records(rank=rank) if record.event == "exchanged" and record.run == -1]
+        return status, set(read), events[-1].sent_bytes
+
+    assert {result[0] for result in assert_all_ok(run_ranks(program, 2))} == {"tuned"}
+    (own,) = tmp_cache.glob("*.json")
+    before = assert_all_ok(run_ranks(program, 2))
+    assert [result[:2] for result in before] == [("cached", {own.name})] * 2
+    known = json.loads(own.read_text())
+    for n in range(10_000):
+        key = EntryKey(
+            **{**known["key"], "key": f"foreign {n}", "candidates": tuple(known["key"]["candidates"])}
+        )
+        (tmp_cache / key.file_name).write_text(json.dumps({**known, "key": vars(key)}))
+    assert assert_all_ok(run_ranks(program, 2)) == before
+    shutil.rmtree(tmp_cache / LAUNCHED)  # as if another function had left them all
+    anew = assert_all_ok(run_ranks(program, 2))
+    assert [result[:2] for result in anew] == [("cached", {own.name})] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_an_entry_of_another_function_on_one_rank_only_is_used_by_all_from_the_second_run_on(holder):
+    fill(2)
+    for rank in range(2):
+        shutil.rmtree(own_cache(rank) / LAUNCHED)
+    shutil.rmtree(own_cache(1 - holder))
+    results = assert_all_ok(run_ranks(lambda rank: tune_on_disk(rank, OTHER), 2))
+    assert results[holder] == (2, 32, "cached", [32, 32])
+    assert results[1 - holder] == (2, 32, "cached", [16, 32])
+
+
+@pytest.mark.parametrize("without_votes", ["cached mode", "watch=False"])
+def test_without_votes_keys_of_later_calls_find_the_entries_of_any_rank(without_votes, monkeypatch):
+    def program(rank, **options):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda n: launch(kernel, numbers(n)), cache=own_cache(rank), **options)
+        for n in (64, 8):
+            step(n), step(n)
+        return bench.blocks()[-2:], bench.blocks(n=8)
+
+    assert_all_ok(run_ranks(program, 2))
+    shutil.rmtree(own_cache(0) / LAUNCHED)
+    shutil.rmtree(own_cache(1))
+    if without_votes == "cached mode":
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    again = run_ranks(lambda rank: program(rank, watch=without_votes == "cached mode"), 2)
+    assert assert_all_ok(again) == [([32, 32], [32, 32])] * 2
 
 
 # ---- in memory

@@ -10,7 +10,8 @@ import pytest
 import triton
 import triton.language as tl
 
-from dist_autotune import CacheWarning, tunable
+from dist_autotune import CacheWarning, intercept, tunable
+from dist_autotune.cache import DiskCache
 from kernels_for_tests import (
     EMULATIONS,
     F32,
@@ -67,6 +68,20 @@ def test_another_process_finds_the_winners(bench):
     assert done.stdout.strip() == "[32] 1 cached"
 
 
+def test_no_call_scans_the_cache_captured_or_not(bench, tmp_cache, monkeypatch):
+    bench.tune(lambda: launch(bench.kernel({16: 3.0, 32: 1.0}), numbers()))()
+    bench.forget()
+    monkeypatch.delattr(DiskCache, "_entry_files")
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(intercept, "is_capturing", lambda: True)
+        tuned(64), tuned(32), tuned(32)  # 32: no entry
+    tuned(64)
+    assert bench.blocks() == [32, 16, 16, 32]
+    assert tuned.report.runs == 1
+
+
 def test_an_entry_is_one_readable_file(bench, tmp_cache):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: launch(kernel, numbers()))()
@@ -106,8 +121,11 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(benc
     (tmp_path / "file").write_text("")
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)), cache=tmp_path / "file")
-    with pytest.warns(CacheWarning, match="Cannot write the cache"):
+    with pytest.warns(
+        CacheWarning, match="Cannot write the cache .* Winners are not kept on disk."
+    ) as caught:
         tuned(64)
+    assert len(caught) == 1
     for n in (64, 128, 128):  # a second warning would be an error
         tuned(n)
     assert bench.blocks() == [16, 32, 32, 32, 16, 16, 32, 32]

@@ -111,8 +111,9 @@ def test_a_line_cut_short_is_left_out(tmp_cache):
         (lambda text: "", "damaged journal"),
         (lambda text: "[]\n[]\n", "damaged journal"),
         (lambda text: text.replace('"entries":{"', '"entries":["', 1), "damaged journal"),
+        (lambda text: text + "[" * 5000 + "\n", "damaged journal"),
     ],
-    ids=["a broken line", "another schema", "empty", "no objects", "another type"],
+    ids=["a broken line", "another schema", "empty", "no objects", "another type", "endless nesting"],
 )
 def test_a_damaged_journal_is_a_warning_with_its_path_and_tuning_begins_anew(tmp_cache, damage, reason):
     assert alone(program, {(64, 1): lambda: die(signal.SIGKILL)}).signal == signal.SIGKILL

@@ -7,16 +7,28 @@ import functools
 import inspect
 import os
 import pickle
+import pwd
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import dist_autotune
-from dist_autotune import ContextualAutotuner, TuningError, WallClock, contextual_autotune, settings
+from dist_autotune import (
+    CacheWarning,
+    ContextualAutotuner,
+    TuningError,
+    WallClock,
+    cli,
+    contextual_autotune,
+    examination,
+    settings,
+)
 from dist_autotune.flows import exhaustive
 from dist_autotune.options import Options
 from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
+from kernels_for_tests import launch, numbers
 
 
 def thunk() -> str:
@@ -352,6 +364,66 @@ def test_arguments_come_before_variables_and_variables_before_defaults(monkeypat
 def test_a_cache_and_logs_can_be_left_out():
     nothing = Options(cache=False, log_dir=None)
     assert (nothing.resolved_cache_dir(), nothing.resolved_log_dir()) == (None, None)
+
+
+def test_arguments_at_their_defaults_win_over_variables_too(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "logs-from-variable"))
+    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", "7")
+    for seconds in (300, 300.0):
+        given = contextual_autotune(thunk, log_dir=".autotune_logs", timeout_s=seconds).options
+        assert given.resolved_log_dir() == tmp_path / ".autotune_logs"
+        assert given.resolved_timeout_s() == 300
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch):
+    ours = (*KNOWN_VARIABLES, "DIST_AUTOTUNE_TYPO", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+    def settings_now():
+        settings.check_variables()
+        waits = settings.timeout_s(), settings.compile_timeout_s()
+        places = settings.process_rank(), settings.place_on_host(1, 2)
+        directories = Options().resolved_cache_dir(), Options().resolved_log_dir()
+        return waits, places, directories, run_mode(), settings.online_share(), settings.variables()
+
+    for name in ours:
+        monkeypatch.delenv(name, raising=False)
+    unset = settings_now()
+    for name in ours:
+        monkeypatch.setenv(name, "")
+    assert settings_now() == unset
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """Run as a user without HOME and without an entry in the password database, as containers may."""
+
+    def nobody(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "DIST_AUTOTUNE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+
+def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_path, bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), log_dir=None)
+    with pytest.warns(
+        CacheWarning, match="no home directory. Set HOME, or DIST_AUTOTUNE_CACHE_DIR"
+    ) as caught:
+        tuned()
+    tuned()
+    assert len(caught) == 1
+    assert [context.status for context in tuned.report.contexts] == ["tuned"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
+    listed = CliRunner().invoke(cli.app, ["cache", "list"])
+    assert listed.exit_code == 2
+    assert "Set HOME, or DIST_AUTOTUNE_CACHE_DIR" in listed.output
+    assert examination._settings()[1] == settings.NO_HOME
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])

@@ -1,0 +1,41 @@
+"""Files that others may have put there: read only if they are regular, and not whole if they are huge.
+
+Opening a pipe waits for its other end, and what a device gives may never end.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; anything else is a ValueError, and nothing is waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """Return the content of a regular file; more than `limit_bytes` of it is a ValueError."""
+    with open_regular(path) as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise ValueError(f"larger than {limit_bytes} bytes")
+    return content
+
+
+def bounded_lines(file: BinaryIO, limit_bytes: int) -> Iterator[bytes | None]:
+    """Yield the lines of a file, None for each that is longer than `limit_bytes`."""
+    while line := file.readline(limit_bytes):
+        if len(line) < limit_bytes or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(limit_bytes)
+        yield None
