@@ -66,11 +66,11 @@ import triton
 from ..operation import Operation, PeerTimeout, check_tensor
 from ..signals import read_failure
 from ..symm import SymmetricMemoryError
-from .kernel import OTHER_ROWS
+from .kernel import NO_PERMIT, OTHER_ROWS
 from .launch import Held, ProductLauncher
 from .pusher import SumPusher
 
-INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
 class GemmReduceScatter(Operation):
@@ -109,7 +109,7 @@ class GemmReduceScatter(Operation):
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._words = self._memory.allocate((4, world), torch.int32)
         self._partial = torch.zeros_like(self._staged.local)
-        self._counts = torch.zeros(world, dtype=torch.int32, device=self.device)
+        self._counts = torch.zeros(world + 2, dtype=torch.int32, device=self.device)
         self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -138,6 +138,11 @@ class GemmReduceScatter(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
+        return self._call(a, weight, out, in_steps=self._is_capturing())
+
+    def _call(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_steps: bool
+    ) -> torch.Tensor:
         self._check_usable()
         self._check_arguments(a, weight, out)
         self._check_device()
@@ -147,7 +152,12 @@ class GemmReduceScatter(Operation):
         self._calls += 1
         try:
             self._pusher.permit()
-            if self.device.type == "cpu":
+            if in_steps:
+                for step in range(self.world_size - 1):
+                    self._launch(a, weight, out, step)
+                    self._pusher.push_one(step, rows)
+                self._launch(a, weight, out, self.world_size - 1)
+            elif self.device.type == "cpu":
                 self._pusher.push(rows)
                 self._launch(a, weight, out)
             else:
@@ -186,8 +196,10 @@ class GemmReduceScatter(Operation):
             if list(out.shape) != wanted:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
 
-    def _launch(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        self._product.launch(a, weight, out, self._patience_ticks)
+    def _launch(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
+    ) -> None:
+        self._product.launch(a, weight, out, self._patience_ticks, step)
 
     def _failure(self) -> Exception | None:
         """Return the exception for what the kernels wrote to the error words."""
@@ -198,6 +210,9 @@ class GemmReduceScatter(Operation):
                 continue
             if failure.kind == OTHER_ROWS.value:
                 texts.append(f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank")
+            elif failure.kind == NO_PERMIT.value:
+                lost = True
+                texts.append(f"rank {peer}, or one that it waits for, did not come to the call in time")
             else:
                 lost = True
                 sums = f"its sums for chunk {self.rank}"
