@@ -20,8 +20,8 @@ WARPS = 8
 class Plan:
     """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
 
-    What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`, one
-    word for each rank twice, which are 0 when a kernel starts. Made once for a number of experts and kept:
+    What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`,
+    three words for each rank, which are 0 when the first kernel of a call starts. Made once for a number of experts and kept:
     each call on the same stream uses it anew.
     """
 
@@ -47,7 +47,7 @@ class Plan:
         def words(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
-        self._zeroed = words(counted + 1 + 2 * world_size)
+        self._zeroed = words(counted + 1 + 3 * world_size)
         self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
         self._starts, self.offsets = words(counted), words(world_size + 1)
         self._within, self.rows, self.sources = words(most), words(most), words(most)

@@ -64,6 +64,7 @@ tiles. Every rank must make the same calls in the same order, each on one stream
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -80,7 +81,7 @@ from ..symm import SymmetricTensor
 from .kernel import moe_reduce_scatter
 from .pusher import SumPusher
 
-INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 _LAUNCHER = GroupedLauncher(moe_reduce_scatter)
 
@@ -156,6 +157,20 @@ class MoEReduceScatter(ExpertOperation):
         `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
         `check` or `close`.
         """
+        in_steps = self._is_capturing()
+        return self._call(y, weight, topk_ids, topk_weights, out, tokens, in_steps=in_steps)
+
+    def _call(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        tokens: Sequence[int] | None,
+        *,
+        in_steps: bool,
+    ) -> torch.Tensor:
         self._check_usable()
         self._check_arguments(y, weight, topk_ids, topk_weights, out)
         known = self._check_call(topk_ids, tokens)
@@ -170,11 +185,18 @@ class MoEReduceScatter(ExpertOperation):
             self._put_weights(topk_weights)
             self._announce(topk_ids)
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1)
-            if self.device.type == "cpu":
+            products = y.new_empty((y.shape[0], self._n))
+            launch = functools.partial(self._launch, y, weight, out, products, plan, topk)
+            if in_steps:
+                for step in range(self.world_size - 1):
+                    launch(step)
+                    self._pusher.push_one(step, counts)
+                launch(self.world_size - 1)
+            elif self.device.type == "cpu":
                 self._pusher.push(counts)
-                self._launch(y, weight, out, plan, topk)
+                launch()
             else:
-                self._launch(y, weight, out, plan, topk)
+                launch()
                 self._pusher.push(counts)
             self._announcer.finish()
         return out
@@ -217,13 +239,22 @@ class MoEReduceScatter(ExpertOperation):
             place.copy_(topk_weights.detach().reshape(-1))
 
     def _launch(
-        self, y: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        products: torch.Tensor,
+        plan: Plan,
+        topk: int,
+        step: int | None = None,
     ) -> None:
+        """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
+        first_part, parts = (0, self.world_size + 1) if step is None else (step, 1)
         tensors = (
             y.detach(),
             weight.detach(),
             out,
-            y.new_empty((y.shape[0], self._n)),
+            products,
             self._partial,
             self._staged.local,
             self._weights.local,
@@ -238,7 +269,8 @@ class MoEReduceScatter(ExpertOperation):
         )
         strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
         shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
-        own = (topk, self._capacity, plan.capacity, *strides, self.rank, self._patience_ticks)
+        of_launch = (first_part, parts, self.rank, self._patience_ticks)
+        own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
         _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
