@@ -63,7 +63,7 @@ class SumPusher:
             memory.write_signal(peer.our_arrived, 1, stream)
 
     def push_one(self, step: int, tokens: Sequence[int]) -> None:
-        """Enqueue the push to rank + 1 + step behind all that the caller has enqueued, and wait for nothing."""
+        """Enqueue the push to rank + 1 + step, behind all that the caller has enqueued, without a wait."""
         peer = self._peers[step]
         self._stream.fork()
         if count := tokens[peer.rank]:
