@@ -1,10 +1,10 @@
 """That operations which scatter end beside a kernel of another stream that holds SMs until its peers come.
 
 Such a kernel, an all-reduce of the other dimension of a mesh, keeps programs of a launch out on one rank, and
-is kept out itself by a launch that holds all SMs of another. On the CPU the interpreter is the strictest device
-there is: one program runs at a time, and the next one starts when it has ended; here the last one does not
-before the collective has. Ranks 0 and 2 are peers in the collective, as are 1 and 3; 0 and 1 in the operation,
-as are 2 and 3:
+is kept out itself by a launch that holds all SMs of another. On the CPU the interpreter is the strictest
+device there is: one program runs at a time, and the next one starts when it has ended; here the last one does
+not before the collective has. Ranks 0 and 2 are peers in the collective, as are 1 and 3; 0 and 1 in the
+operation, as are 2 and 3:
 
     rank 0    collective holds an SM  ->  last program of the launch starts  ->  launch ends
     rank 2    launch ends  ->  collective starts
@@ -173,7 +173,7 @@ def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_late
 
 
 def calls_in_steps(rank, sums):
-    """Return errors of calls, each second one as captured calls are, and for how many DONE a stream waited."""
+    """Return errors of calls, in steps by turns, and for how many DONE a stream waited in each."""
     op, world = sums.open(), dist.get_world_size()
     done = {word.data_ptr() for word in op._words.local[sums.done_row]}
     waits, wait_signal = [], op._memory.wait_signal

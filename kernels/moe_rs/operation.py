@@ -37,21 +37,25 @@ bytes an element, topk times.
 **It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
 `AllGatherMoE`. A push waits for DONE of our own kernel. In the kernel, an item of the list waits for items in
 front of it in the list of this rank, and, in the own chunk, behind all tiles and all chunks of peers, for
-peers' pushes. Each program takes its items in order, and all programs run at once: there are no more of them
-than SMs, and in the interpreter, which runs them one after the other, there is one. So every chunk for a peer
-is computed on every rank, all are pushed, and all kernels end. The waits of the side stream for DONE are
-enqueued behind the launch of the kernel, so they cannot keep it from starting, even in a hardware queue that
-both share. (On the CPU, where a launch returns when the kernel has ended, they are enqueued first, and the
-side stream is a thread.)
+peers' pushes. Programs claim the items one by one from a counter, so those in front of an item have been
+claimed by programs that have started; the foremost of them that is not done waits for nothing that is not,
+unless it is of the own chunk. An item is never left to a program that has not started. So as soon as one
+program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end.
+How many programs there are, and how many run at once, does not matter: in the interpreter it is one. A kernel
+of another stream that holds SMs until it has met its like on a peer, an all-reduce of another dimension of a
+mesh, for one, may keep programs out: nobody waits for those. It must leave room for one.
 
-A kernel of another stream that holds an SM until it has met its like on a peer, an asynchronous collective of
-NCCL for one, may keep programs out: no such kernel may run beside a call. In a graph, that its branches have
-queues of their own is what the hardware does, not what CUDA promises.
+The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it from
+starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel has
+ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its edges:
+a captured call launches the kernel once for each stage, with the items of that stage, and what is pushed
+stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE as in
+`AllGatherMoE`: for forks of peers, which precede all kernels of their call.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
 its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
 the program that counts the last block of chunk p; the count acquires what the others released. The copy
-follows DONE on its stream, and ARRIVED follows the copy.
+follows DONE on its stream, or in a captured call the kernel, and ARRIVED follows the copy.
 
 **Nothing is overwritten while it is read.** The partial sums are rewritten by the kernel of the next call,
 behind the join, behind their copy. What p writes here in the next call it writes behind our fork of that
@@ -99,8 +103,8 @@ class MoEReduceScatter(ExpertOperation):
 
     The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
     outside, a shape that has not been tuned takes the first candidate. What `AllGatherMoE` says about
-    `tokens=`, CUDA graphs and timeouts holds here too. On GPUs let no other kernel that waits for a peer,
-    such as an asynchronous collective, run beside a call: it could hold an SM that the call needs.
+    `tokens=`, CUDA graphs and timeouts holds here too. Kernels of other streams that wait for peers, such as
+    collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
 
     Each rank holds 2 * (W - 1) * tokens_per_rank * n elements, half of them of symmetric memory, and in a
     call T * topk * n more.
