@@ -35,14 +35,14 @@ A captured call, whose side stream waits for no word:
 Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones: each word goes up
 and down once in a call, and each has one who raises and one who lowers it.
 
-**It ends.** The programs of a GEMM claim their tiles one by one from a counter, in the order of the chunks. So
-when a program waits for its peers' sums, in the own chunk, all tiles for peers have been claimed by programs
-that have started, and none of these waits before it has stored them. A tile is never left to a program that
-has not started: one that an SM lacks for is missed by nobody, and finds later that nothing is left. So as soon
-as one program of each rank's GEMM runs, all chunks for peers are computed. A push waits for the peer's fork
-and for our GEMM's DONE, and needs no SM. So if all GEMMs and pushes of one call end, then all forks of the
-next happen, all chunks for peers are computed and pushed, and all GEMMs end. How many programs there are, and
-how many run at once, does not matter: in the interpreter it is one.
+**It ends.** The programs of a GEMM claim their tiles one by one from a counter, in the order of the chunks.
+So when a program waits for its peers' sums, in the own chunk, all tiles for peers have been claimed by
+programs that have started, and none of these waits before it has stored them. A tile is never left to a
+program that has not started: one that finds no SM is missed by nobody, and finds later that nothing is left.
+So as soon as one program of each rank's GEMM runs, all chunks for peers are computed. A push waits for the
+peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs and pushes of one call end, then all
+forks of the next happen, all chunks for peers are computed and pushed, and all GEMMs end. How many programs
+there are, and how many run at once, does not matter: in the interpreter it is one.
 
 So a kernel of another stream may hold SMs on rank r until it has met its like on another rank, which has to
 wait there for SMs: an all-reduce of another dimension of a mesh, for one. It keeps programs of r's GEMM out,
@@ -52,9 +52,9 @@ program. And what a call stands behind on one rank, in its stream, it must stand
 **Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
 waits for DONE are enqueued behind the launch of the GEMM, so they cannot keep it from starting. (On the CPU,
 where a launch returns when the kernel has ended, the pushes are enqueued first, and the side stream is a
-thread.) A graph has no order but that of its edges, so in a captured call nothing on the side stream waits for
-a word, ours or a peer's: what is to be pushed stands behind the kernel that computes it, and that kernel has
-seen the permit. A wait for FREE in a kernel ends because the peer's fork precedes all kernels of its call.
+thread.) A graph has no order but that of its edges, so in a captured call nothing on the side stream waits
+for a word, ours or a peer's: what is to be pushed stands behind the kernel that computes it, and that kernel
+has seen the permit. Its wait for FREE ends because the peer's fork precedes all kernels of that call.
 
 **Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
@@ -125,8 +125,9 @@ class GemmReduceScatter(Operation):
         slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._words = self._memory.allocate((4, world), torch.int32)
-        self._partial = torch.zeros_like(self._staged.local)
-        self._counts = torch.zeros(world + 2, dtype=torch.int32, device=self.device)
+        hold = self._memory.hold
+        self._partial = hold(torch.zeros_like(self._staged.local))
+        self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
 
     def _read_device(self, dtype: torch.dtype) -> None:

@@ -44,8 +44,11 @@ class Plan:
         counted = world_size * (experts + 1)
         tables = orders * heights
 
+        self.held: list[torch.Tensor] = []  # what the kernels of a call write
+
         def words(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
+            self.held.append(torch.empty(shape, dtype=torch.int32, device=device))
+            return self.held[-1]
 
         self._zeroed = words(counted + 1 + 3 * world_size)
         self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]

@@ -45,11 +45,11 @@ How many programs there are, and how many run at once, does not matter: in the i
 of another stream that holds SMs until it has met its like on a peer, an all-reduce of another dimension of a
 mesh, for one, may keep programs out: nobody waits for those. It must leave room for one.
 
-The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it from
-starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel has
-ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its edges:
-a captured call launches the kernel once for each stage, with the items of that stage, and what is pushed
-stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE as in
+The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
+from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
+has ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its
+edges: a captured call launches the kernel once for each stage, with the items of that stage, and what is
+pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE as in
 `AllGatherMoE`: for forks of peers, which precede all kernels of their call.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
@@ -132,7 +132,7 @@ class MoEReduceScatter(ExpertOperation):
         super()._allocate()
         slots = max(1, self.world_size - 1)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
-        self._partial = torch.zeros_like(self._staged.local)
+        self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
         self._pusher = SumPusher(self._memory, self._stream, self._partial, self._staged, self._words)
 
     def _lists(self) -> tuple[SymmetricTensor, ...]:
