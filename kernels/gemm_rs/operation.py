@@ -80,6 +80,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from ..gradients import check_no_gradient
 from ..operation import Operation, PeerTimeout, check_tensor
 from ..signals import read_failure
 from ..symm import SymmetricMemoryError
@@ -162,6 +163,7 @@ class GemmReduceScatter(Operation):
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_steps: bool
     ) -> torch.Tensor:
         self._check_usable()
+        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out)
         self._check_arguments(a, weight, out)
         self._check_device()
         rows = a.shape[0] // self.world_size

@@ -49,8 +49,8 @@ The waits of the side stream for DONE are enqueued behind the launch of the kern
 from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
 has ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its
 edges: a captured call launches the kernel once for each stage, with the items of that stage, and what is
-pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE as in
-`AllGatherMoE`: for forks of peers, which precede all kernels of their call.
+pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE, as
+in `AllGatherMoE`: for forks of peers, which precede all kernels of their call.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
 its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
@@ -74,6 +74,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..gradients import check_no_gradient
 from ..moe.checks import check_choices, check_experts
 from ..moe.launch import GroupedLauncher
 from ..moe.operation import ExpertOperation
@@ -176,6 +177,7 @@ class MoEReduceScatter(ExpertOperation):
         in_steps: bool,
     ) -> torch.Tensor:
         self._check_usable()
+        check_no_gradient("MoEReduceScatter", y=y, weight=weight, topk_weights=topk_weights, out=out)
         self._check_arguments(y, weight, topk_ids, topk_weights, out)
         known = self._check_call(topk_ids, tokens)
         topk = topk_ids.shape[1]

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ..configs import INTERPRETED
+from ..gradients import check_no_gradient
 from ..places import keep, place_of
 from .candidates import CUT_SCHEDULES, NAMES
 from .checks import check_count, check_name, check_operands, check_out, check_out_dtype
@@ -58,6 +59,7 @@ def persistent_matmul(
     of the call, and as large as the matrix would be with rows of whole 128 bytes.
     Raises TypeError or ValueError for arguments that cannot be multiplied.
     """
+    check_no_gradient("persistent_matmul", a=a, b=b, out=out)
     check_name("variant", variant, NAMES)
     check_name("scheduler", scheduler, SCHEDULERS)
     if variant == "stream_k" and scheduler not in ("auto", *CUT_SCHEDULES):

@@ -26,7 +26,7 @@ class CudaStream:
     """A high-priority stream of its own, ordered against the caller's current stream by events.
 
     Not one of torch's, which hands out 32 in turn: what somebody else has enqueued on the same one, such as a
-    collective that waits for SMs which our kernel holds, would be in front of copies that our kernel waits for.
+    collective that waits for SMs which our kernel holds, would be in front of copies that our kernel awaits.
     """
 
     def __init__(self, device: torch.device) -> None:
