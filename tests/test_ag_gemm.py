@@ -92,6 +92,7 @@ def outside_any_tuner(rank):
     return errors, len(all_gather_gemm.configs_timings)
 
 
+@pytest.mark.filterwarnings("ignore:AllGatherGemm .* has not been tuned")  # it has not
 def test_tritons_own_autotuner_finds_a_config_and_the_product_stays_right():
     for errors, candidates_timed in values(outside_any_tuner, 2):
         assert max(errors) < 1

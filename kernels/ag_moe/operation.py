@@ -80,7 +80,7 @@ from .kernel import all_gather_moe
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(all_gather_moe, HEIGHTS=HEIGHTS)
+_LAUNCHER = GroupedLauncher(all_gather_moe, "AllGatherMoE", HEIGHTS=HEIGHTS)
 
 
 class AllGatherMoE(ExpertOperation):

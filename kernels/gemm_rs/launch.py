@@ -52,7 +52,9 @@ class Shape(NamedTuple):
         return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, lambda constants: {})
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(
+    gemm_reduce_scatter, lambda constants: {}, operation="GemmReduceScatter"
+)
 
 
 class ProductLauncher:

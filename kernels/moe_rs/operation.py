@@ -88,7 +88,7 @@ from .pusher import SumPusher
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(moe_reduce_scatter)
+_LAUNCHER = GroupedLauncher(moe_reduce_scatter, "MoEReduceScatter")
 
 
 class MoEReduceScatter(ExpertOperation):
