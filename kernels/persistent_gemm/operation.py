@@ -18,6 +18,7 @@ from .checks import check_count, check_name, check_operands, check_out, check_ou
 from .launch import counter_of
 from .plain import plain_gemm
 from .route import Route, follow, route_of
+from .size_classes import class_of_rows
 
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -43,7 +44,8 @@ def persistent_matmul(
     The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
     `out` shares no memory with a and b, which are read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
-    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. `scheduler` is the order
+    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Rows of a that are of one
+    class (`size_classes`: multiples of 16 up to 128, then four to each doubling) share what was tuned. `scheduler` is the order
     of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
     `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
     `splits` is into how many parts K is cut (on Hopper and Blackwell) for a second kernel to add up: by
@@ -157,6 +159,7 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
         *b.stride(),
         *out.stride(),
         programs,
+        class_of_rows(rows),
         SCHEDULE=scheduler,
         CHIPLETS=CHIPLETS,
         UPCAST=INTERPRETED and a.dtype is torch.bfloat16,
