@@ -65,7 +65,7 @@ class SettledLaunches(Generic[Shape]):
     """What is known of the shapes of one tuned kernel whose constants are its last parameters.
 
     A shape is all that the config and the compiled kernel depend on. No tensor of a caller is kept.
-    operation: the name under which it is said that a shape has not been tuned.
+    operation: the name under which it is said that a shape has not been tuned, if it is to be.
     """
 
     def __init__(self, tuner: Any, blocks_of: BlocksOf, *, operation: str = "", kept: int = KEPT) -> None:
@@ -97,7 +97,7 @@ class SettledLaunches(Generic[Shape]):
         tuner, named = self._tuner, {**sizes, **constants}
         key = (*(named[name] for name in tuner.keys), *dtypes)
         config = self._choice(key)
-        if take_first.configs_not_timed() > 1:
+        if take_first.configs_not_timed() > 1 and self._operation:
             self._tell_untuned(key, {name: named[name] for name in tuner.keys})
         if is_tuning() or config is None or config is not tuner.best_config:
             return

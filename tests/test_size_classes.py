@@ -62,3 +62,12 @@ def test_the_rows_of_the_callers_product_are_what_is_put_into_classes(exchanged)
         assert (sizes["N" if exchanged else "M"], found.exchanged) == (rows, exchanged)
         keys.add((sizes["m_class"], sizes["n_class"]))
     assert keys == {(2056, 1024) if exchanged else (1024, 2056)}
+
+
+@pytest.mark.gpu
+def test_every_number_of_rows_of_a_class_is_right_with_the_config_of_the_first_on_a_gpu():
+    b = matrix(520, 1000, torch.float16)
+    for numbers in ((1030, *range(1025, 1281, 15)), (17, *range(17, 33))):  # the first one is tuned
+        for rows in numbers:
+            a = matrix(rows, 520, torch.float16)
+            assert error_ratio(persistent_matmul(a, b), a, b) < 1, rows

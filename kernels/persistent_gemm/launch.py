@@ -56,9 +56,7 @@ class Shape:
     b_alignment: int
     device: torch.device
     tensor_memory: bool
-    exchanged: bool = (
-        False  # the columns are the rows of the caller's product, which change from call to call
-    )
+    exchanged: bool = False  # columns are the rows of the caller's product: what changes from call to call
 
     def sizes(self) -> dict[str, int]:
         """Return the kernel's sizes, in the order of its parameters."""

@@ -44,9 +44,10 @@ def persistent_matmul(
     The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
     `out` shares no memory with a and b, which are read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
-    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Rows of a that are of one
-    class (`size_classes`: multiples of 16 up to 128, then four to each doubling) share what was tuned. `scheduler` is the order
-    of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
+    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
+    share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
+    and so on, four to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is
+    "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
     `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
     `splits` is into how many parts K is cut (on Hopper and Blackwell) for a second kernel to add up: by
     default one, as stream-K cuts K where tiles are few, without a second kernel.

@@ -1,7 +1,7 @@
 """As what a number of rows is tuned: rows are what changes from call to call, with batches and sequences.
 
 Tuning tries dozens of configs. So numbers of rows are put into classes, each named after its largest one, and
-all of a class take the config that the first of them was tuned to. Every config computes every number of rows.
+all of a class take the config that the first of them was tuned to. Every config is right for all of them.
 
     1 .. 128        multiples of 16        16, 32, 48, 64, 80, 96, 112, 128
     more            four a doubling        160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, ...
