@@ -128,11 +128,11 @@ class SymmetricMemory(abc.ABC):
             return
         try:
             self.barrier()
+            self._release()
         except Exception:
             self.abandon()
             raise
         self._is_closed = True
-        self._release()
         self._allocations.clear()
         self._held.clear()
 
@@ -189,7 +189,7 @@ class SymmetricMemory(abc.ABC):
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Give back `_allocations`, last first; every rank is here."""
+        """Give back `_allocations`, last first; every rank is here. What it raises leaves them abandoned."""
 
     def _check_open(self) -> None:
         if self._is_closed:
