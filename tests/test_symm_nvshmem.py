@@ -102,7 +102,7 @@ def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(
     with pytest.raises(SymmetricMemoryError) as caught:
         memory.close()
     assert str(caught.value).startswith(
-        f"rank 0 of 1: NVSHMEM has not returned from {told} within {PATIENCE_S:g} s, though all ranks had"
+        f"rank 0 of 1: NVSHMEM has not returned from {told} within {PATIENCE_S:g} s, though all"
     )
     memory.close()
     assert core.calls == calls

@@ -143,9 +143,9 @@ class _Library:
         if thread.is_alive():
             self._stuck = what
             raise SymmetricMemoryError(
-                f"{ranks}: NVSHMEM has not returned from {what} within {ranks.timeout_s:g} s, though all "
-                f"ranks had come to close. Its memory is lost to this process, which cannot use NVSHMEM again; "
-                f"find out where the other ranks are, or use backend='torch'"
+                f"{ranks}: NVSHMEM has not returned from {what} within {ranks.timeout_s:g} s, "
+                "though all ranks had come to close. Its memory is lost to this process, which cannot use "
+                "NVSHMEM again: find out where the other ranks are, or use backend='torch'"
             )
         if caught:
             raise caught[0]
