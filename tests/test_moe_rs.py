@@ -59,6 +59,7 @@ def test_a_push_that_nobody_needs_is_not_taken_for_that_of_the_next_call():
 
 def a_layer(rank):
     """Gather, multiply, apply, multiply, scatter: what the two operations are for, two layers at once."""
+    GATHERING.begin(rank)
     runs.begin(rank)
     tokens, k, inner, experts, topk = [11, 6], 16, 24, 4, 2
     errors = []
