@@ -93,6 +93,7 @@ class _PretendedMemory(CudaMemory):
 
     def __init__(self) -> None:
         SymmetricMemory.__init__(self, _PretendedRanks(), torch.device("cpu"), "there is no GPU")
+        self._streams = []  # of the driver's own
         names = ("cuMemcpyAsync", "cuStreamBatchMemOp", "cuStreamWriteValue32", "cuStreamWaitValue32")
         self._driver = types.SimpleNamespace(
             **dict.fromkeys(names, lambda *args: (0,)),

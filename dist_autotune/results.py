@@ -57,6 +57,11 @@ class Marks:
 MARKS = Marks()
 
 
+def mark_provisional(tuner: Autotuner, key: Key) -> None:
+    """Have sessions tune what `Autotuner.cache` holds for the key: nothing was timed to put it there."""
+    MARKS.put(tuner, key, Mark(Alone(), "", provisional=True))
+
+
 class Results:
     """The results of one tuned function on one group of ranks.
 

@@ -50,7 +50,8 @@ class Operation(abc.ABC):
             self._check_dtype(dtype)
             # Pinned, not on the device: the host looks for failures without waiting for the GPU.
             on_gpu = self.device.type == "cuda"
-            self._errors = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=on_gpu)
+            words = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=on_gpu)
+            self._errors = self._memory.hold(words)
             self._error_words = self._errors.numpy()
             self._no_errors = self._error_words.tobytes()
             self._allocate()
@@ -112,7 +113,7 @@ class Operation(abc.ABC):
     def abandon(self) -> None:
         """Close without meeting the peers: the way out of a rank that has failed."""
         if not self._is_closed:
-            self._memory.abandon()
+            self._memory.abandon()  # which keeps what kernels that still run may write
             self._end()
 
     def __enter__(self) -> Self:

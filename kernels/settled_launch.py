@@ -5,28 +5,38 @@
 
 The short way is taken while no launch may be a trial, and as long as the tuner's choice for the shape is the
 one that was remembered, so a later tuning is followed at once.
+
+A launch that nobody has tuned and that cannot be timed alone takes the first candidate, which is said once.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 import triton
 
 from dist_autotune import is_tuning
 
+from .configs import take_first
 from .matrices import DESCRIPTORS_KEPT, Block, Matrix, describe
 from .prepared_launch import PreparedLaunch
 
 KEPT = 512
+OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 Shape = TypeVar("Shape", bound=Hashable)
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
 Grid = Callable[[dict[str, Any]], tuple[int, int, int]]
+
+
+class UntunedWarning(UserWarning):
+    """An operation runs with the first of its candidates, as nobody has tuned it for such a shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +65,13 @@ class SettledLaunches(Generic[Shape]):
     """What is known of the shapes of one tuned kernel whose constants are its last parameters.
 
     A shape is all that the config and the compiled kernel depend on. No tensor of a caller is kept.
+    operation: the name under which it is said that a shape has not been tuned, if it is to be.
     """
 
-    def __init__(self, tuner: Any, blocks_of: BlocksOf, *, kept: int = KEPT) -> None:
+    def __init__(self, tuner: Any, blocks_of: BlocksOf, *, operation: str = "", kept: int = KEPT) -> None:
         self._tuner, self._blocks_of, self._kept = tuner, blocks_of, kept
+        self._operation = operation
+        self._told: set[tuple[Any, ...]] = set()
         self._of: OrderedDict[Shape, Settled] = OrderedDict()
 
     def find(self, shape: Shape) -> Settled | None:
@@ -84,6 +97,8 @@ class SettledLaunches(Generic[Shape]):
         tuner, named = self._tuner, {**sizes, **constants}
         key = (*(named[name] for name in tuner.keys), *dtypes)
         config = self._choice(key)
+        if take_first.configs_not_timed() > 1 and self._operation:
+            self._tell_untuned(key, {name: named[name] for name in tuner.keys})
         if is_tuning() or config is None or config is not tuner.best_config:
             return
         if not hasattr(compiled, "packed_metadata"):  # nothing was launched
@@ -94,6 +109,24 @@ class SettledLaunches(Generic[Shape]):
         self._of[shape] = Settled(config, key, blocks, ordered, compiled, grid(config.kwargs))
         if len(self._of) > self._kept:
             self._of.popitem(last=False)
+
+    def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
+        """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
+        from dist_autotune.results import mark_provisional  # not at the top: it loads what sessions need
+
+        mark_provisional(self._tuner, key)
+        layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)
+        if layer in self._told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._told.add(layer)
+        shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        warnings.warn(
+            f"{self._operation} [{shape}] has not been tuned and takes the first of its candidates in every "
+            "call. Call it in a function decorated with contextual_autotune, on all ranks with is_dist=True, "
+            "which tunes it and keeps the result on disk",
+            UntunedWarning,
+            stacklevel=2,
+        )
 
     def _choice(self, key: tuple[Any, ...]) -> triton.Config | None:
         """Return the tuner's settled config, if there is one."""

@@ -38,6 +38,7 @@ from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.operands import Operands
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.symm import SymmetricMemoryError
 
 ON_GPU = torch.cuda.is_available()
 CAPACITY, K = (640, 512) if ON_GPU else (24, 32)
@@ -150,8 +151,12 @@ class Soak:
                 seconds = time.monotonic() - began
                 print(f"calls={self.calls} wrong={self.wrong} seconds={seconds:.0f}", flush=True)
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # until all ranks are here and have closed
-        for op in self._ops:
+        for number, op in enumerate(self._ops, 1):
+            began = time.monotonic()
             op.close()
+            if self.rank == 0:
+                seconds = time.monotonic() - began
+                print(f"closed {number} of {len(self._ops)} in {seconds:.1f} s", flush=True)
 
     def _call(self) -> Call:
         """Enqueue one call and wait for nothing."""
@@ -234,7 +239,7 @@ def main() -> int:
     began, soak = time.monotonic(), Soak(options)
     try:
         soak.run()
-    except PeerTimeout:
+    except (PeerTimeout, SymmetricMemoryError):  # the latter when closing does not come to its end
         traceback.print_exc()
         seconds = time.monotonic() - began
         print(f"calls={soak.calls} wrong={soak.wrong} hung=1 seconds={seconds:.1f}", flush=True)

@@ -190,6 +190,7 @@ def outside_any_tuner(rank):
     return errors, len(runs)
 
 
+@pytest.mark.filterwarnings("ignore:GemmReduceScatter .* has not been tuned")  # it has not
 def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate():
     for errors, runs in values(outside_any_tuner, 2):
         assert max(errors) < 1

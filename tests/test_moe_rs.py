@@ -28,6 +28,7 @@ def several_programs(rank, programs):
     with MoEReduceScatter(40, 40, HALF, timeout_s=60.0) as op:
         runs.poison(op)
         share_errors(op)
+        op._sms = 1  # a grid of one program, each launch of which becomes several
         mapped = [op._staged.local, op._words.local, op._weights.local, op._ids.local]
         with forked_programs(runs.kernel, programs, mapped):
             return [runs.call_and_compare(op, tokens_of_call(tokens, call), 24, 3, 2) for call in range(3)]
@@ -58,6 +59,7 @@ def test_a_push_that_nobody_needs_is_not_taken_for_that_of_the_next_call():
 
 def a_layer(rank):
     """Gather, multiply, apply, multiply, scatter: what the two operations are for, two layers at once."""
+    GATHERING.begin(rank)
     runs.begin(rank)
     tokens, k, inner, experts, topk = [11, 6], 16, 24, 4, 2
     errors = []

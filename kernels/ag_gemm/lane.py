@@ -106,7 +106,7 @@ class PushLane:
         self._memory, self._gather = memory, gather.local
         self._stream = memory.side_stream()  # its own: an eager call's may have work that is not captured
         # Rows of the lane's last call; 0 once an eager call has followed. Only the device knows of replays.
-        self._last_rows = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
         self._arrived, self._after = words.local[ARRIVED.value], words.local[AFTER.value]
         rank, world = memory.rank, memory.world_size
         self._cut = (0, 0)  # rows and pieces of `_copies`

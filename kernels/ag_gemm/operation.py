@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.distributed as dist
 
+from ..gradients import check_no_gradient
 from ..operation import Operation
 from ..places import keep, place_of
 from ..signals import as_epoch
@@ -136,6 +137,7 @@ class AllGatherGemm(Operation):
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_lane: bool
     ) -> torch.Tensor:
         self._check_usable()
+        check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out)
         places = given = place_of(a_shard), place_of(weight), place_of(out)
         operands = self._known.get(places)
         if operands is None:

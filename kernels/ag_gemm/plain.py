@@ -159,7 +159,9 @@ class Shape(NamedTuple):
         return min(self.programs, self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_gemm, lambda constants: {})
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(
+    all_gather_gemm, lambda constants: {}, operation="AllGatherGemm"
+)
 
 
 class PlainConsumer:

@@ -64,7 +64,7 @@ class Shape(NamedTuple):
         return min(self.programs, self.tiles(meta)), 1, 1
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned, blocks_of)
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
 
 
 @functools.lru_cache

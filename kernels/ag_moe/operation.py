@@ -67,6 +67,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..gradients import check_no_gradient
 from ..moe.candidates import HEIGHTS
 from ..moe.checks import check_experts
 from ..moe.launch import GroupedLauncher
@@ -79,7 +80,7 @@ from .kernel import all_gather_moe
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(all_gather_moe, HEIGHTS=HEIGHTS)
+_LAUNCHER = GroupedLauncher(all_gather_moe, "AllGatherMoE", HEIGHTS=HEIGHTS)
 
 
 class AllGatherMoE(ExpertOperation):
@@ -148,6 +149,7 @@ class AllGatherMoE(ExpertOperation):
         `check` or `close`.
         """
         self._check_usable()
+        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
         self._check_arguments(x_shard, weight, topk_ids, out)
         known = self._check_call(topk_ids, tokens)
         if known is not None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
+from ..gradients import check_no_gradient
 from ..matrices import Block, Matrix, as_matrix, describe, set_block
 from .specialized import warp_specialized_add
 
@@ -30,6 +31,7 @@ def elementwise_add(
     Asked for by name elsewhere, on a GPU, it raises ValueError. On the CPU, in the interpreter, everything is
     `pipelined`.
     """
+    check_no_gradient("elementwise_add", a=a, b=b, out=out)
     out = torch.empty_like(a) if out is None else out
     _check(a, b, out, variant)
     if a.numel() == 0:

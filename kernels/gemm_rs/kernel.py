@@ -8,18 +8,19 @@ import triton.language as tl
 from ..configs import take_first
 from ..products import multiply, multiply_tma
 from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
-from ..tiles import grouped_tile, rotated_chunk
+from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .candidates import CANDIDATES, prune
 
 # Rows of a rank's int32 [4, WORLD] words. Column p is about rank p.
 FREE = tl.constexpr(0)  # whether p's slot for our sums may be written; p writes it
 ARRIVED = tl.constexpr(1)  # how many rows of p's sums are here, 0 before they are; p writes it
-DONE = tl.constexpr(2)  # whether our sums for p are complete; the GEMM writes it
+DONE = tl.constexpr(2)  # whether our sums for p are complete; the GEMM of an eager call writes it
 AFTER = tl.constexpr(3)  # what ARRIVED becomes after a call: 0, or far ahead once p has been given up
 
 # What a failure record says about a peer.
 NOT_PUSHED = tl.constexpr(1)
 OTHER_ROWS = tl.constexpr(2)
+NO_PERMIT = tl.constexpr(3)
 
 
 @triton.autotune(
@@ -28,7 +29,7 @@ OTHER_ROWS = tl.constexpr(2)
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
-@triton.jit(do_not_specialize=["M", "rank", "patience_ticks"])
+@triton.jit(do_not_specialize=["M", "first", "chunks", "rank", "patience_ticks"])
 def gemm_reduce_scatter(
     a_ptr,  # [M, K], rows stride_am apart
     b_ptr,  # weight [N, K], rows stride_bn apart
@@ -36,7 +37,8 @@ def gemm_reduce_scatter(
     partial_ptr,  # [WORLD - 1, capacity, N]: our sums for rank + 1, rank + 2, ...
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
     words_ptr,  # int32 [4, WORLD]: FREE, ARRIVED, DONE, AFTER
-    counts_ptr,  # int32 [WORLD]: tiles of each chunk that are stored; 0 between calls
+    counts_ptr,  # int32 [WORLD + 2], 0 between launches: tiles of each chunk that are stored; tiles that are
+    # claimed; programs that claim no more
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
@@ -45,6 +47,8 @@ def gemm_reduce_scatter(
     stride_am,
     stride_bn,
     stride_cm,
+    first,  # of the chunks to compute, counted from that of rank + 1
+    chunks,  # how many to compute: WORLD, or one in a call that is captured
     rank,
     patience_ticks,
     WORLD: tl.constexpr,
@@ -57,7 +61,11 @@ def gemm_reduce_scatter(
     EPILOGUE_SUBTILE: tl.constexpr,  # store half a tile at a time, with half the registers for it
     TMA: tl.constexpr,
 ):
-    """Compute A @ B.T, the rows of other ranks first; add the peers' sums to the own rows."""
+    """Compute A @ B.T, the rows of other ranks first; add the peers' sums to the own rows.
+
+    A program claims its tiles one by one, in the order of their chunks. So whoever waits for the peers' sums,
+    in the own chunk, leaves no tile for a peer to a program that may not have started.
+    """
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -68,7 +76,11 @@ def gemm_reduce_scatter(
         b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
 
     waited = 0  # 1 once this program knows that the peers' sums are here
-    for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
+    claims_ptr = counts_ptr + WORLD
+    first_tile = first * tiles_per_chunk
+    end = first_tile + chunks * tiles_per_chunk
+    tile = first_tile + claim_number(claims_ptr)
+    while tile < end:
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank + 1)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
         row = pid_m * BLOCK_M
@@ -110,24 +122,47 @@ def gemm_reduce_scatter(
             _add_and_store(
                 acc, staged_ptr, sums_ptr, row, col, m, N, capacity, N, 1, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE
             )
-            _count_tile(chunk, words_ptr, counts_ptr, tiles_per_chunk, WORLD)
+            if _is_last(chunk, counts_ptr, tiles_per_chunk):
+                if chunks == WORLD:
+                    notify(words_ptr + DONE * WORLD + chunk, 1)
+                else:
+                    _take_permit(chunk, words_ptr, errors_ptr, patience_ticks, WORLD)
+        tile = first_tile + claim_number(claims_ptr)
+    reset_counter(claims_ptr, tl.num_programs(0))
 
-    for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
-        if peer != rank:
-            _part_from(peer, m, words_ptr, errors_ptr, patience_ticks, WORLD)
+    if first + chunks == WORLD:
+        for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
+            if peer != rank:
+                _part_from(peer, m, words_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
-def _count_tile(chunk, words_ptr, counts_ptr, tiles_per_chunk, WORLD: tl.constexpr):
-    """Count a tile that is stored; whoever counts the last one of the chunk sets DONE.
+def _is_last(chunk, counts_ptr, tiles_per_chunk):
+    """Count a tile that is stored, and return whether it was the last one of the chunk.
 
     The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
     """
     tl.debug_barrier()  # one thread counts, for the stores of all
     before = tl.atomic_add(counts_ptr + chunk, 1, sem="acq_rel", scope="gpu")
-    if before == tiles_per_chunk - 1:
+    is_last = before == tiles_per_chunk - 1
+    if is_last:
         tl.store(counts_ptr + chunk, 0)
-        notify(words_ptr + DONE * WORLD + chunk, 1)
+    return is_last
+
+
+@triton.jit
+def _take_permit(peer, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
+    """Take the peer's permit to write its slot, in place of the side stream; or give the peer up.
+
+    What was given up stays so for later replays: `_part_from` sets FREE again in each call.
+    """
+    free_ptr = words_ptr + FREE * WORLD + peer
+    value = poll_until(free_ptr, 1, patience_ticks, False)
+    if value < 1:
+        record_failure(errors_ptr + peer, NO_PERMIT, 0, value)
+        give_up(words_ptr + AFTER * WORLD + peer, 1)
+        give_up(words_ptr + ARRIVED * WORLD + peer, 1)
+    tl.atomic_xchg(free_ptr, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit

@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     stride_bn: int
     stride_cm: int
     world_size: int
+    chunks: int  # of one launch
     programs: int
     dtype: torch.dtype
     device: torch.device
@@ -48,10 +49,12 @@ class Shape(NamedTuple):
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run under a config."""
         rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return min(self.programs, self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
+        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, lambda constants: {})
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(
+    gemm_reduce_scatter, lambda constants: {}, operation="GemmReduceScatter"
+)
 
 
 class ProductLauncher:
@@ -72,8 +75,19 @@ class ProductLauncher:
         self._capacity, self._rank, self._world_size = capacity, rank, world_size
         self._programs, self._has_tma, self._upcasts = programs, has_tma, upcasts
 
-    def launch(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, patience_ticks: int) -> None:
-        """Enqueue the product of one call on the current stream."""
+    def launch(
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        patience_ticks: int,
+        step: int | None = None,
+    ) -> None:
+        """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
+
+        The own chunk is the last one, and the only one that waits for what the peers push.
+        """
+        first, chunks = (0, self._world_size) if step is None else (step, 1)
         m, k = a.shape
         stride_am, stride_bn = a.stride(0), weight.stride(0)
         aligned = (a.data_ptr() % 16 == 0, weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
@@ -87,6 +101,7 @@ class ProductLauncher:
             stride_bn,
             out.stride(0),
             self._world_size,
+            chunks,
             self._programs,
             a.dtype,
             a.device,
@@ -96,7 +111,7 @@ class ProductLauncher:
             self._upcasts,
         )
         tensors = (a.detach(), weight.detach(), out, *self._held)
-        scalars = (*shape[:7], self._rank, patience_ticks)
+        scalars = (*shape[:7], first, chunks, self._rank, patience_ticks)
         settled = _SETTLED.find(shape)
         if settled is not None:
             launch(settled.launch, (), *tensors, *scalars)

@@ -10,7 +10,7 @@ sent is added to it in the GEMM's epilogue, in float32. What a rank holds, W ran
              number of rows of p's sums once they are here, else 0; DONE[p], 1 once our sums for p are
              complete, which the GEMM sets; AFTER[p], 0 (but see below)
 
-A call on rank r:
+An eager call on rank r:
 
     caller's stream                           side stream: copy engine and stream memory operations
     fork                               -->    FREE[r] of every peer := 1
@@ -22,27 +22,43 @@ A call on rank r:
     fork                               -->    ARRIVED := AFTER
     join                               <--
 
+A captured call, whose side stream waits for no word:
+
+    fork                               -->    FREE[r] of every peer := 1
+    for p = r + 1, r + 2, ...:
+        GEMM of chunk p, whose last tile
+        waits for FREE[p] >= 1, FREE[p] := 0
+        fork                           -->    our sums for p to rank p, ARRIVED[r] of rank p := rows
+    GEMM of chunk r, as above
+    fork, join                                ARRIVED := AFTER
+
 Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones: each word goes up
 and down once in a call, and each has one who raises and one who lowers it.
 
-**It ends.** A push of a call waits for the peer's fork and for tiles of our own GEMM. A GEMM waits for its
-peers' pushes, in its own chunk, which each of its programs reaches behind all its other tiles. So if all
-GEMMs and pushes of one call end, then all forks of the next happen, all chunks of peers are computed, all of
-them are pushed, and all GEMMs end. That asks for all programs of a GEMM to run at once: there are no more of
-them than SMs, and in the interpreter, which runs them one after the other, there is one. The waits of the
-side stream for DONE are enqueued behind the launch of the GEMM, so they cannot keep it from starting, even in
-a hardware queue that both share; nothing on the side stream needs an SM. (On the CPU, where a launch returns
-when the kernel has ended, the pushes are enqueued first, and the side stream is a thread.)
+**It ends.** The programs of a GEMM claim their tiles one by one from a counter, in the order of the chunks.
+So when a program waits for its peers' sums, in the own chunk, all tiles for peers have been claimed by
+programs that have started, and none of these waits before it has stored them. A tile is never left to a
+program that has not started: one that finds no SM is missed by nobody, and finds later that nothing is left.
+So as soon as one program of each rank's GEMM runs, all chunks for peers are computed. A push waits for the
+peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs and pushes of one call end, then all
+forks of the next happen, all chunks for peers are computed and pushed, and all GEMMs end. How many programs
+there are, and how many run at once, does not matter: in the interpreter it is one.
 
-Two things are the caller's and the hardware's. A kernel of another stream that holds an SM on rank r until it
-has met its like on rank p, an asynchronous collective of NCCL for one, may keep programs of r's GEMM out, for
-which p's GEMM waits while it keeps that kernel's peer out: both GEMMs then end when their patience does. And
-in a graph the order of the GEMM and the waits for DONE is not what we enqueued: that its branches have queues
-of their own is what the hardware does, not what CUDA promises, and where it did not, no GEMM would report it.
+So a kernel of another stream may hold SMs on rank r until it has met its like on another rank, which has to
+wait there for SMs: an all-reduce of another dimension of a mesh, for one. It keeps programs of r's GEMM out,
+nobody waits for those, all GEMMs end, and the other kernel finds its SMs. What it must leave is room for one
+program. And what a call stands behind on one rank, in its stream, it must stand behind on all.
+
+**Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
+waits for DONE are enqueued behind the launch of the GEMM, so they cannot keep it from starting. (On the CPU,
+where a launch returns when the kernel has ended, the pushes are enqueued first, and the side stream is a
+thread.) A graph has no order but that of its edges, so in a captured call nothing on the side stream waits
+for a word, ours or a peer's: what is to be pushed stands behind the kernel that computes it, and that kernel
+has seen the permit. Its wait for FREE ends because the peer's fork precedes all kernels of that call.
 
 **Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
-and ARRIVED follows the copy.
+or in a captured call the kernel, and ARRIVED follows the copy.
 
 **Nothing is overwritten while it is read.** The partial sums are rewritten by the GEMM of the next call,
 behind the join, behind their copy. Rank p writes its slot here behind our fork of the next call, behind the
@@ -52,6 +68,7 @@ GEMM that read it.
 ends it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the
 side stream runs through. (DONE needs no rescue: no tile of a peer's chunk waits for anything.) That is
 reported by the next call, by `check` and by `close`, and the operation is then good for nothing but closing.
+A captured call that waits for FREE in vain does the same, and its later replays find FREE set far ahead.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order, each on one stream at a time.
@@ -63,14 +80,15 @@ import torch
 import torch.distributed as dist
 import triton
 
+from ..gradients import check_no_gradient
 from ..operation import Operation, PeerTimeout, check_tensor
 from ..signals import read_failure
 from ..symm import SymmetricMemoryError
-from .kernel import OTHER_ROWS
+from .kernel import NO_PERMIT, OTHER_ROWS
 from .launch import Held, ProductLauncher
 from .pusher import SumPusher
 
-INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
 class GemmReduceScatter(Operation):
@@ -81,8 +99,8 @@ class GemmReduceScatter(Operation):
     `dtype` before it travels, and the parts are added in float32. Calls need no host synchronisation between
     them, and may be captured in CUDA graphs and replayed any number of times among eager calls, in the same
     order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a
-    kernel waits for a peer. Opening and closing are collective. On GPUs let no other kernel that waits for
-    a peer, such as an asynchronous collective, run beside a call: it could hold an SM that the call needs.
+    kernel waits for a peer. Opening and closing are collective. Kernels of other streams that wait for
+    peers, such as collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
@@ -108,8 +126,9 @@ class GemmReduceScatter(Operation):
         slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._words = self._memory.allocate((4, world), torch.int32)
-        self._partial = torch.zeros_like(self._staged.local)
-        self._counts = torch.zeros(world, dtype=torch.int32, device=self.device)
+        hold = self._memory.hold
+        self._partial = hold(torch.zeros_like(self._staged.local))
+        self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -138,7 +157,13 @@ class GemmReduceScatter(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
+        return self._call(a, weight, out, in_steps=self._is_capturing())
+
+    def _call(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_steps: bool
+    ) -> torch.Tensor:
         self._check_usable()
+        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out)
         self._check_arguments(a, weight, out)
         self._check_device()
         rows = a.shape[0] // self.world_size
@@ -147,7 +172,12 @@ class GemmReduceScatter(Operation):
         self._calls += 1
         try:
             self._pusher.permit()
-            if self.device.type == "cpu":
+            if in_steps:
+                for step in range(self.world_size - 1):
+                    self._launch(a, weight, out, step)
+                    self._pusher.push_one(step, rows)
+                self._launch(a, weight, out, self.world_size - 1)
+            elif self.device.type == "cpu":
                 self._pusher.push(rows)
                 self._launch(a, weight, out)
             else:
@@ -186,8 +216,10 @@ class GemmReduceScatter(Operation):
             if list(out.shape) != wanted:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
 
-    def _launch(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        self._product.launch(a, weight, out, self._patience_ticks)
+    def _launch(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
+    ) -> None:
+        self._product.launch(a, weight, out, self._patience_ticks, step)
 
     def _failure(self) -> Exception | None:
         """Return the exception for what the kernels wrote to the error words."""
@@ -198,6 +230,9 @@ class GemmReduceScatter(Operation):
                 continue
             if failure.kind == OTHER_ROWS.value:
                 texts.append(f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank")
+            elif failure.kind == NO_PERMIT.value:
+                lost = True
+                texts.append(f"rank {peer}, or one that it waits for, did not come to the call in time")
             else:
                 lost = True
                 sums = f"its sums for chunk {self.rank}"

@@ -67,6 +67,16 @@ class SumPusher:
             memory.copy(peer.slot[:rows], peer.sums[:rows], stream)
             memory.write_signal(peer.our_arrived, rows, stream)
 
+    def push_one(self, step: int, rows: int) -> None:
+        """Enqueue the push to rank + 1 + step behind all that the caller has enqueued, and wait for nothing.
+
+        That is the launch which computes the sums and takes the permit of that peer.
+        """
+        peer = self._peers[step]
+        self._stream.fork()
+        self._memory.copy(peer.slot[:rows], peer.sums[:rows], self._stream)
+        self._memory.write_signal(peer.our_arrived, rows, self._stream)
+
     def finish(self) -> None:
         """Enqueue what follows the GEMM, and order what the caller does next behind it."""
         self._stream.fork()

@@ -65,9 +65,11 @@ def lies_for_tma(weight: torch.Tensor) -> bool:
 class GroupedLauncher:
     """Launches one tuned kernel over experts; `constants`: constexprs that no other kernel has."""
 
-    def __init__(self, kernel: Any, **constants: Any) -> None:
+    def __init__(self, kernel: Any, operation: str, **constants: Any) -> None:
         self._kernel, self._constants = kernel, constants
-        self._settled: SettledLaunches[Shape] = SettledLaunches(kernel, lambda constants: {})
+        self._settled: SettledLaunches[Shape] = SettledLaunches(
+            kernel, lambda constants: {}, operation=operation
+        )
 
     def launch(self, shape: Shape, tensors: tuple[torch.Tensor, ...], scalars: tuple[int, ...]) -> None:
         """Enqueue the kernel with these arguments, in the order of its parameters."""

@@ -164,6 +164,8 @@ class ExpertOperation(Operation):
                 by_first=self._by_first,
                 device=self.device,
             )
+            for tensor in plan.held:
+                self._memory.hold(tensor)
         plan.sort(
             self._ids.local,
             self._words.local,

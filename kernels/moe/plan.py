@@ -20,9 +20,9 @@ WARPS = 8
 class Plan:
     """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
 
-    What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`, one
-    word for each rank twice, which are 0 when a kernel starts. Made once for a number of experts and kept:
-    each call on the same stream uses it anew.
+    What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`,
+    three words for each rank, which are 0 when the first kernel behind the sorting starts. Made once for a
+    number of experts and kept: each call on the same stream uses it anew.
     """
 
     def __init__(
@@ -44,10 +44,13 @@ class Plan:
         counted = world_size * (experts + 1)
         tables = orders * heights
 
-        def words(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
+        self.held: list[torch.Tensor] = []  # what the kernels of a call write
 
-        self._zeroed = words(counted + 1 + 2 * world_size)
+        def words(*shape: int) -> torch.Tensor:
+            self.held.append(torch.empty(shape, dtype=torch.int32, device=device))
+            return self.held[-1]
+
+        self._zeroed = words(counted + 1 + 3 * world_size)
         self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
         self._starts, self.offsets = words(counted), words(world_size + 1)
         self._within, self.rows, self.sources = words(most), words(most), words(most)

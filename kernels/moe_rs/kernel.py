@@ -10,7 +10,7 @@ from ..moe.products import multiply_rows, store_rows, table_of
 from ..moe.routing import ENTRY
 from ..moe.words import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_word
 from ..signals import notify, poll_until, record_failure
-from ..tiles import grouped_tile
+from ..tiles import claim_number, grouped_tile
 from .candidates import CANDIDATES, prune
 
 COMBINE_M = tl.constexpr(16)  # tokens of a block that is combined
@@ -29,6 +29,8 @@ COMBINE_M = tl.constexpr(16)  # tokens of a block that is combined
         "topk",
         "tokens_per_rank",
         "capacity",
+        "first_part",
+        "parts",
         "rank",
         "patience_ticks",
     ]
@@ -46,7 +48,8 @@ def moe_reduce_scatter(
     offsets_ptr,
     ends_ptr,
     tables_ptr,
-    counters_ptr,  # int32 [2, WORLD], zeros: tiles of each stage that are stored, blocks that are combined
+    counters_ptr,  # int32 [3, WORLD], zeros: tiles of each stage that are stored, blocks that are combined;
+    # items that are claimed, by the first part of a launch
     words_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     size_class,  # the power of two that the number of choices is tuned as
@@ -60,6 +63,8 @@ def moe_reduce_scatter(
     stride_be,
     stride_bn,
     stride_cm,
+    first_part,
+    parts,  # WORLD + 1, or one in a call that is captured
     rank,
     patience_ticks,
     WORLD: tl.constexpr,
@@ -74,9 +79,10 @@ def moe_reduce_scatter(
 ):
     """Multiply the rows of stage 0, 1, ...; combine the tokens of each stage once its products are stored.
 
-    Stage s is the chunk of rank + 1 + s, the own one the last. The work is one list, of which each program
-    takes every `programs`-th item: tiles of stage 0, tiles of stage 1, blocks to combine of stage 0, tiles of
-    stage 2, blocks to combine of stage 1, ...
+    Stage s is the chunk of rank + 1 + s, the own one the last. The work is one list, whose items the programs
+    claim one by one: tiles of stage 0, tiles of stage 1, blocks to combine of stage 0, tiles of stage 2,
+    blocks to combine of stage 1, ... In a call that is captured each launch has a list for one stage: its
+    tiles, then its blocks to combine. So what an item waits for has been claimed by a program that runs.
     """
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     b_desc = b_ptr
@@ -84,20 +90,26 @@ def moe_reduce_scatter(
         b_desc = tl.make_tensor_descriptor(b_ptr, [experts * N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
     table = table_of(BLOCK_M)
     table_ptr = tables_ptr + table * capacity * ENTRY
-    program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_n = tl.cdiv(N, BLOCK_N)
 
-    for peer in tl.range(program, WORLD, programs):
-        if (peer != rank) & (tl.load(offsets_ptr + peer) == tl.load(offsets_ptr + peer + 1)):
-            notify(words_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
+    behind = tl.where(parts > 1, 1, 0)  # how many parts a stage is combined behind its tiles
+    claims_ptr = counters_ptr + 2 * WORLD + first_part
+    item = claim_number(claims_ptr)
+    if (item == 0) & (parts > 1):  # one program, which runs: the first that came
+        for peer in range(0, WORLD):
+            if (peer != rank) & (tl.load(offsets_ptr + peer) == tl.load(offsets_ptr + peer + 1)):
+                notify(words_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
 
     listed = 0  # items in front of the next part of the list
     first_block = 0  # of the stage
-    for part in range(0, WORLD + 1):
+    if first_part > 0:
+        first_block = tl.load(ends_ptr + table * WORLD + first_part - 1)
+    for part in tl.range(first_part, first_part + parts):
         last_block = tl.load(ends_ptr + table * WORLD + tl.minimum(part, WORLD - 1))
         blocks = last_block - first_block
-        for tile in tl.range(first_item(program, programs, listed), blocks * tiles_n, programs):
-            block, pid_n = grouped_tile(tile, blocks, tiles_n, GROUP_M)
+        end = listed + blocks * tiles_n
+        while item < end:
+            block, pid_n = grouped_tile(item - listed, blocks, tiles_n, GROUP_M)
             entry_ptr = table_ptr + (first_block + block) * ENTRY
             col = pid_n * BLOCK_N
             expert = tl.load(entry_ptr)
@@ -131,13 +143,16 @@ def moe_reduce_scatter(
             store_rows(acc, products_ptr + rows * N, real, col, N, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE)
             tl.debug_barrier()  # one thread counts, for the stores of all
             tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")
-        listed += blocks * tiles_n
+            item = claim_number(claims_ptr)
+        listed = end
         first_block = last_block
-        if part > 0:
-            listed += combine_stage(
-                part - 1,
-                first_item(program, programs, listed),
+        if part >= behind:
+            item, listed = combine_stage(
+                part - behind,
+                item,
+                listed,
                 tiles_n,
+                claims_ptr,
                 c_ptr,
                 products_ptr,
                 partial_ptr,
@@ -151,28 +166,26 @@ def moe_reduce_scatter(
                 topk,
                 tokens_per_rank,
                 stride_cm,
+                parts,
                 rank,
                 patience_ticks,
                 WORLD,
                 BLOCK_N,
             )
 
-    for peer in tl.range(program, WORLD, programs):
-        if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
-            wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
-
-
-@triton.jit
-def first_item(program, programs, listed):
-    """Return the program's first item of a part of the list, which has `listed` items in front."""
-    return (program + programs - listed % programs) % programs
+    if first_part + parts >= WORLD:
+        for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
+            if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
+                wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
 def combine_stage(
     stage,
-    first,
+    item,  # the program's claim
+    listed,  # items in front of this stage's blocks
     tiles_n,
+    claims_ptr,
     c_ptr,
     products_ptr,
     partial_ptr,
@@ -186,25 +199,28 @@ def combine_stage(
     topk,
     tokens_per_rank,
     stride_cm,
+    parts,
     rank,
     patience_ticks,
     WORLD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add up the products of each token of a stage, in this program's blocks; return how many there are."""
+    """Add up the products of each token of a stage, in blocks; return the next claim and the items so far."""
     chunk = (rank + 1 + stage) % WORLD
     offset = tl.load(offsets_ptr + chunk)
     tokens = (tl.load(offsets_ptr + chunk + 1) - offset) // topk
     items = tl.cdiv(tokens, COMBINE_M) * tiles_n
-    if first < items:
+    end = listed + items
+    if item < end:
         _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, errors_ptr + rank, patience_ticks)
         if chunk == rank:
             for peer in range(0, WORLD):
                 if peer != rank:
                     wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
-    for item in tl.range(first, items, tl.num_programs(0)):
-        rows = item // tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
-        cols = item % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    while item < end:
+        block = item - listed
+        rows = block // tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
+        cols = block % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (rows < tokens)[:, None] & (cols < N)[None, :]
         choices = tl.cast(offset + rows * topk, tl.int64)
         acc = tl.zeros((COMBINE_M, BLOCK_N), dtype=tl.float32)
@@ -224,9 +240,10 @@ def combine_stage(
             tl.store(to_ptr, acc.to(c_ptr.dtype.element_ty), mask=mask)
             tl.debug_barrier()  # one thread counts, for the stores of all
             before = tl.atomic_add(counters_ptr + WORLD + chunk, 1, sem="acq_rel", scope="gpu")
-            if before == items - 1:
+            if (before == items - 1) & (parts > 1):
                 notify(words_ptr + DONE * WORLD + chunk, 1)
-    return items
+        item = claim_number(claims_ptr)
+    return item, end
 
 
 @triton.jit

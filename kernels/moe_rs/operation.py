@@ -37,21 +37,25 @@ bytes an element, topk times.
 **It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
 `AllGatherMoE`. A push waits for DONE of our own kernel. In the kernel, an item of the list waits for items in
 front of it in the list of this rank, and, in the own chunk, behind all tiles and all chunks of peers, for
-peers' pushes. Each program takes its items in order, and all programs run at once: there are no more of them
-than SMs, and in the interpreter, which runs them one after the other, there is one. So every chunk for a peer
-is computed on every rank, all are pushed, and all kernels end. The waits of the side stream for DONE are
-enqueued behind the launch of the kernel, so they cannot keep it from starting, even in a hardware queue that
-both share. (On the CPU, where a launch returns when the kernel has ended, they are enqueued first, and the
-side stream is a thread.)
+peers' pushes. Programs claim the items one by one from a counter, so those in front of an item have been
+claimed by programs that have started; the foremost of them that is not done waits for nothing that is not,
+unless it is of the own chunk. An item is never left to a program that has not started. So as soon as one
+program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end.
+How many programs there are, and how many run at once, does not matter: in the interpreter it is one. A kernel
+of another stream that holds SMs until it has met its like on a peer, an all-reduce of another dimension of a
+mesh, for one, may keep programs out: nobody waits for those. It must leave room for one.
 
-A kernel of another stream that holds an SM until it has met its like on a peer, an asynchronous collective of
-NCCL for one, may keep programs out: no such kernel may run beside a call. In a graph, that its branches have
-queues of their own is what the hardware does, not what CUDA promises.
+The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
+from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
+has ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its
+edges: a captured call launches the kernel once for each stage, with the items of that stage, and what is
+pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE, as
+in `AllGatherMoE`: for forks of peers, which precede all kernels of their call.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
 its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
 the program that counts the last block of chunk p; the count acquires what the others released. The copy
-follows DONE on its stream, and ARRIVED follows the copy.
+follows DONE on its stream, or in a captured call the kernel, and ARRIVED follows the copy.
 
 **Nothing is overwritten while it is read.** The partial sums are rewritten by the kernel of the next call,
 behind the join, behind their copy. What p writes here in the next call it writes behind our fork of that
@@ -64,11 +68,13 @@ tiles. Every rank must make the same calls in the same order, each on one stream
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from ..gradients import check_no_gradient
 from ..moe.checks import check_choices, check_experts
 from ..moe.launch import GroupedLauncher
 from ..moe.operation import ExpertOperation
@@ -80,9 +86,9 @@ from ..symm import SymmetricTensor
 from .kernel import moe_reduce_scatter
 from .pusher import SumPusher
 
-INTERPRETED_PROGRAMS = 1  # two would run one after the other, and the first wait for the second's tiles
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(moe_reduce_scatter)
+_LAUNCHER = GroupedLauncher(moe_reduce_scatter, "MoEReduceScatter")
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -98,8 +104,8 @@ class MoEReduceScatter(ExpertOperation):
 
     The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
     outside, a shape that has not been tuned takes the first candidate. What `AllGatherMoE` says about
-    `tokens=`, CUDA graphs and timeouts holds here too. On GPUs let no other kernel that waits for a peer,
-    such as an asynchronous collective, run beside a call: it could hold an SM that the call needs.
+    `tokens=`, CUDA graphs and timeouts holds here too. Kernels of other streams that wait for peers, such as
+    collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
 
     Each rank holds 2 * (W - 1) * tokens_per_rank * n elements, half of them of symmetric memory, and in a
     call T * topk * n more.
@@ -127,7 +133,7 @@ class MoEReduceScatter(ExpertOperation):
         super()._allocate()
         slots = max(1, self.world_size - 1)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
-        self._partial = torch.zeros_like(self._staged.local)
+        self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
         self._pusher = SumPusher(self._memory, self._stream, self._partial, self._staged, self._words)
 
     def _lists(self) -> tuple[SymmetricTensor, ...]:
@@ -156,7 +162,22 @@ class MoEReduceScatter(ExpertOperation):
         `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
         `check` or `close`.
         """
+        in_steps = self._is_capturing()
+        return self._call(y, weight, topk_ids, topk_weights, out, tokens, in_steps=in_steps)
+
+    def _call(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        tokens: Sequence[int] | None,
+        *,
+        in_steps: bool,
+    ) -> torch.Tensor:
         self._check_usable()
+        check_no_gradient("MoEReduceScatter", y=y, weight=weight, topk_weights=topk_weights, out=out)
         self._check_arguments(y, weight, topk_ids, topk_weights, out)
         known = self._check_call(topk_ids, tokens)
         topk = topk_ids.shape[1]
@@ -170,11 +191,18 @@ class MoEReduceScatter(ExpertOperation):
             self._put_weights(topk_weights)
             self._announce(topk_ids)
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1)
-            if self.device.type == "cpu":
+            products = y.new_empty((y.shape[0], self._n))
+            launch = functools.partial(self._launch, y, weight, out, products, plan, topk)
+            if in_steps:
+                for step in range(self.world_size - 1):
+                    launch(step)
+                    self._pusher.push_one(step, counts)
+                launch(self.world_size - 1)
+            elif self.device.type == "cpu":
                 self._pusher.push(counts)
-                self._launch(y, weight, out, plan, topk)
+                launch()
             else:
-                self._launch(y, weight, out, plan, topk)
+                launch()
                 self._pusher.push(counts)
             self._announcer.finish()
         return out
@@ -217,13 +245,22 @@ class MoEReduceScatter(ExpertOperation):
             place.copy_(topk_weights.detach().reshape(-1))
 
     def _launch(
-        self, y: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        products: torch.Tensor,
+        plan: Plan,
+        topk: int,
+        step: int | None = None,
     ) -> None:
+        """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
+        first_part, parts = (0, self.world_size + 1) if step is None else (step, 1)
         tensors = (
             y.detach(),
             weight.detach(),
             out,
-            y.new_empty((y.shape[0], self._n)),
+            products,
             self._partial,
             self._staged.local,
             self._weights.local,
@@ -238,7 +275,8 @@ class MoEReduceScatter(ExpertOperation):
         )
         strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
         shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
-        own = (topk, self._capacity, plan.capacity, *strides, self.rank, self._patience_ticks)
+        of_launch = (first_part, parts, self.rank, self._patience_ticks)
+        own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
         _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:

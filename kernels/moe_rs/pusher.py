@@ -61,3 +61,11 @@ class SumPusher:
             if count := tokens[peer.rank]:
                 memory.copy(peer.slot[:count], peer.sums[:count], stream)
             memory.write_signal(peer.our_arrived, 1, stream)
+
+    def push_one(self, step: int, tokens: Sequence[int]) -> None:
+        """Enqueue the push to rank + 1 + step, behind all that the caller has enqueued, without a wait."""
+        peer = self._peers[step]
+        self._stream.fork()
+        if count := tokens[peer.rank]:
+            self._memory.copy(peer.slot[:count], peer.sums[:count], self._stream)
+        self._memory.write_signal(peer.our_arrived, 1, self._stream)

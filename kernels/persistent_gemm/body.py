@@ -16,7 +16,7 @@ from .widths import columns_of_tiles, wide_tiles, width_of_last
 @gluon.jit(
     do_not_specialize=[
         *("M", "N", "K", "splits", "split_rows", "wanted", "programs"),
-        *("a_alignment", "b_alignment"),
+        *("a_alignment", "b_alignment", "m_class", "n_class"),
     ]
 )
 def gemm(
@@ -34,6 +34,8 @@ def gemm(
     programs,  # the most that run at once: what the best config depends on, no part of the code either
     a_alignment,  # of how many bytes the rows of memory begin at multiples; for the tuner, too
     b_alignment,
+    m_class,  # as what M and N are tuned, see `size_classes`; for the tuner alone
+    n_class,
     parts_ptr,  # float32 [2 * programs, BLOCK_M, WIDTH] with STREAM_K
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,

@@ -20,6 +20,7 @@ from .blocks import as_tiled, blocks_of
 from .body import gemm
 from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES
 from .pruning import prune
+from .size_classes import class_of_rows
 from .widths import tiles_side_by_side
 
 COUNTERS_KEPT = 64
@@ -28,7 +29,7 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
     key=[
-        *("M", "N", "K", "splits", "wanted", "programs", "a_alignment", "b_alignment"),
+        *("m_class", "n_class", "K", "splits", "wanted", "programs", "a_alignment", "b_alignment"),
         *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"),
     ],
     prune_configs_by={"early_config_prune": prune},
@@ -55,6 +56,7 @@ class Shape:
     b_alignment: int
     device: torch.device
     tensor_memory: bool
+    exchanged: bool = False  # columns are the rows of the caller's product: what changes from call to call
 
     def sizes(self) -> dict[str, int]:
         """Return the kernel's sizes, in the order of its parameters."""
@@ -68,6 +70,8 @@ class Shape:
             "programs": self.programs,
             "a_alignment": self.a_alignment,
             "b_alignment": self.b_alignment,
+            "m_class": self.m if self.exchanged else class_of_rows(self.m),
+            "n_class": class_of_rows(self.n) if self.exchanged else self.n,
         }
 
     def constants(self) -> dict[str, Any]:

@@ -11,12 +11,14 @@ import torch
 import triton
 
 from ..configs import INTERPRETED
+from ..gradients import check_no_gradient
 from ..places import keep, place_of
 from .candidates import CUT_SCHEDULES, NAMES
 from .checks import check_count, check_name, check_operands, check_out, check_out_dtype
 from .launch import counter_of
 from .plain import plain_gemm
 from .route import Route, follow, route_of
+from .size_classes import class_of_rows
 
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -42,8 +44,10 @@ def persistent_matmul(
     The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
     `out` shares no memory with a and b, which are read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
-    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. `scheduler` is the order
-    of the tiles (see `tiles`); `auto` is "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
+    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
+    share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
+    and so on, four to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is
+    "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
     `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
     `splits` is into how many parts K is cut (on Hopper and Blackwell) for a second kernel to add up: by
     default one, as stream-K cuts K where tiles are few, without a second kernel.
@@ -58,6 +62,7 @@ def persistent_matmul(
     of the call, and as large as the matrix would be with rows of whole 128 bytes.
     Raises TypeError or ValueError for arguments that cannot be multiplied.
     """
+    check_no_gradient("persistent_matmul", a=a, b=b, out=out)
     check_name("variant", variant, NAMES)
     check_name("scheduler", scheduler, SCHEDULERS)
     if variant == "stream_k" and scheduler not in ("auto", *CUT_SCHEDULES):
@@ -155,6 +160,7 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
         *b.stride(),
         *out.stride(),
         programs,
+        class_of_rows(rows),
         SCHEDULE=scheduler,
         CHIPLETS=CHIPLETS,
         UPCAST=INTERPRETED and a.dtype is torch.bfloat16,

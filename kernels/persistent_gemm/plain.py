@@ -13,11 +13,11 @@ from .pruning import prune_plain
 
 @triton.autotune(
     configs=PLAIN_CANDIDATES,
-    key=["M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"],
+    key=["m_class", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"],
     prune_configs_by={"early_config_prune": prune_plain},
     do_bench=do_bench,
 )
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["programs", "m_class"])
 def plain_gemm(
     a_ptr,
     b_ptr,
@@ -33,6 +33,7 @@ def plain_gemm(
     stride_cm,
     stride_cn,
     programs,  # the most that run at once: what the best config depends on, no part of the code
+    m_class,  # as what M is tuned, see `size_classes`; no part of the code either
     SCHEDULE: tl.constexpr,
     CHIPLETS: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16

@@ -70,6 +70,7 @@ def route_of(
         b_alignment=0 if right is None else right.alignment(),
         device=a.device,
         tensor_memory=tensor_memory,
+        exchanged=exchanged,
     )
     copies, copies_out = NOTHING, c is None and splits == 1
     if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):

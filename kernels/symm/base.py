@@ -77,6 +77,7 @@ class SymmetricMemory(abc.ABC):
         self.reason = reason  # why this backend was chosen
         self._ranks = ranks
         self._allocations: list[SymmetricTensor] = []
+        self._held: list[torch.Tensor] = []
         self._is_closed = False
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
@@ -93,6 +94,14 @@ class SymmetricMemory(abc.ABC):
             raise ValueError(f"cannot allocate shape {list(shape)}: every dimension must be at least 1")
         tensor = self._map(tuple(shape), dtype)
         self._allocations.append(tensor)
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, which is there as long as this memory is: kernels and streams may write to it.
+
+        What is abandoned while they may still run is never given back to an allocator, on the device or not.
+        """
+        self._held.append(tensor)
         return tensor
 
     def require_equal(self, name: str, value: str | int | float) -> None:
@@ -119,16 +128,18 @@ class SymmetricMemory(abc.ABC):
             return
         try:
             self.barrier()
+            self._release()
         except Exception:
             self.abandon()
             raise
         self._is_closed = True
-        self._release()
         self._allocations.clear()
+        self._held.clear()
 
     def abandon(self) -> None:
         """Stop using the memory without meeting the peers: the way out of a rank that has failed."""
         self._is_closed = True
+        self._held.clear()
 
     @abc.abstractmethod
     def side_stream(self) -> SideStream:
@@ -178,7 +189,7 @@ class SymmetricMemory(abc.ABC):
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Give back `_allocations`, last first; every rank is here."""
+        """Give back `_allocations`, last first; every rank is here. What it raises leaves them abandoned."""
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -16,21 +16,32 @@ BATCH = 255  # operations that one cuStreamBatchMemOp takes
 WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a system-scope barrier comes before the write
 
 
-# What was abandoned. Streams, a peer's among them, may still write there: it is never used for anything else.
-_abandoned: list[SymmetricTensor] = []
+# What was abandoned. Kernels and streams, a peer's among them, may still write there: it is never used for
+# anything else. That goes for pinned words too, which torch would hand out again at once.
+_abandoned: list[SymmetricTensor | torch.Tensor] = []
+_abandoned_streams: list[CudaStream] = []
 
 
 class CudaStream:
-    """A high-priority stream, ordered against the caller's current stream by events."""
+    """A high-priority stream of its own, ordered against the caller's current stream by events.
+
+    Not one of torch's, which hands out 32 in turn: what somebody else has enqueued on the same one, such as a
+    collective that waits for SMs which our kernel holds, would be in front of copies that our kernel awaits.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._driver = device, _load_driver()
-        # High priority, or its copies could queue behind those of the stream it is to overtake.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self.handle = self._stream.cuda_stream
+        self.handle = _new_stream(self._driver, device)
+        self._stream = torch.cuda.ExternalStream(self.handle, device)
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
         for event in (self._forked, self._joined):
             event.record(self._stream)  # until then an event of torch has no handle
+
+    def close(self) -> None:
+        """Destroy the stream, on which nothing may be enqueued any more; a second call does nothing."""
+        handle, self.handle = self.handle, 0
+        if handle:
+            _check(self._driver.cuStreamDestroy(handle), self._device)
 
     def fork(self) -> None:
         self._order(self._forked, self._current(), self.handle)
@@ -58,10 +69,13 @@ class CudaMemory(SymmetricMemory):
     def __init__(self, ranks: RankGroup, device: torch.device, reason: str) -> None:
         super().__init__(ranks, device, reason)
         self._driver = _load_driver()
+        self._streams: list[CudaStream] = []
 
     def side_stream(self) -> CudaStream:
         self._check_open()
-        return CudaStream(self.device)
+        stream = CudaStream(self.device)
+        self._streams.append(stream)
+        return stream
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SideStream) -> None:
         self._copy_bytes(*_extent(dst, src), _handle(stream))
@@ -126,9 +140,18 @@ class CudaMemory(SymmetricMemory):
         # The driver's call, not Tensor.copy_: no stream guard and no dispatch, microseconds for each peer.
         self._succeed(self._driver.cuMemcpyAsync(dst, src, size, handle))
 
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        super().close()
+        # Of what is abandoned the streams stay, and so do the events that they wait for.
+        while self._streams:
+            self._streams.pop().close()
+
     def abandon(self) -> None:
         if not self._is_closed:
-            _abandoned.extend(self._allocations)
+            _abandoned.extend([*self._allocations, *self._held])
+            _abandoned_streams.extend(self._streams)
         super().abandon()
 
     def _synchronize(self) -> None:
@@ -137,6 +160,24 @@ class CudaMemory(SymmetricMemory):
     def _succeed(self, result: tuple[Any, ...]) -> None:
         if result[0] != 0:
             _check(result, f"{self._ranks}, {self.device}")
+
+
+def _new_stream(driver: Any, device: torch.device) -> int:
+    """Return a stream that no other code of the process enqueues on, as urgent as there are."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # the driver's calls below need a context to be current
+        lowest, highest = _checked(driver.cuCtxGetStreamPriorityRange(), device)
+        assert highest <= lowest
+        # As urgent as possible, or its copies could queue behind those of the stream it is to overtake.
+        flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        (stream,) = _checked(driver.cuStreamCreateWithPriority(flags, highest), device)
+    return int(stream)
+
+
+def _checked(result: tuple[Any, ...], who: object) -> tuple[Any, ...]:
+    """Return what the driver's call has returned behind its status."""
+    _check(result, who)
+    return result[1:]
 
 
 def _check(result: tuple[Any, ...], who: object) -> None:

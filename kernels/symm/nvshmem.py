@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import importlib
 import importlib.util
+import logging
 import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +21,8 @@ from .ranks import RankGroup, SymmetricMemoryError
 
 INSTALL = "install 'nvshmem4py-cu13>=0.3.1,<0.5' (for CUDA 12: nvshmem4py-cu12)"
 INITIALIZED = 2  # nvshmem.core.init_status() from here on
+
+_log = logging.getLogger(__name__)
 
 
 class NvshmemMemory(CudaMemory):
@@ -44,9 +53,11 @@ class NvshmemMemory(CudaMemory):
         return SymmetricTensor(peers[self.rank], peers)
 
     def _release(self) -> None:
-        for tensor in reversed(self._allocations):
-            _library.module.free_tensor(tensor.local)  # collective: the same order on all ranks
-        _library.leave()
+        for tensor in reversed(self._allocations):  # collective: the same order on all ranks
+            what = f"freeing {list(tensor.local.shape)} {tensor.local.dtype}"
+            free = functools.partial(_library.module.free_tensor, tensor.local)
+            _library.wait_for(free, what, self._ranks, self.device)
+        _library.leave(self._ranks, self.device)
 
 
 def why_unusable(ranks: RankGroup) -> str | None:
@@ -76,8 +87,11 @@ class _Library:
         self.module: Any = None
         self._members: tuple[int, ...] | None = None
         self._users = 0
+        self._stuck = ""  # in what, if a call of the library has not returned
 
     def why_closed_to(self, ranks: RankGroup) -> str | None:
+        if self._stuck:
+            return f"NVSHMEM of this process has not returned from {self._stuck}"
         import nvshmem.core
 
         if self._members is not None and self._members != ranks.members:
@@ -101,10 +115,40 @@ class _Library:
             ranks.raise_together("initialising NVSHMEM", error)
         self._users += 1
 
-    def leave(self) -> None:
+    def leave(self, ranks: RankGroup, device: torch.device) -> None:
         self._users -= 1
         if self._users == 0:
-            self.module.finalize()
+            self.wait_for(self.module.finalize, "finalising", ranks, device)
+
+    def wait_for(self, call: Callable[[], object], what: str, ranks: RankGroup, device: torch.device) -> None:
+        """Make a call in which the library waits for all ranks, without a bound of its own.
+
+        After `timeout_s` this raises, and leaves the call to a thread: nothing is asked of the library any
+        more, whose ranks may be anywhere.
+        """
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                torch.cuda.set_device(device)  # a new thread's current device is the first one
+                torch.cuda.synchronize(device)  # which makes its context current, of the first one too
+                call()
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=run, name=f"NVSHMEM, {what}", daemon=True)
+        with _waiting_without_the_interpreters_lock():
+            thread.start()
+            thread.join(ranks.timeout_s)
+        if thread.is_alive():
+            self._stuck = what
+            raise SymmetricMemoryError(
+                f"{ranks}: NVSHMEM has not returned from {what} within {ranks.timeout_s:g} s, "
+                "though all ranks had come to close. Its memory is lost to this process, which cannot use "
+                "NVSHMEM again: find out where the other ranks are, or use backend='torch'"
+            )
+        if caught:
+            raise caught[0]
 
     def _initialize(self, ranks: RankGroup, device: torch.device) -> None:
         import numpy as np
@@ -130,3 +174,31 @@ class _Library:
 
 
 _library = _Library()
+
+
+@contextlib.contextmanager
+def _waiting_without_the_interpreters_lock() -> Iterator[None]:
+    """Have nvshmem4py free and finalise without the interpreter's lock, which it keeps (0.3.1 to 0.4.1).
+
+    With it, no thread of the process could end the wait, or say that there is one. The functions behind are
+    the same, called through ctypes, which gives the lock away.
+    """
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        bindings = importlib.import_module("nvshmem.bindings")
+        of_memory = importlib.import_module("nvshmem.core.nvshmem_types")
+        address = importlib.import_module("nvshmem.bindings._internal.nvshmem")._inspect_function_pointer
+        for module, name, symbol, types in (
+            (of_memory, "free", "__nvshmem_free", (ctypes.c_void_p,)),
+            (bindings, "hostlib_finalize", "__nvshmemx_hostlib_finalize", ()),
+        ):
+            function = ctypes.CFUNCTYPE(None, *types)(address(symbol))
+            replaced.append((module, name, getattr(module, name)))
+            setattr(module, name, function)
+    except (ImportError, AttributeError, KeyError) as error:
+        _log.warning("this nvshmem4py waits with the interpreter's lock, without a bound (%r)", error)
+    try:
+        yield
+    finally:
+        for module, name, before in replaced:
+            setattr(module, name, before)

@@ -72,7 +72,8 @@ def compile_gemm(
     }
     types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
     types |= dict.fromkeys(("splits", "split_rows", "wanted", "programs"), "i32")
-    types |= {"a_alignment": "i32", "b_alignment": "i32", "parts_ptr": "*fp32"}
+    types |= dict.fromkeys(("a_alignment", "b_alignment", "m_class", "n_class"), "i32")
+    types |= {"parts_ptr": "*fp32"}
     descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
     return compile_for(
         target,

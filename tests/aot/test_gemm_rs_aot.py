@@ -19,10 +19,10 @@ TYPES = {
     **dict.fromkeys(("words_ptr", "counts_ptr"), "*i32"),
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_bn", "stride_cm"), "i32"),
-    **dict.fromkeys(("rank", "patience_ticks"), "i32"),
+    **dict.fromkeys(("first", "chunks", "rank", "patience_ticks"), "i32"),
 }
 # Bytes of a thread; on Blackwell with tiles of 128 x 256. On CDNA3 scalar registers, which go to vector ones.
-SPILLED = {HOPPER: 0, BLACKWELL: 64, CDNA3: 6}
+SPILLED = {HOPPER: 0, BLACKWELL: 72, CDNA3: 6}
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 
 
@@ -33,7 +33,7 @@ def compile_candidate(config, target, world=8):
         gemm_reduce_scatter.fn,
         TYPES,
         constexprs | config.kwargs,
-        any_value=("M", "rank", "patience_ticks"),
+        any_value=("M", "first", "chunks", "rank", "patience_ticks"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -64,7 +64,7 @@ def of_tiles(ttgir):
         "count": r"atomic_rmw add, acq_rel, gpu",
         "signal": r"atomic_rmw exch, release, sys, .*%c1_i32",
     }
-    lines = ttgir[ttgir.index("scf.for") :].splitlines()
+    lines = ttgir[ttgir.index("scf.while") :].splitlines()
     return [name for line in lines for name, pattern in patterns.items() if re.search(pattern, line)]
 
 

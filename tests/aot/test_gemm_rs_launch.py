@@ -206,6 +206,7 @@ def test_every_argument_is_where_the_kernel_expects_it(device):
             "c_ptr": out.data_ptr(),
             **{f"{name}_ptr": tensor.data_ptr() for name, tensor in caller.held._asdict().items()},
             **{"M": 250, "N": 192, "K": 104, "capacity": 131, "rank": 1, "patience_ticks": 99},
+            **{"first": 0, "chunks": 2},
             **{"stride_am": 112, "stride_bn": 120, "stride_cm": 216},
             **{"WORLD": 2, "TMA_LEGAL": True, "UPCAST": False},
             **BY_TMA.kwargs,

@@ -19,7 +19,10 @@ from dist_autotune.kernels.moe_rs.kernel import moe_reduce_scatter
 pytestmark = pytest.mark.aot
 
 PLAN = dict.fromkeys(("rows_ptr", "sources_ptr", "ends_ptr", "tables_ptr", "words_ptr"), "*i32")
-ANY_VALUE = ("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "patience_ticks")
+ANY_VALUE = (
+    *("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "patience_ticks"),
+    *("first_part", "parts"),
+)
 SIZES = ("N", "K", "stride_be", "stride_bn", "stride_cm")
 GATHER = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
@@ -32,14 +35,15 @@ SCATTER = {
     **dict.fromkeys(("products_ptr", "partial_ptr", "staged_ptr"), "*bf16"),
     "weights_ptr": "*fp32",
     **dict.fromkeys(("offsets_ptr", "counters_ptr"), "*i32"),
-    "stride_am": "i32",
+    **dict.fromkeys(("stride_am", "first_part", "parts"), "i32"),
 }
-del GATHER["tokens_per_rank"]
+for name in ("tokens_per_rank", "first_part", "parts"):
+    del GATHER[name]
 # Bytes of a thread, and on CDNA3 scalar registers, which go to vector ones: the scatter's many loops.
 # On Blackwell ptxas settles for 128 registers with tiles of 128 x 128.
 SPILLED = {
     "gather": {HOPPER: 0, BLACKWELL: 0, CDNA3: 0},
-    "scatter": {HOPPER: 8, BLACKWELL: 56, CDNA3: 20},
+    "scatter": {HOPPER: 8, BLACKWELL: 56, CDNA3: 23},
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, SCATTER)}

@@ -166,7 +166,9 @@ class Caller:
         if self.name == "ag":
             self.operation._launch(*operands)
         else:
-            self.operation._launch(self.tensors["a"], *operands)
+            weight, out, *others = operands
+            products = out.new_empty((self.case.choices, self.case.n))
+            self.operation._launch(self.tensors["a"], weight, out, products, *others)
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def test_every_argument_is_where_the_kernel_expects_it(world, asked):
     case = replace(PLAIN, n=192, k=104, row_pad=8, y_pad=16, out_pad=24)
     caller = world.caller(case)
     pointers = {f"{name}_ptr": tensor.data_ptr() for name, tensor in caller.tensors.items()}
-    of_rs = {"tokens_per_rank": 64, "stride_am": 120}
+    of_rs = {"tokens_per_rank": 64, "stride_am": 120, "first_part": 0, "parts": 3}
     for _ in range(2):  # the long way, then the short one
         made = world.launched(caller)
         values = world.named(made)

@@ -234,7 +234,7 @@ def test_a_piece_is_fenced_and_complete_before_tma_reads_it(kernels, kind):
 PLAIN_TYPES = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
     "counter_ptr": "*i32",
-    **dict.fromkeys(("M", "N", "K", "stride_am", "stride_bn", "stride_cm", "programs"), "i32"),
+    **dict.fromkeys(("M", "N", "K", "stride_am", "stride_bn", "stride_cm", "programs", "m_class"), "i32"),
 }
 
 
@@ -246,7 +246,7 @@ def compile_plain(config: triton.Config, target: Any, schedule: str) -> Any:
         plain_gemm.fn,
         PLAIN_TYPES,
         constants,
-        any_value=("M", "N", "programs"),
+        any_value=("M", "N", "programs", "m_class"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

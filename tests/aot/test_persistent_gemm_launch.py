@@ -177,7 +177,7 @@ def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its
     assert counter.numel() == 2 + 132
     for launched, room in zip((first, second), parts, strict=True):
         assert arguments(launched)[4] == counter.data_ptr()
-        assert arguments(launched)[14] == room.data_ptr()
+        assert arguments(launched)[16] == room.data_ptr()
 
 
 # ---- what is known of tensors in their places

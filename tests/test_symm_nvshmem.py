@@ -1,0 +1,165 @@
+"""That giving NVSHMEM's memory back ends, whatever NVSHMEM does; the library is pretended here."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda, nvshmem
+from dist_autotune.kernels.symm.ranks import RankGroup
+
+PATIENCE_S = 0.2
+
+
+class PretendedNvshmem:
+    """nvshmem.core: calls whose peers come when `peers_come` is set."""
+
+    def __init__(self, sticks_in: str = "") -> None:
+        self.peers_come = threading.Event()
+        self.calls: list[str] = []
+        self._sticks_in = sticks_in
+
+    def _collective(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._sticks_in:
+            self.peers_come.wait(60.0)
+
+    def free_tensor(self, tensor: torch.Tensor) -> None:
+        self._collective(f"free {list(tensor.shape)}")
+
+    def finalize(self) -> None:
+        self._collective("finalize")
+
+
+class Memory(nvshmem.NvshmemMemory):
+    def _map(self, shape, dtype):
+        alone = torch.zeros(shape, dtype=dtype)
+        return SymmetricTensor(alone, (alone,))
+
+    def _synchronize(self):
+        """Nothing to do."""
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Note what becomes the current device, on which thread."""
+    seen = []
+    note = lambda device: seen.append((device, threading.current_thread().name))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda, "_load_driver", lambda: None)
+    monkeypatch.setattr(cuda, "_abandoned", [])
+    return seen
+
+
+def opened(monkeypatch, core):
+    library = nvshmem._Library()
+    library.module = core
+
+    def enter(ranks, device):
+        library._users += 1
+
+    library.enter = enter
+    monkeypatch.setattr(nvshmem, "_library", library)
+    memory = Memory(RankGroup(timeout_s=PATIENCE_S), torch.device("cpu"))
+    memory.allocate((3,), torch.int32)
+    memory.allocate((5, 2), torch.int32)
+    return memory, library
+
+
+def test_closing_frees_last_first_then_finalises_on_the_device_of_the_memory(devices, monkeypatch):
+    core = PretendedNvshmem()
+    memory, _ = opened(monkeypatch, core)
+    memory.close()
+    memory.close()
+    assert core.calls == ["free [5, 2]", "free [3]", "finalize"]
+    assert [device for device, _ in devices] == [torch.device("cpu")] * 3
+    assert "MainThread" not in [thread for _, thread in devices]
+    assert cuda._abandoned == []
+
+
+@pytest.mark.parametrize(
+    ("sticks_in", "told", "calls"),
+    [
+        ("free [5, 2]", "freeing [5, 2] torch.int32", ["free [5, 2]"]),
+        ("free [3]", "freeing [3] torch.int32", ["free [5, 2]", "free [3]"]),
+        ("finalize", "finalising", ["free [5, 2]", "free [3]", "finalize"]),
+    ],
+    ids=["first", "second", "finalising"],
+)
+def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(
+    devices, monkeypatch, sticks_in, told, calls
+):
+    core = PretendedNvshmem(sticks_in)
+    memory, library = opened(monkeypatch, core)
+    kept = list(memory._allocations)
+    with pytest.raises(SymmetricMemoryError) as caught:
+        memory.close()
+    assert str(caught.value).startswith(
+        f"rank 0 of 1: NVSHMEM has not returned from {told} within {PATIENCE_S:g} s, though all"
+    )
+    memory.close()
+    assert core.calls == calls
+    assert {id(tensor) for tensor in kept} <= {id(tensor) for tensor in cuda._abandoned}
+    assert library.why_closed_to(RankGroup()) == f"NVSHMEM of this process has not returned from {told}"
+    core.peers_come.set()
+
+
+def test_what_nvshmem_raises_on_its_thread_is_raised(devices, monkeypatch):
+    core = PretendedNvshmem()
+    memory, _ = opened(monkeypatch, core)
+    monkeypatch.setattr(core, "free_tensor", lambda tensor: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        memory.close()
+    assert len(cuda._abandoned) == 2
+
+
+# ---- the interpreter's lock
+
+
+def pretend_bindings(monkeypatch, functions):
+    """Pretend nvshmem4py's modules, whose functions behind are `functions`; return them by name."""
+    kept = {}
+
+    def address(symbol):
+        return ctypes.cast(functions[symbol], ctypes.c_void_p).value
+
+    for name, inside in {
+        "nvshmem": {},
+        "nvshmem.core": {},
+        "nvshmem.core.nvshmem_types": {"free": "keeps the lock"},
+        "nvshmem.bindings": {"hostlib_finalize": "keeps the lock"},
+        "nvshmem.bindings._internal": {},
+        "nvshmem.bindings._internal.nvshmem": {"_inspect_function_pointer": address},
+    }.items():
+        kept[name] = types.ModuleType(name)
+        vars(kept[name]).update(inside)
+        monkeypatch.setitem(sys.modules, name, kept[name])
+    return kept
+
+
+def test_the_functions_behind_are_called_without_the_lock_and_put_back(monkeypatch):
+    called = []
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda pointer: called.append(pointer))
+    finalize = ctypes.CFUNCTYPE(None)(lambda: called.append("finalize"))
+    functions = {"__nvshmem_free": free, "__nvshmemx_hostlib_finalize": finalize}
+    modules = pretend_bindings(monkeypatch, functions)
+    with nvshmem._waiting_without_the_interpreters_lock():
+        assert modules["nvshmem.core.nvshmem_types"].free(2**40 + 512) is None
+        assert modules["nvshmem.bindings"].hostlib_finalize() is None
+    assert called == [2**40 + 512, "finalize"]
+    assert modules["nvshmem.core.nvshmem_types"].free == "keeps the lock"
+    assert modules["nvshmem.bindings"].hostlib_finalize == "keeps the lock"
+
+
+def test_an_nvshmem4py_without_such_functions_is_used_as_it_is_and_that_is_logged(monkeypatch, caplog):
+    modules = pretend_bindings(monkeypatch, {})
+    with caplog.at_level(logging.WARNING), nvshmem._waiting_without_the_interpreters_lock():
+        assert modules["nvshmem.core.nvshmem_types"].free == "keeps the lock"
+    assert "waits with the interpreter's lock, without a bound (KeyError('__nvshmem_free'))" in caplog.text
