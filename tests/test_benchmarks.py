@@ -335,6 +335,7 @@ def test_the_terminal_shows_cases_side_by_side() -> None:
     )
     assert text.splitlines() == [
         "Title, 8 x NVIDIA H200, ms (median, slowest rank)",
+        "NCCL ran without NVLink multicast: these variables switch it off.",
         "M         64     32",
         "a      3.000  3.000",
         "b        n/a    n/a",
