@@ -47,8 +47,8 @@ from triton.runtime.autotuner import Autotuner
 from dist_autotune import EventClock, contextual_autotune
 from dist_autotune.agreement import AGREEMENTS
 from dist_autotune.exchange import Merge
-from dist_autotune.stream_filler import CYCLES_PER_MS
 from dist_autotune.intercept import INTERCEPTION
+from dist_autotune.stream_filler import CYCLES_PER_MS
 from kernels_for_tests import add
 from virtual_ranks import VirtualAgreement, VirtualGroup
 
