@@ -103,7 +103,7 @@ _RACING_RUNS_PER_CANDIDATE = 4.3
 _RACING_RUNS_AT_LEAST = 69  # few candidates: what is hard to tell apart gets more samples
 
 _TIE = 0.01  # candidates this near to the best are equals
-_TIE_ERRORS = 3.3  # so is the first one within so many standard errors
+_TIE_ERRORS = 2.8  # so is the first one within so many standard errors
 _PRIOR_NOISE, _PRIOR_MOVES = 0.025, 4  # of one sample, agreed over the ranks; weighs as so many moves
 _MOST_NOISE = 0.06  # that one move may speak for: a median that moves further has met spikes
 

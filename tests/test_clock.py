@@ -12,11 +12,12 @@ from dist_autotune import Clock, EventClock, TuningError, WallClock
 from dist_autotune.clock import EventMark
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.event_cost import EMPTY_KERNEL_MS, EventCost
-from dist_autotune.feeding import LENGTHS_MS, LONGEST_MS, RUN_MS
 from dist_autotune.stopwatch import Stopwatch
+from dist_autotune.stream_filler import FIRST_MS
 from fake_device import CALL_MS, FakeDevice
 
 KERNEL_MS = 0.01
+LONGEST_MS = 20.0  # of a filler
 EXACT = 1e-9  # ms
 
 
@@ -35,9 +36,38 @@ def finish(device: FakeDevice) -> None:
     device.host_ms = max(device.host_ms, device.idle_ms)
 
 
-def stopwatch_of(clock: EventClock) -> Stopwatch:
-    prepare(clock)
-    return Stopwatch(clock, "median", feeds="launches")
+class Runs:
+    """Runs of a function with one launch, each on an idle stream; behind a filler, if the clock makes one."""
+
+    def __init__(self, device: FakeDevice, clock: EventClock, *, times: str = "launches") -> None:
+        prepare(clock)
+        self.device = device
+        self.filler = clock.filler(LONGEST_MS)
+        self.watch = Stopwatch(clock, "median", flags_gaps=times == "launches")
+        self._times_runs = times == "runs"
+
+    def sample(
+        self, ms: float = KERNEL_MS, host_ms: float = 0.03, busy_ms: float = 0.0
+    ) -> tuple[float, float]:
+        """Return (ms, gap ms) of the next run; `busy_ms`: of the device, before the function is called."""
+        device, filler, watch = self.device, self.filler, self.watch
+        watch.begin_run()
+        finish(device)
+        if busy_ms:
+            device.queue(busy_ms)
+        if filler is not None:
+            filler.begin(filler.length_ms(filler.wanted_ms))
+        if self._times_runs:
+            mark = watch.start()
+            device.launch(ms, host_ms)
+            watch.stop(mark)
+        else:
+            timed(device, watch, ms, host_ms)
+        late_ms = 0.0 if filler is None else filler.end()
+        finish(device)
+        watch.tell("a", waits=True)
+        watch.take(waiting=False, counts=True, late_ms=late_ms)
+        return watch.samples["a"][-1], watch.sample_gap_ms
 
 
 def prepare(clock: EventClock) -> None:
@@ -48,17 +78,9 @@ def prepare(clock: EventClock) -> None:
     device.fillers_ms.clear()
 
 
-def sample(device: FakeDevice, stopwatch: Stopwatch, **launch: float) -> tuple[float, float]:
-    """Return (ms, gap ms) of one run with one launch on an idle stream."""
-    stopwatch.begin_run()
-    finish(device)
-    timed(device, stopwatch, **launch)
-    finish(device)
-    stopwatch.tell("a", waits=True)
-    assert stopwatch.sample_ms is not None
-    result = stopwatch.sample_ms, stopwatch.sample_gap_ms
-    stopwatch.take(waiting=False, counts=True)
-    return result
+def stopwatch_of(clock: EventClock) -> Stopwatch:
+    prepare(clock)
+    return Stopwatch(clock, "median", flags_gaps=True)
 
 
 def test_the_clocks_are_clocks():
@@ -70,94 +92,68 @@ def test_the_clocks_are_clocks():
 
 
 @pytest.mark.parametrize("kernel_ms", [0.002, 0.01, 0.1, 5.0])
-@pytest.mark.parametrize("host_ms", [0.01, 0.05, 0.12])
-def test_a_fed_launch_reads_the_kernels_own_time(device, kernel_ms, host_ms):
-    stopwatch = stopwatch_of(EventClock())
-    found = [sample(device, stopwatch, ms=kernel_ms, host_ms=host_ms) for _ in range(4)][1:]
-    assert found == [(pytest.approx(kernel_ms, abs=EXACT), 0.0)] * 3
+@pytest.mark.parametrize("host_ms", [0.01, 0.12, 0.9, 12.0])
+def test_behind_a_filler_a_launch_reads_the_kernels_own_time(device, kernel_ms, host_ms):
+    runs = Runs(device, EventClock())
+    found = [runs.sample(ms=kernel_ms, host_ms=host_ms) for _ in range(4)]
+    settled = [(pytest.approx(kernel_ms, abs=EXACT), 0.0)] * 4
+    assert found[1:] == settled[1:]
+    assert (found[0] == settled[0]) == (host_ms < FIRST_MS)  # else its host was not known yet
 
 
 @pytest.mark.parametrize("kernel_ms", [0.002, 0.01, 0.1, 5.0])
 @pytest.mark.parametrize("host_ms", [0.01, 0.05, 1.0])
-def test_an_idle_stream_without_feeding_is_charged_with_the_host_and_says_how_much_at_most(
+def test_an_idle_stream_without_a_filler_is_charged_with_the_host_and_says_how_much_at_most(
     device, kernel_ms, host_ms
 ):
-    stopwatch = stopwatch_of(EventClock(feeds=False))
-    ms, gap_ms = sample(device, stopwatch, ms=kernel_ms, host_ms=host_ms)
+    ms, gap_ms = Runs(device, EventClock(feeds=False)).sample(ms=kernel_ms, host_ms=host_ms)
     assert ms >= kernel_ms + host_ms - EXACT
     assert ms - gap_ms <= kernel_ms + EXACT
     assert device.fillers_ms == []
 
 
-def test_a_launch_whose_stream_is_busy_long_enough_is_not_fed(device):
-    clock = EventClock()
-    stopwatch = stopwatch_of(clock)
-    device.fillers_ms.clear()
-    device.queue(1.0)
-    timed(device, stopwatch)
+def test_a_run_behind_other_work_gets_no_filler(device):
+    runs = Runs(device, EventClock())
+    assert runs.sample(busy_ms=1.0) == (pytest.approx(KERNEL_MS, abs=EXACT), 0.0)
     assert device.fillers_ms == []
-    finish(device)
-    assert stopwatch.tell("a", waits=True).gap_ms == 0.0
-    assert stopwatch.sample_ms == pytest.approx(KERNEL_MS, abs=EXACT)
 
 
-def test_a_stream_that_runs_dry_while_the_host_prepares_is_found_out_and_fed_from_then_on(device):
-    stopwatch = stopwatch_of(EventClock())
-    for run in range(3):
-        stopwatch.begin_run()
-        finish(device)
-        device.queue(0.012)  # still at work when the launch begins, done long before it is queued
-        timed(device, stopwatch)
-        finish(device)
-        stopwatch.tell("a", waits=True)
-        assert (stopwatch.sample_gap_ms > 0) == (run == 0)
-        stopwatch.take(waiting=False, counts=True)
-    assert stopwatch.sample_ms == pytest.approx(KERNEL_MS, abs=EXACT)
+def test_a_stream_that_runs_dry_before_a_launch_is_found_out(device):
+    runs = Runs(device, EventClock())
+    ms, gap_ms = runs.sample(busy_ms=0.012)  # at work when the run begins, done before it is queued
+    assert ms > KERNEL_MS + EXACT
+    assert ms - gap_ms <= KERNEL_MS + EXACT
 
 
-def test_a_host_that_takes_longer_than_any_filler_stays_flagged_and_no_filler_is_longer(device):
-    stopwatch = stopwatch_of(EventClock())
+def test_a_host_that_takes_longer_than_any_filler_stays_flagged_and_gets_none(device):
+    runs = Runs(device, EventClock())
     for _ in range(5):
-        ms, gap_ms = sample(device, stopwatch, host_ms=3.0)
-        assert gap_ms == pytest.approx(ms)  # more than the reading: all of it may be the host's
-    assert max(device.fillers_ms) == LONGEST_MS
+        ms, gap_ms = runs.sample(host_ms=1.5 * LONGEST_MS)
+        assert gap_ms == pytest.approx(ms, rel=1e-3)  # all of it may be the host's
+    assert device.fillers_ms == [FIRST_MS]  # when that was not known
 
 
-def test_a_host_that_is_slow_now_and_then_is_fed_all_the_same(device):
-    stopwatch = stopwatch_of(EventClock())
-    hosts = [0.05, 0.05, 0.05, 0.12, 0.05, 0.05, 0.12, 0.05, 0.05, 0.12, 0.05, 0.12]
-    found = [sample(device, stopwatch, host_ms=host_ms)[1] for host_ms in hosts]
+def test_a_host_that_is_slow_now_and_then_is_filled_for_all_the_same(device):
+    runs = Runs(device, EventClock())
+    hosts = [0.5, 0.5, 0.5, 1.2, 0.5, 0.5, 1.2, 0.5, 0.5, 1.2, 0.5, 1.2]
+    found = [runs.sample(host_ms=host_ms)[1] for host_ms in hosts]
     assert [gap_ms > 0 for gap_ms in found[7:]] == [False] * 5
 
 
-def test_one_slow_launch_does_not_lengthen_the_filler_for_good(device):
-    stopwatch = stopwatch_of(EventClock())
-    for host_ms in (50.0, 0.02, 0.02, 0.02, 0.02):
-        sample(device, stopwatch, host_ms=host_ms)
-    assert device.fillers_ms[-1] == LENGTHS_MS[0]
-
-
-def test_hosts_that_are_about_equally_fast_delay_a_launch_equally(device):
-    lengths = set()
-    for host_ms in (0.036, 0.042, 0.05, 0.06):
-        stopwatch = stopwatch_of(EventClock())
-        for _ in range(3):
-            sample(device, stopwatch, host_ms=host_ms)
-        lengths.add(device.fillers_ms[-1])
-    assert lengths == {LENGTHS_MS[1]}
-
-
-def test_what_is_fed_is_loaded_before_the_run_and_elsewhere_nothing_is_fed(device):
+def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device):
     clock = EventClock()
-    stopwatch = Stopwatch(clock, "median", feeds="launches")
-    timed(device, stopwatch)
+    filler = clock.filler(LONGEST_MS)
+    filler.begin(1.0)
+    device.launch(KERNEL_MS)
+    filler.end()
     assert device.fillers_ms == []  # its module is not loaded: loading might wait for a kernel that waits
+    finish(device)
     clock.prepare()
     assert device.fillers_ms[0] == 0.0
     finish(device)
-    timed(device, stopwatch)
+    filler.begin(1.0)
     launched = len(device.fillers_ms)
-    assert device.fillers_ms[-1] > 0
+    assert device.fillers_ms[-1] == 1.0
     clock.prepare()
     assert len(device.fillers_ms) == launched
 
@@ -165,47 +161,36 @@ def test_what_is_fed_is_loaded_before_the_run_and_elsewhere_nothing_is_fed(devic
 # ---- whole runs
 
 
-def run_sample(device: FakeDevice, watch: Stopwatch, host_ms: float, ms: float = KERNEL_MS) -> float:
-    watch.begin_run()
-    finish(device)
-    timed(device, watch, ms, host_ms)
-    finish(device)
-    assert watch.tell("a", waits=True).gap_ms == 0.0
-    watch.take(waiting=False, counts=True)
-    return watch.samples["a"][-1]
-
-
 @pytest.mark.parametrize("host_ms", [0.05, 0.4, 0.9])
-def test_a_whole_run_that_the_host_is_soon_done_with_reads_the_devices_time(device, host_ms):
-    clock = EventClock()
-    prepare(clock)
-    watch = Stopwatch(clock, "median", feeds="runs")
-    assert [run_sample(device, watch, host_ms) for _ in range(3)] == [pytest.approx(KERNEL_MS, abs=EXACT)] * 3
-    assert device.fillers_ms == [RUN_MS] * 3
+def test_a_whole_run_behind_a_filler_reads_the_devices_time(device, host_ms):
+    runs = Runs(device, EventClock(), times="runs")
+    found = [runs.sample(host_ms=host_ms) for _ in range(3)]
+    assert found == [(pytest.approx(KERNEL_MS, abs=EXACT), 0.0)] * 3
+    assert len(device.fillers_ms) == 3
 
 
-def test_a_whole_run_that_keeps_the_host_busy_longer_is_timed_as_it_comes_and_never_flagged(device):
-    clock = EventClock()
-    prepare(clock)
-    watch = Stopwatch(clock, "median", feeds="runs")
+def test_a_whole_run_that_always_keeps_the_host_busy_longer_is_timed_as_it_comes_and_not_flagged(device):
+    """The first, whose filler is too short, is no later than the others."""
+    runs = Runs(device, EventClock(), times="runs")
     for _ in range(3):
-        assert run_sample(device, watch, host_ms=3.0) >= 3.0 - RUN_MS
-    assert device.fillers_ms == [RUN_MS]  # the first, when that was not known
+        ms, gap_ms = runs.sample(host_ms=1.5 * LONGEST_MS)
+        assert ms >= 1.5 * LONGEST_MS - FIRST_MS
+        assert gap_ms == 0.0
+    assert device.fillers_ms == [FIRST_MS]
 
 
-def test_a_whole_run_behind_other_work_gets_no_filler(device):
-    clock = EventClock()
-    prepare(clock)
-    watch = Stopwatch(clock, "median", feeds="runs")
-    device.queue(5.0)
-    timed(device, watch)
-    assert device.fillers_ms == []
+def test_a_whole_run_whose_host_was_later_than_usual_is_an_interval(device):
+    runs = Runs(device, EventClock(), times="runs")
+    for _ in range(3):
+        runs.sample(host_ms=0.3)
+    ms, gap_ms = runs.sample(host_ms=5.0)
+    assert ms > 4.0
+    assert ms - gap_ms <= KERNEL_MS
+    assert runs.watch.tell("a", waits=True).gap_ms == 0.0  # of all four: three hold no host
 
 
-def test_without_feeding_the_hosts_time_is_part_of_a_whole_run(device):
-    clock = EventClock(feeds=False)
-    prepare(clock)
-    assert run_sample(device, Stopwatch(clock, "median", feeds="runs"), host_ms=0.5) >= 0.5
+def test_without_a_filler_the_hosts_time_is_part_of_a_whole_run(device):
+    assert Runs(device, EventClock(feeds=False), times="runs").sample(host_ms=0.5)[0] >= 0.5
     assert device.fillers_ms == []
 
 
@@ -260,7 +245,7 @@ def test_nothing_waits_for_the_device_before_the_run_ends(device):
 
 
 def test_the_wall_clock_is_never_flagged():
-    stopwatch = Stopwatch(WallClock(), "median", feeds="launches")
+    stopwatch = Stopwatch(WallClock(), "median", flags_gaps=True)
     stopwatch.stop(stopwatch.start())
     assert stopwatch.tell("a", waits=True).gap_ms == 0.0
 
@@ -268,13 +253,14 @@ def test_the_wall_clock_is_never_flagged():
 @pytest.mark.parametrize(
     ("gaps", "told"),
     [
-        ([0.2, 0.0, 0.0], (0.5, 0.0)),  # those without a host's part take no less
-        ([0.0, 0.3, 0.3], (0.5, 0.1)),  # the one without takes 0.4
+        ([0.2, 0.0, 0.0], (0.55, 0.0)),  # the median of the two without a host's part
+        ([0.0, 0.3, 0.3], (0.4, 0.0)),  # the one without
+        ([0.01, 0.3, 0.3], (0.4, 0.0)),  # a part too small to count is none
         ([0.1, 0.3, 0.2], (0.5, 0.2)),  # the median of all
         ([9.0, 9.0, 9.0], (0.5, 0.5)),  # no more than the time
     ],
 )
-def test_runs_in_which_the_host_had_no_part_say_how_much_it_may_have_in_the_others(gaps, told):
+def test_where_the_host_had_no_part_in_some_runs_only_these_count(gaps, told):
     times = [0.4, 0.5, 0.6]
 
     class Gapped(WallClock):
@@ -284,7 +270,7 @@ def test_runs_in_which_the_host_had_no_part_say_how_much_it_may_have_in_the_othe
         def gap_ms(self, mark):
             return gaps.pop(0)
 
-    stopwatch = Stopwatch(Gapped(), "median", feeds="launches")
+    stopwatch = Stopwatch(Gapped(), "median", flags_gaps=True)
     for _ in range(3):
         stopwatch.begin_run()
         stopwatch.stop(stopwatch.start())
@@ -350,16 +336,24 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel err
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("call", ["start", "stop", "ready", "read_ms", "feed", "prepare"])
+@pytest.mark.parametrize("call", ["start", "stop", "ready", "read_ms", "begin", "end", "prepare"])
 def test_what_the_device_reports_is_ours_and_is_caught_as_ever(device, kind, call):
     clock = EventClock()
-    if call == "feed":
+    filler = clock.filler(LONGEST_MS)
+    if call == "begin":
         clock.prepare()
+    if call == "end":
+        filler.begin(1.0)
     mark = clock.start()
     if call != "stop":
         clock.stop(mark)
     device.trouble = lambda: kind(ILLEGAL)
-    calls = {"start": clock.start, "feed": clock.feeder().feed, "prepare": clock.prepare}
+    calls = {
+        "start": clock.start,
+        "begin": lambda: filler.begin(1.0),
+        "end": filler.end,
+        "prepare": clock.prepare,
+    }
     with pytest.raises(
         kind, match=r"reports \w+: CUDA error: an illegal memory access was encountered$"
     ) as caught:

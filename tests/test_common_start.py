@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from dist_autotune import common_start, tunable
 from dist_autotune.common_start import MARGIN, MOST_LAG_MS, CommonStart
-from dist_autotune.feeding import RUN_MS
 from dist_autotune.payload import Payload
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
 from ranks import assert_all_ok, run_ranks
 
 MS = 1_000_000  # ns
-SLOWER = 10_000  # RUN_MS of such a clock is longer than a rank ever waits for a core
+SLOWER = 10_000  # FILLER_MS of such a clock is longer than a rank ever waits for a core
+FILLER_MS = 1.0  # what the host needs
 
 
 class Ranks:
@@ -28,7 +28,7 @@ class Ranks:
         self.now_ns = 1000 * MS
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
 
-    def run(self, lags_ms: list[float]) -> list[float | None]:
+    def run(self, lags_ms: list[float]) -> list[float]:
         """Exchange, and let each rank come to its run so long after that; return when each is to begin."""
         payloads = [start.told(Payload("run", rank)) for rank, start in enumerate(self.starts)]
         merged = payloads[0]
@@ -39,8 +39,7 @@ class Ranks:
         for start, lag_ms in zip(self.starts, lags_ms, strict=True):
             start.take(merged)
             self.now_ns = told_ns + round(lag_ms * MS)
-            lead_ms = start.lead_ms()
-            moments.append(None if lead_ms is None else (self.now_ns - told_ns) / MS + lead_ms)
+            moments.append((self.now_ns - told_ns) / MS + start.lead_ms(FILLER_MS))
         self.now_ns = told_ns + 100 * MS
         return moments
 
@@ -57,22 +56,22 @@ def test_ranks_that_are_no_later_than_before_begin_at_one_moment_with_time_for_t
             moments = ranks.run(lags)
             if before and max(lags) <= max(before[-common_start.REMEMBERED :]):
                 assert moments == [pytest.approx(moments[0], abs=1e-5)] * 3
-                assert moments[0] >= max(lags) + RUN_MS - 1e-5
+                assert moments[0] >= max(lags) + FILLER_MS - 1e-5
             before.append(max(lags))
 
 
-def test_before_any_run_nothing_is_known(monkeypatch):
+def test_before_any_run_each_rank_waits_for_its_own_host_alone(monkeypatch):
     ranks = Ranks(2, monkeypatch)
-    assert ranks.starts[0].lead_ms() is None
-    assert ranks.run([0.3, 0.5]) == [None, None]
-    assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + RUN_MS)] * 2
+    assert ranks.starts[0].lead_ms(FILLER_MS) == FILLER_MS
+    assert ranks.run([0.3, 0.5]) == [0.3 + FILLER_MS, 0.5 + FILLER_MS]
+    assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS)] * 2
 
 
 def test_a_rank_that_is_much_later_begins_at_once_and_nobody_waits_for_it_for_long(monkeypatch):
     ranks = Ranks(2, monkeypatch)
     ranks.run([0.3, 0.5])
-    assert ranks.run([0.3, 50.0]) == [pytest.approx(MARGIN * 0.5 + RUN_MS), 50.0]
-    assert ranks.run([0.3, 0.5]) == [pytest.approx(MOST_LAG_MS + RUN_MS)] * 2
+    assert ranks.run([0.3, 50.0]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS), 50.0]
+    assert ranks.run([0.3, 0.5]) == [pytest.approx(MOST_LAG_MS + FILLER_MS)] * 2
 
 
 def test_a_peer_whose_clock_is_far_ahead_keeps_no_device_busy_for_long(monkeypatch):
@@ -80,7 +79,7 @@ def test_a_peer_whose_clock_is_far_ahead_keeps_no_device_busy_for_long(monkeypat
     ranks.run([0.3, 0.5])
     start = ranks.starts[0]
     start.take(Payload("run", told_ns=ranks.now_ns + 10**15, lag_ns=MS // 2))
-    assert start.lead_ms() <= MOST_LAG_MS + RUN_MS
+    assert start.lead_ms(FILLER_MS) <= MOST_LAG_MS + FILLER_MS
     assert start.told(Payload("run")).lag_ns == 0
 
 
@@ -89,30 +88,44 @@ def test_a_late_run_is_forgotten(monkeypatch):
     ranks.run([0.3, 50.0])
     for _ in range(common_start.REMEMBERED):
         ranks.run([0.3, 0.5])
-    assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + RUN_MS)] * 2
+    assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS)] * 2
 
 
-def test_where_the_clock_is_not_told_nothing_is_known(monkeypatch):
+@pytest.mark.parametrize("filler_ms", [0.0, 0.5, 7.0])
+def test_where_the_clock_is_not_told_the_filler_is_as_long_as_the_host_needs(filler_ms):
     start = CommonStart()
     start.take(Payload("run"))
-    assert start.lead_ms() is None
+    assert start.lead_ms(filler_ms) == filler_ms
 
 
 # ---- in a session
 
 
-class Feeder:
-    def __init__(self, leads_ms: list[float | None]) -> None:
-        self._leads_ms = leads_ms
-
-    def feed(self, lead_ms: float | None = None) -> None:
-        self._leads_ms.append(lead_ms)
-
-    def learn(self, mark: object) -> None: ...
+OWN_MS = {0: 1.0, 1: 2.5, 2: 1.5}  # of each rank: the filler that its host wants
 
 
-def leads(rank: int, hosts: str) -> tuple[list[int | None], int]:
-    """Return at what ns of the host's clock each timed run is to begin on this rank.
+class Filler:
+    """Notes how long it is asked to be, and takes no time."""
+
+    def __init__(self, wanted_ms: float) -> None:
+        self.wanted_ms = wanted_ms
+        self.agreed_ms: list[float] = []
+        self.leads_ms: list[float] = []
+
+    def length_ms(self, wanted_ms: float) -> float:
+        self.agreed_ms.append(wanted_ms)
+        return wanted_ms
+
+    def begin(self, length_ms: float) -> None:
+        self.leads_ms.append(length_ms)
+
+    def end(self) -> float:
+        return 0.0
+
+
+def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float], int]:
+    """Return of each trial at what ns of the host's clock it is to begin on this rank, the filler that the
+    ranks agreed on, and the one that was asked for; and the runs of the session.
 
     The clock is slow, for all ranks alike, so that a busy machine makes no rank late.
     """
@@ -121,7 +134,7 @@ def leads(rank: int, hosts: str) -> tuple[list[int | None], int]:
         from dist_autotune import domain
 
         domain.clock_name = common_start.clock_name
-    read: list[int] = []
+    read: list[int] = [0]
     monotonic_ns = time.monotonic_ns
 
     def reading() -> int:
@@ -129,14 +142,15 @@ def leads(rank: int, hosts: str) -> tuple[list[int | None], int]:
         return read[-1]
 
     common_start.time = type("time", (), {"monotonic_ns": staticmethod(reading)})
-    bench, given_ms, moments = Bench(), [], []
+    bench, moments = Bench(), []
 
-    class Feeding(Feeder):
-        def feed(self, lead_ms: float | None = None) -> None:
-            super().feed(lead_ms)
-            moments.append(None if not lead_ms else read[-1] + round(lead_ms * MS))
+    class Noting(Filler):
+        def begin(self, length_ms: float) -> None:
+            super().begin(length_ms)
+            moments.append(read[-1] + round(length_ms * MS))
 
-    bench.clock.run_feeder = lambda: Feeding(given_ms)
+    filler = Noting(OWN_MS[rank])
+    bench.clock.filler = lambda longest_ms: filler
     kernel = bench.kernel({16: 2.0, 32: 1.0})
 
     def step() -> None:
@@ -145,18 +159,23 @@ def leads(rank: int, hosts: str) -> tuple[list[int | None], int]:
 
     tuned = tune(bench, step)
     tuned()
-    return moments, tuned.report.runs
+    tuned()  # settled: no trial, no filler
+    return moments, filler.agreed_ms, filler.leads_ms, tuned.report.runs
 
 
-def test_in_a_session_all_ranks_of_a_host_begin_a_timed_run_at_one_moment():
-    (moments, runs), *others = assert_all_ok(run_ranks(leads, 3, "one"))
-    assert len(moments) >= 3
-    for other, other_runs in others:
+def test_in_a_session_all_ranks_of_a_host_begin_each_trial_at_one_moment_with_time_for_the_slowest_host():
+    (moments, agreed_ms, _, runs), *others = assert_all_ok(run_ranks(fillers, 3, "one"))
+    assert len(moments) == runs - 1  # all but the final run
+    assert agreed_ms == [OWN_MS[0]] + [max(OWN_MS.values())] * (runs - 2)
+    for other, agreed_there, _, other_runs in others:
         assert other_runs == runs
-        assert all(abs(ours - theirs) <= 2 for ours, theirs in zip(moments, other, strict=True))  # ns
+        assert agreed_there[1:] == agreed_ms[1:]
+        from_third = zip(moments[2:], other[2:], strict=True)  # how late ranks come is known by then
+        assert all(abs(ours - theirs) <= 2 for ours, theirs in from_third)  # ns
 
 
-def test_over_several_hosts_each_begins_as_it_comes():
-    for moments, _ in assert_all_ok(run_ranks(leads, 2, "two")):
-        assert moments
-        assert not any(moments)
+def test_over_several_hosts_each_begins_as_it_comes_behind_a_filler_for_the_slowest_host():
+    longest_ms = max(OWN_MS[rank] for rank in range(2))
+    for rank, (_, agreed_ms, leads_ms, _) in enumerate(assert_all_ok(run_ranks(fillers, 2, "two"))):
+        assert len(leads_ms) > 3
+        assert leads_ms == agreed_ms == [OWN_MS[rank]] + [longest_ms] * (len(leads_ms) - 1)

@@ -14,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import search_simulator
-from dist_autotune.flows import STRATEGIES, Flow, Warmup, Winner, exhaustive, racing
+from dist_autotune.flows import (
+    STRATEGIES,
+    AgreedMs,
+    Flow,
+    Warmup,
+    Winner,
+    exhaustive,
+    least,
+    racing,
+    racing_runs,
+    rounds,
+)
 
 ASKS_ALLOWED = 10_000
 
@@ -230,12 +241,19 @@ def test_racing_finds_a_winner_that_is_ten_percent_ahead_through_noise(seed):
     assert winner == 2
 
 
-@pytest.mark.parametrize("candidates", [2, 8, 24, 200])
-def test_racing_needs_fewer_runs_than_exhaustive_search(candidates):
-    medians_ms = [1.0 + 0.1 * (index % 7) for index in range(candidates)]
+@pytest.mark.parametrize("candidates", [2, 8, 16, 24, 200])
+def test_racing_needs_fewer_runs_than_exhaustive_search_where_there_is_something_to_tell(candidates):
+    medians_ms = [1.0 + 0.05 * index for index in range(candidates)]
     in_races, _ = drive(racing(range(candidates), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.02, seed=3))
     in_full, _ = drive(exhaustive(range(candidates), n_warmup=3, n_repeat=5), medians_ms.__getitem__)
-    assert len(in_races) <= max(26, 0.6 * len(in_full))
+    assert len(in_races) <= 0.6 * len(in_full)
+
+
+@pytest.mark.parametrize(("candidates", "runs"), [(2, 69), (8, 69), (16, 69), (24, 103), (200, 860)])
+def test_racing_keeps_to_its_budget_when_all_are_equal(candidates, runs):
+    asked, _ = drive(racing(range(candidates), n_warmup=3, n_repeat=5), sampled([1.0] * candidates, 0.02, 3))
+    assert int(racing_runs(candidates)) == runs
+    assert len(asked) <= runs
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -245,15 +263,120 @@ def test_racing_gives_a_tie_inside_the_noise_to_the_earliest(seed):
 
 
 def test_racing_ends_when_one_candidate_is_left():
-    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [1.0, 9.0, 9.0].__getitem__)
+    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [1.0, 11.0, 11.0].__getitem__)
     assert asked == [Warmup(0), Warmup(1), Warmup(2), 0]
     assert winner == 0
 
 
+def test_racing_drops_nobody_on_a_single_sample_who_is_not_ten_times_slower():
+    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [1.0, 9.0, 9.0].__getitem__)
+    assert asked == [Warmup(0), Warmup(1), Warmup(2), 0, 1, 2, 2, 1, 0]
+    assert winner == 0
+
+
+@pytest.mark.parametrize("first_ms", [5.0, 9.9])
+def test_racing_forgives_one_sample_that_a_first_use_has_made_slow(first_ms):
+    samples = {0: [], 1: []}
+
+    def answer(index):
+        samples[index].append(first_ms if index == 1 and len(samples[1]) < 2 else [1.1, 1.0][index])
+        return statistics.median(samples[index][1:] or samples[index])  # the first is a warm-up
+
+    _, winner = drive(racing(range(2), n_warmup=3, n_repeat=5), answer)
+    assert winner == 1
+
+
 def test_racing_gives_the_first_candidate_a_second_run_before_it_is_dropped():
-    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [9.0, 1.0, 9.0].__getitem__)
+    asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [11.0, 1.0, 11.0].__getitem__)
     assert asked == [Warmup(0), Warmup(1), Warmup(2), Warmup(0), 1]
     assert winner == 1
+
+
+# ---- racing: what may hold the host's time
+
+
+def test_an_agreed_time_is_a_number_that_knows_the_least_that_it_may_be():
+    ms = AgreedMs(5.0, 1.0)
+    assert (ms, least(ms), least(2.0), least(math.inf)) == (5.0, 1.0, 2.0, math.inf)
+
+
+def test_racing_drops_nobody_whom_the_host_may_have_slowed_down():
+    """1 is read twenty times slower as long as the host is in its time: the warm-up and three samples."""
+    held = iter([AgreedMs(20.0, 0.5)] * 4)
+    asked, winner = drive(
+        racing(range(3), n_warmup=3, n_repeat=5),
+        lambda index: next(held, 1.0) if index == 1 else [2.0, 0.0, 3.0][index],
+    )
+    assert winner == 1
+    assert runs_of(asked) == {0: 6, 1: 6, 2: 3}  # whose medians of three and five are the next to be compared
+
+
+@pytest.mark.parametrize(
+    ("least_ms", "is_dropped"), [(1.0, False), (1.11, False), (1.13, True)], ids=["1.00", "1.11", "1.13"]
+)
+def test_after_two_samples_the_least_that_a_time_may_be_is_what_drops(least_ms, is_dropped):
+    ms = [1.0, AgreedMs(5.0, least_ms)]
+    asked, winner = drive(rounds([0, 1], 0, 20), ms.__getitem__)
+    assert winner == 0
+    assert (asked == [0, 1, 1, 0]) == is_dropped
+
+
+@pytest.mark.parametrize(("least_ms", "rest"), [(9.9, [1]), (10.1, [])], ids=["within ten", "beyond ten"])
+def test_what_is_ten_times_slower_even_without_the_host_is_dropped_at_once(least_ms, rest):
+    asked, _ = drive(rounds([0, 1], 0, 20), [1.0, AgreedMs(50.0, least_ms)].__getitem__)
+    assert asked[:3] == [0, 1, *rest]
+
+
+def test_the_limit_is_by_the_whole_times_not_by_the_least_they_may_be():
+    """A time that may be 0.1 says nothing against one of 1.0."""
+    ms = [1.0, AgreedMs(2.0, 0.1)]
+    asked, winner = drive(rounds([0, 1], 0, 20), ms.__getitem__)
+    assert winner == 0
+    assert runs_of(asked)[0] == 10
+
+
+# ---- racing: plans, without warm-ups
+
+
+def test_rounds_have_no_warm_ups_and_the_first_is_named_not_placed():
+    asked, winner = drive(rounds([4, 2, 7], 7, 12), [9.0, 9.0, 1.0, 9.0, 1.0, 9.0, 9.0, 1.0].__getitem__)
+    assert asked == [4, 2, 7, 7, 2, 4, 4, 2, 7, 7, 2, 4]
+    assert (winner, winner.tied) == (7, {2, 4, 7})
+
+
+def test_one_round_is_made_whatever_the_budget():
+    asked, winner = drive(rounds([0, 1], 0, 0), [2.0, 1.0].__getitem__)
+    assert asked == [0, 1]
+    assert winner == 1
+
+
+def test_more_runs_are_of_the_best_and_the_first_in_turn_and_end_when_the_noise_cannot_explain_it():
+    medians_ms = [1.045, 1.0, 1.4]
+
+    def more(more_runs):
+        return drive(rounds([0, 1, 2], 0, 9, more_runs), sampled(medians_ms, 0.03, seed=5))
+
+    without, with_more = more(0), more(40)
+    assert without[1] == 0  # three samples each: that is inside the noise
+    assert with_more[1] == 1
+    more_asked = with_more[0][len(without[0]) :]
+    assert 0 < len(more_asked) <= 40
+    assert set(more_asked) == {0, 1}
+    assert more_asked[:4] == [*more_asked[:2], *more_asked[1::-1]]
+
+
+def test_more_runs_are_not_made_for_what_is_a_tie_or_clear():
+    for medians_ms in ([1.005, 1.0, 1.4], [1.0, 1.03, 1.4], [1.5, 1.0, 1.4], [math.nan, 1.0, 1.1]):
+        one, other = (
+            drive(rounds([0, 1, 2], 0, 9, more_runs), medians_ms.__getitem__) for more_runs in (0, 40)
+        )
+        assert one == other
+
+
+def test_more_runs_end_when_they_are_spent():
+    asked, winner = drive(rounds([0, 1], 0, 6, 11), [1.02, 1.0].__getitem__)
+    assert len(asked) == 6 + 10
+    assert winner == 0
 
 
 # ---- racing: ties
@@ -266,30 +389,55 @@ def test_racing_tells_what_it_cannot_tell_apart():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_racing_on_a_quiet_machine_tells_one_percent_apart(seed):
-    medians_ms = [1.01, 1.0, 1.012, 1.3, 1.5]
+def test_racing_on_a_quiet_machine_tells_three_percent_apart(seed):
+    medians_ms = [1.03, 1.0, 1.031, 1.3, 1.5]
     _, winner = drive(racing(range(5), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.001, seed))
     assert (winner, winner.tied) == (1, {1})
 
 
-def test_racing_gives_near_ties_to_the_same_candidate_in_most_sessions():
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_wins_what_is_within_one_percent_of_it_on_a_quiet_machine_too(seed):
+    medians_ms = [1.008, 1.3, 1.0, 1.012, 1.5]
+    _, winner = drive(racing(range(5), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.001, seed))
+    assert winner == 0
+
+
+@pytest.mark.parametrize("near", [0.999, 0.997], ids=["0.1 %", "0.3 %"])
+def test_a_near_tie_with_the_first_goes_to_the_first_in_95_of_100_sessions(near):
+    medians_ms = [1.0, near, 1.3, near + 0.001, 1.5, 1.4, near + 0.002, 1.6]
+    winners = Counter(
+        drive(racing(range(8), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.02, seed))[1]
+        for seed in range(200)
+    )
+    assert winners[0] >= 190
+
+
+def test_near_ties_without_the_first_end_with_one_of_them_and_mostly_with_the_earliest():
     medians_ms = [1.3, 1.001, 1.0, 1.002, 1.0015, 1.5, 1.4, 1.6]
     winners = Counter(
         drive(racing(range(8), n_warmup=3, n_repeat=5), sampled(medians_ms, 0.02, seed))[1]
         for seed in range(200)
     )
     assert set(winners) <= {1, 2, 3, 4}
-    assert winners[1] >= 110  # by chance it would be 50; with a tie of 0.3 % it was 72
+    assert winners.most_common(1)[0][0] == 1
+    assert winners[1] >= 75  # by chance it would be 50
 
 
-def test_a_wider_noise_makes_a_wider_tie():
-    def tied_sessions(noise: float) -> int:
+def test_a_wider_noise_makes_a_wider_tie_for_the_first_and_only_for_it():
+    def tied_sessions(noise: float, medians_ms: list[float]) -> int:
         flows = (racing(range(3), n_warmup=3, n_repeat=5) for _ in range(60))
-        medians_ms = [1.004, 1.0, 1.5]
         winners = [drive(flow, sampled(medians_ms, noise, seed))[1] for seed, flow in enumerate(flows)]
-        return sum(len(winner.tied) == 2 for winner in winners)
+        return sum({0, 1} <= winner.tied for winner in winners)
 
-    assert tied_sessions(0.0005) < 10 < 30 < tied_sessions(0.02)
+    assert tied_sessions(0.0005, [1.015, 1.0, 1.5]) < 5 < 30 < tied_sessions(0.04, [1.015, 1.0, 1.5])
+    later = [1.5, 1.015, 1.0]
+
+    def later_sessions(noise: float) -> int:
+        flows = (racing(range(3), n_warmup=3, n_repeat=5) for _ in range(60))
+        winners = [drive(flow, sampled(later, noise, seed))[1] for seed, flow in enumerate(flows)]
+        return sum({1, 2} <= winner.tied for winner in winners)
+
+    assert max(map(later_sessions, (0.0005, 0.04))) < 20
 
 
 def test_racing_leaves_candidates_without_a_time_out_of_a_tie():
@@ -303,10 +451,10 @@ def test_racing_leaves_candidates_without_a_time_out_of_a_tie():
 
 @pytest.mark.parametrize("candidates", [8, 16])
 def test_racing_keeps_to_its_aims_under_the_noise_of_machines(candidates):
-    row = search_simulator.measure("racing", 3, 5, candidates, 8, 150, 5, "spread out")
+    row = search_simulator.measure("racing", 3, 5, candidates, 8, 400, 5, "spread out")
     assert row.runs_most <= 69  # the final run makes 70
     assert row.regret_mean_percent <= 0.3
-    assert row.regret_over_1_percent <= 7.0  # 4 % of many sessions; this is one seed
+    assert row.regret_over_1_percent <= 12.0  # a tie with the first is as wide as the noise
 
 
 def test_near_ties_end_alike_more_often_than_a_narrow_tie_would_have_them():

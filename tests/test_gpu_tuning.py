@@ -279,18 +279,24 @@ def test_a_kernel_on_an_idle_stream_is_timed_without_the_hosts_part() -> None:
     assert fed.ms < bare.ms
 
 
-def test_a_filler_is_as_long_as_it_says() -> None:
-    from dist_autotune.feeding import CYCLES_PER_MS, LONGEST_MS, load_filler
+@pytest.mark.parametrize("length_ms", [0.05, 1.0, 20.0])
+def test_a_filler_is_as_long_as_it_says(length_ms: float) -> None:
+    from dist_autotune.stream_filler import CYCLES_PER_MS, LONGEST_MS, StreamFiller, load_filler
 
     load_filler(0)
+    filler = StreamFiller({0}, LONGEST_MS["replay"])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(CYCLES_PER_MS)
+    torch.cuda.synchronize()
     begin.record()
-    torch.cuda._sleep(int(LONGEST_MS * CYCLES_PER_MS))
+    torch.cuda._sleep(CYCLES_PER_MS)  # the host comes to the filler in that time
+    torch.cuda._sleep(int(length_ms * CYCLES_PER_MS))
     end.record()
     torch.cuda.synchronize()
     # Cycles are counted at 2 GHz; a GPU in its lowest state, below 0.4 GHz, takes five times as long.
-    assert 0.5 * LONGEST_MS < begin.elapsed_time(end) < 6 * LONGEST_MS
+    assert 0.5 * (1.0 + length_ms) < begin.elapsed_time(end) < 6 * (1.0 + length_ms)
+    filler.begin(length_ms)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
 
 
 # ---- launches that do not end, and that break the device

@@ -220,7 +220,7 @@ def test_a_host_bound_function_is_tuned_by_the_kernels_own_times(device, mode):
 
 
 def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_it_is_slower(device):
-    hosts_ms = itertools.chain([0.04, 0.04, 0.6], itertools.repeat(0.04))  # 0.6: longer than any filler
+    hosts_ms = itertools.chain([0.04, 0.04, 6.0], itertools.repeat(0.04))  # 6.0: longer than the filler
     _, tuned = on_device(
         device,
         {16: 0.084, 32: 0.058},
@@ -235,17 +235,18 @@ def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_
     assert only(tuned.report).config.kwargs["BLOCK"] == 32
 
 
-def test_without_feeding_the_same_function_is_flagged_and_keeps_its_incumbent(device):
-    _, tuned = on_device(
-        device, {16: 0.012, 32: 0.010}, host_ms=0.04, n_repeat=3, clock=EventClock(feeds=False)
-    )
+def test_without_fillers_the_same_function_is_flagged_and_keeps_its_incumbent(device):
+    clock = EventClock(feeds=False)
+    clock.prepare()
+    device.host_ms = device.idle_ms  # what that has launched would keep the device busy in the first run
+    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04, n_repeat=3, clock=clock)
     tuned()
     found = only(tuned.report)
     assert (found.config.kwargs["BLOCK"], found.launch_bound) == (16, True)
     assert len(device.fillers_ms) == 2 + 2 * PAIRS  # to know what events cost, before the first run
 
 
-def test_settled_calls_feed_nothing_and_make_no_events(device):
+def test_settled_calls_have_no_filler_and_make_no_events(device):
     _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
     tuned()
     assert tuned.settled

@@ -368,5 +368,10 @@ def test_a_program_that_is_restarted_holds_back_as_it_would_have_done(calls, tmp
     assert settled
     ((before, _),) = assert_all_ok(run_ranks(some_steps, 1, calls, tmp_path / "cache", init="none"))
     ((after, settled),) = assert_all_ok(run_ranks(some_steps, 1, 50, tmp_path / "cache", init="none"))
-    assert before + after == whole
     assert settled
+    found = before + after
+    assert after[0] == 16  # a process's first step is no trial; that it makes none counts as any other
+    assert [block for block in found if block != 16] == [block for block in whole if block != 16]
+    assert len(found) - len(whole) in (0, 1)
+    rivals = itertools.accumulate(block != 16 for block in found)
+    assert all(count <= 0.25 * steps + 1 for steps, count in enumerate(rivals, 1))
