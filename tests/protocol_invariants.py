@@ -10,9 +10,9 @@ import functools
 from collections import Counter, defaultdict
 from typing import Any
 
-from dist_autotune.duel import DUEL_RUNS
+from dist_autotune.domain import UNDER_WAY
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
-from dist_autotune.limits import RUNS_ALLOWED
+from dist_autotune.limits import RUNS_ALLOWED, planned_runs
 from dist_autotune.payload import Payload, merge
 from dist_autotune.protocol import ADMISSION_RUNS, Tuning
 from dist_autotune.rules import BY_LAUNCH
@@ -81,8 +81,11 @@ class Witness:
         if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
             self._check_states()
         if kinds == {"open"}:
-            self._runs_at_open = [rank.runs for rank in self.ranks]
-            self._unmeasured.clear()
+            states = {state for payload in told for state in payload.facts[UNDER_WAY]}
+            goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
+            self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
+            if not goes_on:
+                self._unmeasured.clear()
         else:
             self._check_launches()
         if kinds == {"run"}:
@@ -92,6 +95,10 @@ class Witness:
                 self._check_sizes(told, payloads)
         for rank in self.ranks:
             rank.attempts.clear()
+
+    @staticmethod
+    def _known_runs(rank: VirtualRank) -> int:
+        return 0 if rank.domain is None else rank.domain.tuning.runs
 
     # -- the state -----------------------------------------------------------------------------------------
 
@@ -145,12 +152,8 @@ class Witness:
         if options["max_runs"] is not None:
             assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
         elif options["mode"] == "replay":
-            rules = tuning.rules
-            searches = sum(
-                rules.planned_runs(len(c.digests)) * len(rules.judges(is_choice=c.is_choice))
-                for c in tuning.contexts.values()
-            )
-            bound = RUNS_ALLOWED * (ADMISSION_RUNS + searches + DUEL_RUNS + 1)
+            searches = [(context, 0) for context in tuning.contexts.values()]
+            bound = RUNS_ALLOWED * (ADMISSION_RUNS + planned_runs(tuning.rules, searches))
             assert made <= bound, f"{made} runs of a session that plans at most {bound}"
 
     # -- launches ------------------------------------------------------------------------------------------

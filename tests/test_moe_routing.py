@@ -16,10 +16,8 @@ from dist_autotune.kernels.moe.counts import TokenBoard
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.moe.words import GIVEN, GIVEN_OTHERS, TOLD, TOPK_SPAN, WORDS
-from dist_autotune.kernels.moe_rs.kernel import first_item
 from dist_autotune.kernels.signals import Failure, read_failure
 from dist_autotune.kernels.symm import open_symmetric_memory
-from dist_autotune.kernels.tiles import on_host
 from operation_runs import INTERPRETER, message_of, values
 from rank_programs import wait_for
 
@@ -179,21 +177,6 @@ def test_several_programs_share_the_work(monkeypatch):
     monkeypatch.setattr(plans, "BLOCK", 16)
     ids = [torch.randint(-1, 20, (tokens, 3)) for tokens in (CAPACITY, 0, 17)]
     check(route(ids, 20, rank=1, first=1), ids, 20, first=1, by_first=False)
-
-
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.integers(1, 9))
-def test_the_parts_of_a_list_are_dealt_out_in_turn(lengths, programs):
-    first = on_host(first_item)
-    dealt, listed = [], 0
-    for length in lengths:
-        taken = {
-            listed + item: program
-            for program in range(programs)
-            for item in range(first(program, programs, listed), length, programs)
-        }
-        dealt += [taken[number] for number in range(listed, listed + length)]
-        listed += length
-    assert dealt == [number % programs for number in range(listed)]
 
 
 def test_the_tables_are_for_the_heights_that_candidates_have():

@@ -50,7 +50,7 @@ from dist_autotune.exchange import Merge
 from dist_autotune.intercept import INTERCEPTION
 from dist_autotune.stream_filler import CYCLES_PER_MS
 from kernels_for_tests import add
-from virtual_ranks import VirtualAgreement, VirtualGroup
+from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
 
 CALL_MS = 0.002  # of the host, for each call of torch.cuda that does something
 LAUNCH_MS = 0.01  # of the host, for a launch
@@ -58,12 +58,7 @@ EXCHANGE_MS = 0.1  # from the last rank's part of an exchange to its end
 TIMEOUT_S = 1.0  # of a launch, in virtual time
 
 # `INTERCEPTION` between two calls
-NOBODYS = {
-    "active": False,
-    "tuning": False,
-    "chooser": None,
-    "_stock": None,
-}  # `INTERCEPTION` between two calls
+NOBODYS = {"active": False, "tuning": False, "chooser": None, "_replaced": ()}
 
 
 @dataclass(eq=False)
@@ -327,7 +322,7 @@ class VirtualGpus(list[VirtualGpu]):
         self.group = TimedGroup(self, Random(0))
         with (
             mock.patch.object(AGREEMENTS, "of", lambda group: group),
-            mock.patch.object(INTERCEPTION, "turn", nullcontext()),  # ranks never run at once
+            mock.patch.object(INTERCEPTION, "turn", EverybodysTurn()),  # ranks never run at once
         ):
             try:
                 return self.group.run(main)
@@ -436,7 +431,7 @@ class TimedGroup(VirtualGroup):
 def another_rank() -> Iterator[None]:
     """Leave `Autotuner.run`, of which there is one, to another rank; each may be amid a call."""
     before, state = Autotuner.run, {name: getattr(INTERCEPTION, name) for name in NOBODYS}
-    Autotuner.run = INTERCEPTION._stock or before
+    Autotuner.run = dict(INTERCEPTION._replaced).get(Autotuner, before)
     vars(INTERCEPTION).update(NOBODYS)
     try:
         yield

@@ -17,13 +17,28 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from typing import Any
+from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
 from dist_autotune.exchange import Merge
+from dist_autotune.turn import Turn
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 
 Watch = Callable[[int, "list[bytes]", "list[VirtualAgreement]"], None]  # sequence, payloads by rank, ranks
+
+
+class EverybodysTurn(Turn):
+    """Nobody waits."""
+
+    is_mine = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = mock.Mock()
+
+    def take(self, *args: Any) -> bool:
+        return True
 
 
 class Gone(BaseException):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,10 +29,9 @@ from dist_autotune.domain import Domain
 from dist_autotune.flows import Warmup
 from dist_autotune.intercept import INTERCEPTION
 from dist_autotune.log import SessionLog
-from dist_autotune.turn import Turn
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from random_programs import Kernel, Program
-from virtual_ranks import Gone, VirtualAgreement
+from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
@@ -303,19 +303,6 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 # ---- the world in which virtual ranks live
 
 
-class EverybodysTurn(Turn):
-    """Nobody waits."""
-
-    is_mine = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = mock.Mock()
-
-    def take(self, *args: Any) -> bool:
-        return True
-
-
 @contextlib.contextmanager
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
@@ -324,6 +311,8 @@ def virtual_world() -> Iterator[None]:
         return Preflight(HERE.rank.preflight(tuner, configs))
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".* gave no time that can be used")  # made so on purpose
         for place, name, value in (
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (AGREEMENTS, "of", lambda group: group),
