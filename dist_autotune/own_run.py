@@ -55,6 +55,7 @@ class OwnRun:
         filler = self._filler if self._tries and not intercept.is_capturing() else None
         filler_ms = 0.0 if filler is None else filler.length_ms(self._wanted_ms or filler.wanted_ms)
         lead_ms = self._common_start.lead_ms(filler_ms)
+        compiled_s = self._domain.ledger.spent.compiling_s
         if filler is not None:
             filler.begin(lead_ms)
         if self._judged is None or self.watch.report is not None:
@@ -64,7 +65,7 @@ class OwnRun:
             result = thunk()
             self.watch.stop(mark)
         if filler is not None:
-            self._late_ms = filler.end()
+            self._late_ms = filler.end(1e3 * (self._domain.ledger.spent.compiling_s - compiled_s))
         return result
 
     def told(self) -> Payload:

@@ -12,6 +12,9 @@ loading a module, would hang for ever. A memset or copy takes memory bandwidth f
 one thread takes one of the device's thousands of warp slots. Its module is loaded beforehand (`load_filler`):
 lazy loading may wait for the whole device, and so for a kernel that waits for a peer.
 
+Ranks end their fillers at one moment (`common_start`), so how long one lasts has to be right: the rate at
+which the device counts is measured on every filler, as clocks move with heat and power.
+
 A function whose host takes longer than the longest filler is timed as it comes.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -29,7 +33,8 @@ LONGEST_MS = {"replay": 20.0, "online": 1.0}  # a filler delays the run by its l
 FIRST_MS = 1.0  # before the host's time is known
 MARGIN = 1.5  # of the host's longest time but one of the last runs: one may be an outlier
 LATE_SHARE = 0.25  # a host that takes so much longer than usual may have delayed the device
-CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz; at lower clocks a filler lasts longer
+CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz, before the rate is measured
+MEASURED_MS = 0.2  # fillers that are shorter say too little of the rate
 _REMEMBERED = 9  # runs
 
 
@@ -37,6 +42,15 @@ def load_filler(device: int) -> None:
     """Load the spin kernel on a device, by a launch of no length."""
     with torch.cuda.device(device):
         torch.cuda._sleep(0)
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """One filler, between two events."""
+
+    before: torch.cuda.Event
+    behind: torch.cuda.Event
+    cycles: int
 
 
 class StreamFiller:
@@ -50,6 +64,8 @@ class StreamFiller:
         self._fillable = fillable
         self._longest_ms = longest_ms
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
+        self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
+        self._last: _Filler | None = None  # the last one, until its rate is known
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
         self._filled_ms = 0.0
         self._began_ns = 0
@@ -73,17 +89,35 @@ class StreamFiller:
         with told_as_ours():
             is_idle = torch.cuda.current_device() in self._fillable and torch.cuda.current_stream().query()
             self._filled_ms = length_ms if is_idle else 0.0
-            if self._filled_ms > 0:
-                torch.cuda._sleep(int(self._filled_ms * CYCLES_PER_MS))
-            self._begin = torch.cuda.Event()
+            self._measure()
+            self._begin = torch.cuda.Event(enable_timing=True)
             self._began_ns = time.perf_counter_ns()
+            if self._filled_ms > 0:
+                filler = _Filler(
+                    torch.cuda.Event(enable_timing=True), self._begin, self._cycles(self._filled_ms)
+                )
+                filler.before.record()
+                torch.cuda._sleep(filler.cycles)
+                self._last = filler if self._filled_ms >= MEASURED_MS else None
             self._begin.record()
 
-    def end(self) -> float:
+    def _cycles(self, ms: float) -> int:
+        return int(ms * (statistics.median(self._rates) if self._rates else CYCLES_PER_MS))
+
+    def _measure(self) -> None:
+        """Learn from the last filler, if the device is done with it, how fast the device counts."""
+        last = self._last
+        if last is not None and last.behind.query():
+            self._last = None
+            took_ms = last.before.elapsed_time(last.behind)
+            if took_ms > 0:
+                self._rates.append(last.cycles / took_ms)
+
+    def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.
 
         0.0 where a filler covered the host, and for a function that waits for the device at its end: what its
-        host took by itself is not known.
+        host took by itself is not known. compiled_ms: what of the run was compiling: then none is like it.
         """
         if self._begin is None:
             return 0.0
@@ -95,7 +129,8 @@ class StreamFiller:
         usual_ms = statistics.median(self._host_ms) if self._host_ms else host_ms
         if has_waited:  # for the filler too: the host took no longer, and maybe less
             host_ms = max(host_ms - self._filled_ms, usual_ms if self._host_ms else 0.0)
-        self._host_ms.append(host_ms)
+        if not compiled_ms:
+            self._host_ms.append(host_ms)
         if was_fed or has_waited or host_ms <= (1 + LATE_SHARE) * usual_ms:
             return 0.0
         return host_ms - max(usual_ms, self._filled_ms)

@@ -119,7 +119,7 @@ class Filler:
     def begin(self, length_ms: float) -> None:
         self.leads_ms.append(length_ms)
 
-    def end(self) -> float:
+    def end(self, compiled_ms: float) -> float:
         return 0.0
 
 
