@@ -15,28 +15,22 @@ The method is on a page of its own: docs/search.md.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from . import screening
 from .flows import Warmup, racing_runs, rounds
 from .payload import Payload
+from .plan_space import MOST_PLANS, PlanSpace
 from .plan_trial import Plan, PlanTrial
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .search import Context
 
-MOST_PLANS = 64
 EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
-MOST_CANDIDATES = {"kernel": 4, "thunk": 16}  # of a kernel, by objective
-FIRST_CANDIDATES = 2  # of a kernel, while options are chosen
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
 NEAR = 1.08  # of the best plan: options that are raced again
-WIDER = 1.15  # of a kernel's fastest by launches, beside the first options: candidates that are raced then
-MOST_WIDER = 12  # of a kernel
-WITHIN = {"kernel": 1.05, "thunk": 1.5}  # of the fastest by launches
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 
 
@@ -235,23 +229,22 @@ class WholeRun(PlanTrial):
             for new in set(self._choices()) - before:
                 met_under[new] = plan
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
-        space = _Space(self._contexts, self._choices(), launched)
-        objective = self._rules.objective
-        best = yield from self._raced(space, space.plans(objective, FIRST_CANDIDATES if launched else None))
+        space = PlanSpace(self._contexts, self._rules.objective, self._choices(), launched)
+        plans = space.plans(few=bool(launched))
+        if plans is None:  # screened with all that there is
+            finalists = yield from self._screened(space)
+            return (yield from self._raced(finalists))
+        best = yield from self._raced(plans)
         if not launched:
             return best
         raced = [plan for plan, _ in self._ms.values()]
         wider = [plan for plan in space.wider(self._near(space))[:MOST_PLANS] if plan != best]
         if all(plan in raced for plan in wider):
             return best
-        return (yield from self._raced(space, [best, *wider]))
+        return (yield from self._raced([best, *wider]))
 
-    def _raced(
-        self, space: _Space, plans: list[Plan] | None
-    ) -> Generator[Plan, float | frozenset[str], Plan]:
-        """Race the plans, of which the first wins ties; return the best. None: screen them first."""
-        if plans is None:
-            plans = yield from self._screened(space)
+    def _raced(self, plans: list[Plan]) -> Generator[Plan, float | frozenset[str], Plan]:
+        """Race the plans, of which the first wins ties; return the best."""
         flow = rounds(list(range(len(plans))), 0, racing_runs(len(plans)), MORE_RUNS)
         asked = next(flow) if len(plans) > 1 else None
         while asked is not None:
@@ -264,7 +257,7 @@ class WholeRun(PlanTrial):
                 return plans[int(stop.value)]
         return plans[0]
 
-    def _near(self, space: _Space) -> list[tuple[float, Plan]]:
+    def _near(self, space: PlanSpace) -> list[tuple[float, Plan]]:
         """Return the options that came near to the best plan, each with the time of its best plan."""
         near: list[tuple[float, Plan]] = []
         for plan, ms in sorted(self._ms.values(), key=lambda raced: raced[1]):
@@ -273,9 +266,9 @@ class WholeRun(PlanTrial):
                 near.append((ms, options))
         return near
 
-    def _screened(self, space: _Space) -> Generator[Plan, float | frozenset[str], list[Plan]]:
+    def _screened(self, space: PlanSpace) -> Generator[Plan, float | frozenset[str], list[Plan]]:
         """Find the plans that are worth a race, of too many to race all."""
-        screen = screening.screened(space.levels(self._rules.objective))
+        screen = screening.screened(space.levels())
         plan = next(screen)
         while True:
             ms = yield plan
@@ -302,101 +295,3 @@ class WholeRun(PlanTrial):
                 if (name, index) not in launched and index not in context.banned:
                     return name, index
         return None
-
-
-class _Space:
-    """The plans that choices and kernels make, by what each option was seen to launch."""
-
-    def __init__(
-        self,
-        contexts: Mapping[str, Context],
-        choices: list[str],
-        launched: Mapping[tuple[str, int], frozenset[str]],
-    ) -> None:
-        asked = [name for name in choices if any(name in seen for seen in launched.values())]
-        self._contexts, self._choices, self._launched = contexts, asked, launched
-        ever = frozenset().union(*launched.values()) if launched else None
-        self._kernels = [
-            c
-            for c in contexts.values()
-            if not c.is_choice and c.launch_ms and (ever is None or c.name in ever) and not c.is_decided
-        ]
-
-    def options_of(self, plan: Plan) -> Plan:
-        return {name: index for name, index in plan.items() if self._contexts[name].is_choice}
-
-    def wider(self, near: Iterable[tuple[float, Plan]]) -> list[Plan]:
-        """Return plans of these options with more candidates of their kernels, the most promising first.
-
-        What a plan promises is the time given with its options, times what its candidates take by launches
-        over what the fastest take.
-        """
-        promised: list[tuple[float, Plan]] = []
-        for options_ms, options in near:
-            kernels = self._launched_by(options)
-            most = MOST_WIDER if len(kernels) < 2 else FIRST_CANDIDATES
-            shortlists = [kernel.shortlist(most, WIDER) for kernel in kernels]
-            for candidates in itertools.islice(itertools.product(*shortlists), MOST_PLANS):
-                slower = math.prod(
-                    kernel.launch_ms.get(index, math.inf) / min(kernel.launch_ms.values())
-                    for kernel, index in zip(kernels, candidates, strict=True)
-                )
-                chosen = {kernel.name: i for kernel, i in zip(kernels, candidates, strict=True)}
-                promised.append((options_ms * slower, {**options, **chosen}))
-        promised.sort(key=lambda promise: promise[0])
-        return [plan for _, plan in promised]
-
-    def plans(self, objective: str, most: int | None) -> list[Plan] | None:
-        """Return all plans, that of the incumbents first, with at most `most` candidates of a kernel.
-
-        Fewer, where that were too many plans; None: even then. Fewer may be one where kernels are judged by
-        their launches, else what is worth a screening.
-        """
-        few = 1 if objective == "kernel" else screening.MOST_LEVELS
-        for candidates in range(most or MOST_CANDIDATES[objective], min(few, most or few) - 1, -1):
-            plans = list(itertools.islice(self._all(objective, candidates), MOST_PLANS + 1))
-            if len(plans) <= MOST_PLANS:
-                return plans
-        return None
-
-    def levels(self, objective: str) -> dict[str, dict[int, float]]:
-        """Return the candidates of each context that could matter, with ms by their launches."""
-        levels = {name: dict.fromkeys(self._options(name), 0.0) for name in self._choices}
-        for kernel in self._kernels if objective == "thunk" else ():
-            shortlist = kernel.shortlist(screening.MOST_LEVELS, WITHIN[objective])
-            levels[kernel.name] = {index: kernel.launch_ms.get(index, 0.0) for index in shortlist}
-        return levels
-
-    def _all(self, objective: str, most: int) -> Iterator[Plan]:
-        known = set()
-        for options in itertools.product(*(self._options(name) for name in self._choices)):
-            combination = dict(zip(self._choices, options, strict=True))
-            plan = {name: i for name, i in combination.items() if self._is_launched(name, combination)}
-            key = tuple(plan.items())
-            if key in known:
-                continue
-            known.add(key)
-            yield from self._with_kernels(plan, objective, most)
-
-    def _with_kernels(self, options: Plan, objective: str, most: int) -> Iterator[Plan]:
-        """Yield the plans of these options with the best candidates of the kernels that they launch."""
-        kernels = self._launched_by(options)
-        shortlists = [kernel.shortlist(most, WITHIN[objective]) for kernel in kernels]
-        for candidates in itertools.product(*shortlists):
-            yield {**options, **{k.name: i for k, i in zip(kernels, candidates, strict=True)}}
-
-    def _launched_by(self, options: Plan) -> list[Context]:
-        return [kernel for kernel in self._kernels if self._is_launched(kernel.name, options)]
-
-    def _options(self, name: str) -> list[int]:
-        context = self._contexts[name]
-        options = [index for index in range(len(context.digests)) if index not in context.banned]
-        return sorted(options, key=lambda index: (index != context.incumbent, index))
-
-    def _is_launched(self, name: str, combination: Plan) -> bool:
-        """Return whether a context is launched under these options, as all choices that matter to it say."""
-        for choice, index in combination.items():
-            seen = {i: name in launched for (c, i), launched in self._launched.items() if c == choice}
-            if choice != name and len(set(seen.values())) > 1 and not seen.get(index, False):
-                return False
-        return True
