@@ -1,4 +1,4 @@
-"""The plans that choices and kernels make, by what options were seen to launch. No torch, no I/O, no clock."""
+"""The plans that options and kernels make, by what each was seen to launch. No torch, no I/O, no clock."""
 
 from __future__ import annotations
 
