@@ -100,6 +100,8 @@ def multiply(
         programs,
         16,
         16,
+        m,
+        n,
         Pointer(parts),
         seed=seed,
         haste=(None, 0.05, 0.9)[seed % 3],
