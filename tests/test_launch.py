@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,8 +199,9 @@ def test_a_python_that_has_the_libraries_needs_no_package_index(tmp_path):
         shutil.copy(LAUNCH.parent / name, tree)
     libraries = tmp_path / "libraries"  # of this environment, all but the project
     libraries.mkdir()
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if "dist_autotune" not in path.name:
+    places = [Path(place) for place in sys.path if Path(place).name == "site-packages"]  # a .pth file adds some
+    for path in (path for place in places for path in place.iterdir()):
+        if "dist_autotune" not in path.name and not (libraries / path.name).exists():
             (libraries / path.name).symlink_to(path)
     program = tmp_path / "program.py"
     program.write_text("import dist_autotune.kernels\nprint(dist_autotune.kernels.__file__)\n")

@@ -324,7 +324,7 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
     def program(rank):
         if rank == 1:
             place = {
-                "disk": (dist_autotune.domain.DiskCache, "load_all"),
+                "disk": (dist_autotune.domain.DiskCache, "launched_by"),
                 "preserve": (dist_autotune.session, "Snapshot"),
                 "log": (dist_autotune.chronicle.Chronicle, "step"),
             }[what]

@@ -58,12 +58,13 @@ def test_a_rank_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "queued", "steps"), [(1.0, 0, 30), (0.1, 0, 300), (1.0, 9, 300), (0.1, 9, 300)]
+    ("share", "queued", "steps"), [(1.0, 0, 68), (0.1, 0, 680), (1.0, 9, 680), (0.1, 9, 680)]
 )
 def test_steps_until_settled_follow_from_the_share_or_the_queue(share, queued, steps, monkeypatch):
+    """Where some candidates are hard to tell apart, racing makes all of its 69 runs."""
     monkeypatch.setattr(online_simulator, "WINDOW_STEPS", 100)
     row = online_simulator.measure(share, queued, kernels=2, candidates=4, sessions=2)
-    assert 0.5 * steps <= row.settled_after <= 1.2 * steps
+    assert 0.7 * steps <= row.settled_after <= 1.1 * steps
     assert row.first_is_best_percent > 0
     assert row.dearest_20_percent > row.first_is_best_percent
 
