@@ -1,0 +1,215 @@
+"""The search for the fastest plan, `search="racing"`: what is launched, in which order, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dist_autotune.payload import Part
+from protocol_simulation import Simulation
+
+
+def racing(contexts, ms, **options):
+    return Simulation(contexts, ms, search="racing", **options)
+
+
+def named(*names, candidates=2):
+    return {name: [f"{name}{number}" for number in range(candidates)] for name in names}
+
+
+def consumers(run_ms, **options):
+    """Return a simulation of a choice between two kernels, each launched under one option only."""
+    simulation = racing(
+        named("way", "left", "right"),
+        {"left0": 2.0, "left1": 1.0, "right0": 3.0, "right1": 1.5},
+        choices={"way"},
+        run_ms=run_ms,
+        launches=lambda run, rank, name: (
+            name == "way" or (name == "left") == (simulation._candidate("way") == "way0")
+        ),
+        **options,
+    )
+    return simulation
+
+
+def explored(simulation):
+    """Run on until options have been explored; return the plans up to there."""
+    tuning = simulation.tuning
+    while tuning.contexts.whole_run is None or tuning.contexts.whole_run.is_exploring:
+        simulation.run()
+        assert len(simulation.plans) < 500
+    return simulation.plans
+
+
+def test_each_option_is_explored_until_the_kernels_that_only_it_launches_are_tuned():
+    simulation = consumers(lambda plan: 1.0)
+    simulation.tuning.open()
+    before = explored(simulation)
+    assert simulation.statuses() == {"way": "", "left": "tuned", "right": "tuned"}
+    assert simulation.winners() == {"way": "way0", "left": "left1", "right": "right1"}
+    ways = [plan["way"] for plan in before]
+    first_right = ways.index("way1")
+    assert {plan["left"] for plan in before[:first_right]} == {"left0", "left1"}
+    assert set(ways[first_right:]) == {"way1"}  # options one after the other, in their order
+    assert {plan["right"] for plan in before[first_right:]} == {"right0", "right1"}
+    assert before[-1]["right"] == "right1"  # with its kernel tuned
+
+
+def test_an_option_wins_that_is_best_only_with_its_kernel_tuned():
+    # With their first configs way1 takes 3.0 and way0 2.0; tuned, way1 takes 1.5 and way0 1.9.
+    simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0)
+    simulation.session()
+    assert simulation.winners() == {"way": "way1", "left": "left1", "right": "right1"}
+    assert set(simulation.statuses().values()) == {"tuned"}
+
+
+def test_plans_hold_only_what_their_options_launch():
+    simulation = consumers(lambda plan: 1.0)
+    simulation.tuning.open()
+    explored(simulation)
+    raced = []
+    while (search := simulation.tuning.contexts.whole_run) is not None:
+        raced.append(dict(search._plan))
+        simulation.run()
+    assert {frozenset(plan) for plan in raced if plan} == {
+        frozenset({"way", "left"}),
+        frozenset({"way", "right"}),
+    }
+
+
+def test_a_choice_that_only_one_option_asks_for_is_explored_and_raced_under_it():
+    simulation = racing(
+        named("way", "detail"),
+        {},
+        choices={"way", "detail"},
+        run_ms=lambda plan: {"way0": 2.0, "way1": 3.0}[plan["way"]] - 2 * (plan.get("detail") == "detail1"),
+        launches=lambda run, rank, name: name == "way" or simulation._candidate("way") == "way1",
+    )
+    plans = simulation.session()
+    assert simulation.winners() == {"way": "way1", "detail": "detail1"}
+    assert simulation.statuses() == {"way": "tuned", "detail": "tuned"}
+    assert {plan.get("detail") for plan in plans if plan["way"] == "way0"} == {None}
+
+
+def test_options_that_pay_only_together_are_found():
+    together = {("a1", "b1"): 8.0, ("a0", "b0"): 10.0}
+    simulation = racing(
+        named("a", "b"),
+        {},
+        choices={"a", "b"},
+        run_ms=lambda plan: together.get((plan["a"], plan["b"]), 11.0),
+    )
+    simulation.session()
+    assert simulation.winners() == {"a": "a1", "b": "b1"}
+
+
+def test_a_choice_asked_for_in_the_first_run_only_is_starved_and_the_others_are_tuned():
+    simulation = racing(
+        named("once", "other"),
+        {},
+        choices={"once", "other"},
+        run_ms=lambda plan: {"other0": 2.0, "other1": 1.0}[plan["other"]],
+        launches=lambda run, rank, name: name == "other" or run == 0,
+    )
+    simulation.session()
+    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
+    assert simulation.winners() == {"once": "once0", "other": "other1"}
+
+
+@pytest.mark.parametrize("at_run", [0, 2, 3, 8, 10])
+def test_an_option_that_is_banned_on_the_way_is_in_no_later_plan(at_run):
+    simulation = racing(
+        named("way", candidates=3),
+        {},
+        choices={"way"},
+        run_ms=lambda plan: {"way0": 3.0, "way1": 1.0, "way2": 2.0}[plan["way"]],
+        bans=lambda run, rank, name: {"way1": "does not fit"} if run == at_run else {},
+    )
+    plans = simulation.session()
+    assert len(plans) > at_run + 1
+    assert "way1" not in [plan["way"] for plan in plans[at_run + 1 :]]
+    assert simulation.winners() == {"way": "way2"}
+    assert simulation.statuses() == {"way": "tuned"}
+
+
+def test_a_kernel_whose_fastest_candidate_is_banned_while_plans_are_raced_loses_with_its_option():
+    simulation = consumers(
+        lambda plan: 0.9 if plan["way"] == "way0" else 0.0,
+        bans=lambda run, rank, name: {"right1": "does not fit"} if (name, run) == ("right", 16) else {},
+    )
+    plans = simulation.session()
+    assert "right1" in [plan.get("right") for plan in plans[15:17]]  # the race was under way
+    assert {plan.get("right") for plan in plans[17:]} <= {None, "right0"}
+    assert simulation.winners() == {"way": "way0", "left": "left1", "right": "right0"}
+
+
+@pytest.mark.parametrize("max_runs", [2, 5, 9, 13, 19])
+def test_a_session_without_runs_left_keeps_to_them_and_leaves_partial_results(max_runs):
+    simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=max_runs)
+    assert len(simulation.session()) == max_runs
+    assert simulation.statuses()["way"] == "partial"
+    assert simulation.plans[-1].items() <= simulation.winners().items()
+
+
+def test_the_session_after_one_that_was_cut_short_in_its_race_ends_with_the_best_option():
+    simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=19)
+    simulation.session()
+    assert simulation.statuses()["way"] == "partial"
+    simulation.session()
+    assert simulation.statuses() == {"way": "tuned", "left": "tuned", "right": "tuned"}
+    assert simulation.winners() == {"way": "way1", "left": "left1", "right": "right1"}
+
+
+class Late(Simulation):
+    """Ranks that tell of each whole run `RUNS_LATER`; until then what they tell is pending."""
+
+    RUNS_LATER = 2
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._awaited: dict[int, tuple[int, Part]] = {}  # by rank: the run that its time is due in, and that
+
+    def _payload(self, run, rank, judged):
+        due = self._awaited.get(rank)
+        told = super()._payload(run, rank, judged if due is None else None)
+        if due is None and judged is None:
+            return told
+        due = self._awaited.setdefault(rank, (run + self.RUNS_LATER, told.run))
+        if run < due[0]:
+            return replace(told, run=Part(ran=due[1].ran, pending=1))
+        return replace(told, run=self._awaited.pop(rank)[1])
+
+
+def choice_of(make, **options):
+    return make(
+        named("way", candidates=3),
+        {},
+        choices={"way"},
+        run_ms=lambda plan: {"way0": 3.0, "way1": 1.0, "way2": 2.0}[plan["way"]],
+        search="racing",
+        mode="online",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_online_each_time_is_that_of_the_plan_that_ran_however_late_it_is_read(ranks):
+    at_once, late = choice_of(Simulation, ranks=ranks), choice_of(Late, ranks=ranks)
+    at_once.session()
+    late.session()
+    assert late.winners() == at_once.winners() == {"way": "way1"}
+    times = late.tuning.contexts["way"].times.ms
+    assert times == at_once.tuning.contexts["way"].times.ms == {0: 3.0, 1: 1.0, 2: 2.0}
+    assert late.statuses() == {"way": "tuned"}
+    assert len(late.plans) > 2 * len(at_once.plans)  # the runs between were no samples
+
+
+def test_all_ranks_launch_the_same_plans_and_the_slowest_one_decides():
+    def ms(candidate, rank):
+        return {"left0": 2.0, "left1": 1.0, "right0": 3.0, "right1": 1.5}[candidate] + 0.2 * rank
+
+    alone, together = consumers(lambda plan: 1.0), consumers(lambda plan: 1.0, ranks=2)
+    together.ms = ms
+    assert together.session() == alone.session()
+    assert together.winners() == alone.winners()
