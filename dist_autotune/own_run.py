@@ -53,11 +53,12 @@ class OwnRun:
     def make(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
         filler = self._filler if self._tries and not intercept.is_capturing() else None
-        filler_ms = 0.0 if filler is None else filler.length_ms(self._wanted_ms or filler.wanted_ms)
-        lead_ms = self._common_start.lead_ms(filler_ms)
         compiled_s = self._domain.ledger.spent.compiling_s
-        if filler is not None:
-            filler.begin(lead_ms)
+        if filler is None:
+            self._common_start.lead_ms(0.0)  # peers learn how late this rank comes in any case
+        else:
+            filler.prepare()
+            filler.begin(self._common_start.lead_ms(filler.length_ms(self._wanted_ms or filler.wanted_ms)))
         if self._judged is None or self.watch.report is not None:
             result = thunk()
         else:

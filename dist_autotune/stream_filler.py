@@ -54,7 +54,7 @@ class _Filler:
 
 
 class StreamFiller:
-    """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`.
+    """Fills the stream before each run, and learns how long the host takes: `prepare`, `begin`, then `end`.
 
     fillable: devices on which the filler is loaded. longest_ms: of a filler; a host that takes longer is not
     waited for.
@@ -67,6 +67,7 @@ class StreamFiller:
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: _Filler | None = None  # the last one, until its rate is known
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
+        self._ready: tuple[torch.cuda.Event, torch.cuda.Event, bool] | None = None  # and whether it is idle
         self._filled_ms = 0.0
         self._began_ns = 0
 
@@ -84,22 +85,29 @@ class StreamFiller:
         """Return the length of the filler, where the slowest of all ranks wants so much."""
         return 0.0 if wanted_ms > self._longest_ms else wanted_ms
 
+    def prepare(self) -> None:
+        """Do what takes time before the length of the filler is known: that counts from one moment."""
+        with told_as_ours():
+            is_loaded = torch.cuda.current_device() in self._fillable
+            self._measure()
+            before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._ready = before, behind, is_loaded and torch.cuda.current_stream().query()
+
     def begin(self, length_ms: float) -> None:
         """Keep the current stream busy for so long, if it is idle. Not for one that is being captured."""
+        if self._ready is None:
+            self.prepare()
+        assert self._ready is not None
+        (before, behind, is_idle), self._ready = self._ready, None
         with told_as_ours():
-            is_idle = torch.cuda.current_device() in self._fillable and torch.cuda.current_stream().query()
             self._filled_ms = length_ms if is_idle else 0.0
-            self._measure()
-            self._begin = torch.cuda.Event(enable_timing=True)
-            self._began_ns = time.perf_counter_ns()
             if self._filled_ms > 0:
-                filler = _Filler(
-                    torch.cuda.Event(enable_timing=True), self._begin, self._cycles(self._filled_ms)
-                )
-                filler.before.record()
-                torch.cuda._sleep(filler.cycles)
-                self._last = filler if self._filled_ms >= MEASURED_MS else None
-            self._begin.record()
+                cycles = self._cycles(self._filled_ms)
+                before.record()
+                torch.cuda._sleep(cycles)
+                self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
+            self._begin, self._began_ns = behind, time.perf_counter_ns()
+            behind.record()
 
     def _cycles(self, ms: float) -> int:
         return int(ms * (statistics.median(self._rates) if self._rates else CYCLES_PER_MS))

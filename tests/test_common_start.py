@@ -116,6 +116,9 @@ class Filler:
         self.agreed_ms.append(wanted_ms)
         return wanted_ms
 
+    def prepare(self) -> None:
+        pass
+
     def begin(self, length_ms: float) -> None:
         self.leads_ms.append(length_ms)
 

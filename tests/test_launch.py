@@ -199,7 +199,9 @@ def test_a_python_that_has_the_libraries_needs_no_package_index(tmp_path):
         shutil.copy(LAUNCH.parent / name, tree)
     libraries = tmp_path / "libraries"  # of this environment, all but the project
     libraries.mkdir()
-    places = [Path(place) for place in sys.path if Path(place).name == "site-packages"]  # a .pth file adds some
+    places = [
+        Path(place) for place in sys.path if Path(place).name == "site-packages"
+    ]  # a .pth file adds some
     for path in (path for place in places for path in place.iterdir()):
         if "dist_autotune" not in path.name and not (libraries / path.name).exists():
             (libraries / path.name).symlink_to(path)
