@@ -114,5 +114,5 @@ class Duel(PlanTrial):
 
     def _turn(self) -> None:
         for context in self.contexts:
-            is_other = not self.is_over and self.side != TUNED
+            is_other = not (self.is_over or self.waiting) and self.side != TUNED
             context.override = self.plans[self.side][context.name] if is_other else None

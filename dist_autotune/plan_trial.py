@@ -54,6 +54,10 @@ class PlanTrial(abc.ABC):
         """The contexts that the plan of the next run is about."""
 
     @abc.abstractmethod
+    def _turn(self) -> None:
+        """Let each context launch what the next run is to launch; while `waiting`, what is best so far."""
+
+    @abc.abstractmethod
     def advance(self, ms: float) -> None:
         """Take the agreed time so far of the plan that ran; nan: it has none."""
 
@@ -69,6 +73,7 @@ class PlanTrial(abc.ABC):
             parts = [merged.parts.get(context.name) for context in self.compared]
             self._was_launched = any(part is not None and part.ran is not None for part in parts)
         self.waiting = bool(merged.run.pending)
+        self._turn()  # while a time is awaited, no more runs are spent on its plan
         if self.waiting or not is_turn:
             return
         if not self._was_launched:

@@ -66,6 +66,7 @@ class WholeRun(PlanTrial):
         self.option_runs = 0  # since the option that is explored was first launched
         self._is_over = False
         self._launched: frozenset[str] = frozenset()  # in the last run
+        self._was_held = False  # the last run had a kernel on trial
         self._seen: frozenset[str] | None = None  # launched under some option; None: there are no options
         self._members = {c.name for c in contexts.values() if not c.settled}  # settled by this search
         self._resume(None)
@@ -126,7 +127,8 @@ class WholeRun(PlanTrial):
         self._launched = frozenset(name for name, part in merged.parts.items() if part.ran is not None)
         if self.is_exploring:
             self.option_runs += 1
-        if self.holds or not self._ran_as_planned(merged):
+        was_held, self._was_held = self._was_held, self.holds
+        if self._was_held or was_held or not self._ran_as_planned(merged):
             self._turn()
             return
         super().take(merged, on_hold=on_hold, patience=patience)
@@ -137,6 +139,8 @@ class WholeRun(PlanTrial):
             if self._explored_runs >= EXPLORED_RUNS:
                 self._resume(self._launched)
             return
+        if self._is_banned(self._plan):  # in this run: another candidate stood in
+            ms = math.inf
         self._ms[self.label] = self._plan, ms if math.isfinite(ms) else math.inf
         self._resume(ms)
 
@@ -166,7 +170,8 @@ class WholeRun(PlanTrial):
                 answer = frozenset() if isinstance(self._asked, Explore) else math.inf
         except StopIteration as stop:
             self._is_over = True
-            self._settle(stop.value, "tuned")
+            plan = self._best_so_far() if self._is_banned(stop.value) else stop.value
+            self._settle(plan, "tuned")
         self._turn()
 
     def _is_banned(self, plan: Plan) -> bool:
@@ -174,14 +179,20 @@ class WholeRun(PlanTrial):
 
     def _turn(self) -> None:
         """Let each context launch what the plan says in the next run."""
-        plan = {} if self._is_over else self._plan
+        plan = {} if self._is_over or self.waiting else self._plan
         for context in self._contexts.values():
             is_tuned_now = context.judge == BY_LAUNCH and not context.settled
             context.override = None if is_tuned_now else plan.get(context.name)
 
+    def _timed(self) -> list[tuple[float, Plan]]:
+        """Return the plans that have a time and that nothing is banned of, the fastest first."""
+        timed = [
+            (ms, plan) for plan, ms in self._ms.values() if math.isfinite(ms) and not self._is_banned(plan)
+        ]
+        return sorted(timed, key=lambda raced: raced[0])
+
     def _best_so_far(self) -> Plan:
-        timed = [(ms, label) for label, (_, ms) in self._ms.items() if math.isfinite(ms)]
-        return self._ms[min(timed)[1]][0] if timed else {}
+        return next((plan for _, plan in self._timed()), {})
 
     def _settle(self, plan: Plan, status: str) -> None:
         for context in self._contexts.values():
@@ -200,17 +211,14 @@ class WholeRun(PlanTrial):
 
     def _best_of(self, context: Context) -> int:
         """Return the candidate of the best plan that launches a context; the incumbent if there is none."""
-        timed = [
-            (ms, p[context.name]) for p, ms in self._ms.values() if context.name in p and math.isfinite(ms)
-        ]
-        return min(timed)[1] if timed else context.incumbent
+        known = (plan[context.name] for _, plan in self._timed() if context.name in plan)
+        return next(known, context.incumbent)
 
     def _keep_times(self, context: Context) -> None:
         """Keep of each candidate the time of the best plan with it."""
-        for plan, ms in self._ms.values():
-            index = plan.get(context.name)
-            if index is not None and math.isfinite(ms):
-                context.times.ms[index] = min(float(ms), context.times.ms.get(index, math.inf))
+        for ms, plan in self._timed():
+            if context.name in plan:
+                context.times.ms.setdefault(plan[context.name], float(ms))
 
     # -- the search ----------------------------------------------------------------------------------------
 
@@ -260,7 +268,7 @@ class WholeRun(PlanTrial):
     def _near(self, space: PlanSpace) -> list[tuple[float, Plan]]:
         """Return the options that came near to the best plan, each with the time of its best plan."""
         near: list[tuple[float, Plan]] = []
-        for plan, ms in sorted(self._ms.values(), key=lambda raced: raced[1]):
+        for ms, plan in self._timed():
             options = space.options_of(plan)
             if options not in [known for _, known in near] and ms <= NEAR * (near[0][0] if near else ms):
                 near.append((ms, options))
