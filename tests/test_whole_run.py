@@ -117,7 +117,7 @@ def test_a_choice_asked_for_in_the_first_run_only_is_starved_and_the_others_are_
     assert simulation.winners() == {"once": "once0", "other": "other1"}
 
 
-@pytest.mark.parametrize("at_run", [0, 2, 3, 8, 10])
+@pytest.mark.parametrize("at_run", [0, 2, 3, 8, 10, 11, 12])
 def test_an_option_that_is_banned_on_the_way_is_in_no_later_plan(at_run):
     simulation = racing(
         named("way", candidates=3),
@@ -136,11 +136,11 @@ def test_an_option_that_is_banned_on_the_way_is_in_no_later_plan(at_run):
 def test_a_kernel_whose_fastest_candidate_is_banned_while_plans_are_raced_loses_with_its_option():
     simulation = consumers(
         lambda plan: 0.9 if plan["way"] == "way0" else 0.0,
-        bans=lambda run, rank, name: {"right1": "does not fit"} if (name, run) == ("right", 16) else {},
+        bans=lambda run, rank, name: {"right1": "does not fit"} if (name, run) == ("right", 18) else {},
     )
     plans = simulation.session()
-    assert "right1" in [plan.get("right") for plan in plans[15:17]]  # the race was under way
-    assert {plan.get("right") for plan in plans[17:]} <= {None, "right0"}
+    assert "right1" in [plan.get("right") for plan in plans[17:19]]  # the race was under way
+    assert {plan.get("right") for plan in plans[19:]} <= {None, "right0"}
     assert simulation.winners() == {"way": "way0", "left": "left1", "right": "right0"}
 
 
