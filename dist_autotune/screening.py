@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from .flows import least
 
-RUNS = 132
+RUNS = 156
 MOST_LEVELS = 6  # candidates of a context
 MOST_FINALISTS = 8
 SWEEPS = 12  # of the backfitting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -199,10 +200,8 @@ def test_a_python_that_has_the_libraries_needs_no_package_index(tmp_path):
         shutil.copy(LAUNCH.parent / name, tree)
     libraries = tmp_path / "libraries"  # of this environment, all but the project
     libraries.mkdir()
-    places = [
-        Path(place) for place in sys.path if Path(place).name == "site-packages"
-    ]  # a .pth file adds some
-    for path in (path for place in places for path in place.iterdir()):
+    places = [Path(place) for place in sys.path if Path(place).name == "site-packages"]
+    for path in itertools.chain.from_iterable(place.iterdir() for place in places):  # .pth files add some
         if "dist_autotune" not in path.name and not (libraries / path.name).exists():
             (libraries / path.name).symlink_to(path)
     program = tmp_path / "program.py"
