@@ -80,7 +80,7 @@ def many_operations(rank):
 
 def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file():
     for before, after in values(many_operations, 2):
-        assert after[1:] == before[1:]
+        assert all(now <= then for now, then in zip(after[1:], before[1:], strict=True)), (before, after)
         assert after[0] - before[0] < MOST_GROWN_BYTES
 
 
