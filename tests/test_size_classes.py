@@ -28,25 +28,22 @@ def test_classes_of_rows_end_at_the_bounds_that_are_documented():
 
 
 def test_rows_of_one_class_are_benchmarked_once_and_every_product_is_right(monkeypatch):
-    timed = []
-
     def do_bench(kernel_call, quantiles):
-        timed.append(1)
         kernel_call()
-        return [1.0 + len(timed)] * len(quantiles)
+        return [1.0] * len(quantiles)
 
     monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
     monkeypatch.setattr(plain_gemm, "cache", {})
     monkeypatch.setattr(plain_gemm, "_do_bench", do_bench)
     monkeypatch.setitem(vars(plain_gemm), "do_bench", do_bench)
     b = matrix(40, 24, torch.float16)
-    asked = []
+    picked = []  # Triton 3.9 benchmarks nothing where pruning leaves one config
     for rows in (17, 18, 25, 31, 32, 33, 48, 19):
         a = matrix(rows, 40, torch.float16)
-        before = len(timed)
+        before = len(plain_gemm.cache)
         assert error_ratio(persistent_matmul(a, b), a, b) < 1
-        asked.append(len(timed) > before)
-    assert asked == [True, False, False, False, False, True, False, False]
+        picked.append(len(plain_gemm.cache) > before)
+    assert picked == [True, False, False, False, False, True, False, False]
     assert {key[0] for key in plain_gemm.cache} == {32, 48}
 
 
