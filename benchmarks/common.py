@@ -45,9 +45,9 @@ if not torch.cuda.is_available():
 
 import triton
 
-from dist_autotune.device import Device
-from dist_autotune.examination import versions
+from dist_autotune.doctor.facts import versions
 from dist_autotune.settings import variables
+from dist_autotune.storage.device import Device
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1

@@ -40,13 +40,13 @@ import torch
 import triton
 from triton.runtime._async_compile import AsyncCompileMode
 
-from dist_autotune import intercept
-from dist_autotune.compile import preflight
-from dist_autotune.compile_sharing import Terms
+from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.preflight import preflight
 from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.matrices import Block, as_matrix, describe
 from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
+from dist_autotune.triton_api import interception
 from pretended_device import PretendedDevice
 
 WORLD, ROWS, COLUMNS, INNER = 8, 8192, 4096, 4096
@@ -67,7 +67,7 @@ class Kernel:
         """Return what this launch can be tuned among."""
         if not self.is_pruned:
             return list(GPU_CANDIDATES)
-        return list(intercept.candidates_of(self.tuner, args, kwargs).values())
+        return list(interception.candidates_of(self.tuner, args, kwargs).values())
 
 
 def launch_ag_gemm(device: str) -> Arguments:
@@ -113,7 +113,7 @@ def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
             kernels = [compiled(tuner, config, args, kwargs) for config in configs.values()]
         for kernel in kernels:
-            intercept.load(kernel)
+            interception.load(kernel)
         return {"compiled": len(kernels)}
 
     return compile_all
@@ -121,8 +121,8 @@ def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
 
 def compiled(tuner: Any, config: triton.Config, args: Any, kwargs: Any) -> Any:
     """Compile a config as its first launch does."""
-    intercept.run_pre_hook(tuner, config, args, kwargs)
-    return intercept.compiled(tuner, config, args, kwargs)
+    interception.run_pre_hook(tuner, config, args, kwargs)
+    return interception.compiled(tuner, config, args, kwargs)
 
 
 def shared(tuner: Any, configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def rank_main(
     *others, warm_up = kernel.configs(args, kwargs)
     if not 0 < candidates <= len(others):
         raise SystemExit(f"--candidates: 1 to {len(others)}")
-    intercept.load(compiled(kernel.tuner, warm_up, args, kwargs))
+    interception.load(compiled(kernel.tuner, warm_up, args, kwargs))
     configs = {str(index): config for index, config in enumerate(others[:candidates])}
     (directory / f"ready-{rank}").touch()
     deadline = time.monotonic() + READY_S

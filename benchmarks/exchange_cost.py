@@ -43,12 +43,13 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune import contextual_autotune, line
-from dist_autotune.agreement import AGREEMENTS, GroupAgreement
-from dist_autotune.hub_exchanges import Exchanges, children
-from dist_autotune.hub_messages import bytes_of, pack, text_of, unpack
-from dist_autotune.payload import merge
-from dist_autotune.peers import FAN_OUT
+from dist_autotune import contextual_autotune
+from dist_autotune.ranks import client
+from dist_autotune.ranks.group import AGREEMENTS, GroupAgreement
+from dist_autotune.ranks.hub_exchanges import Exchanges, children
+from dist_autotune.ranks.members import FAN_OUT
+from dist_autotune.ranks.messages import bytes_of, pack, text_of, unpack
+from dist_autotune.search.messages import merge
 
 TIMEOUT_S = 120.0
 LIMIT_S = 600  # of one set of ranks
@@ -117,7 +118,7 @@ def counting() -> list[Passed]:
     """Note every exchange that this process makes from now on."""
     noted: list[Passed] = []
     wire = {"sent": 0, "received": 0}
-    exchange, pack_message, unpack_messages = GroupAgreement.exchange, line.pack, line.unpack
+    exchange, pack_message, unpack_messages = GroupAgreement.exchange, client.pack, client.unpack
 
     def counted(self: GroupAgreement, payload: bytes, *rest: Any) -> bytes:
         wire.update(sent=0, received=0)
@@ -137,7 +138,7 @@ def counting() -> list[Passed]:
         return iter(messages)
 
     GroupAgreement.exchange = counted  # type: ignore[method-assign]
-    line.pack, line.unpack = packed, unpacked
+    client.pack, client.unpack = packed, unpacked
     return noted
 
 

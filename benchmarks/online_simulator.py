@@ -30,11 +30,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dist_autotune.flows import STRATEGIES
-from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
-from dist_autotune.protocol import Tuning
-from dist_autotune.rules import Rules
-from dist_autotune.stopwatch import READ_WITHIN_RUNS
+from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds
+from dist_autotune.search.rules import Rules
+from dist_autotune.search.state import Tuning
+from dist_autotune.search.strategies import STRATEGIES
+from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from search_simulator import JITTER, SPIKE, SPIKE_CHANCE, spread_out
 
 STEP_MS, KERNELS_PART, WINDOW_STEPS, MOST_STEPS = 10.0, 0.5, 1000, 200_000

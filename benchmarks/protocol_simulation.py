@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from dist_autotune.flows import STRATEGIES, exhaustive
-from dist_autotune.payload import Announcement, Part, Payload, femtoseconds, merge
-from dist_autotune.protocol import Tuning
-from dist_autotune.rules import BY_LAUNCH, Rules
+from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds, merge
+from dist_autotune.search.rules import BY_LAUNCH, Rules
+from dist_autotune.search.state import Tuning
+from dist_autotune.search.strategies import STRATEGIES, exhaustive
 
 Ms = Mapping[str, float] | Callable[[str, int], float]
 

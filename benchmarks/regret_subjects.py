@@ -17,12 +17,12 @@ import gemm_rs
 import moe_problem
 import moe_rs
 from common import ON_GPU, Arm, Ranks
+from dist_autotune.formatting import counted
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.choices import options_for
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
-from dist_autotune.text import counted
 from operations import DTYPES, PATIENCE_S, Closable
 
 Call: TypeAlias = Callable[[], torch.Tensor]

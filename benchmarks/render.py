@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import plot
-from dist_autotune.text import align
+from dist_autotune.formatting import align
 
 Row = tuple[str, ...]
 

@@ -31,7 +31,7 @@ from random import Random
 
 import numpy as np
 
-from dist_autotune.flows import STRATEGIES, Strategy, Warmup
+from dist_autotune.search.strategies import STRATEGIES, Strategy, Warmup
 from simulated_steps import STEPS, settle
 
 JITTER, RANK_OFFSET, SPIKE_CHANCE, SPIKE, DRIFT, DRIFT_RUNS, COLD = 0.02, 0.01, 0.03, 1.5, 0.11, 30.0, 1.3

@@ -1,17 +1,10 @@
 """Tune Triton kernels where they run: in their function, on every rank, to one agreed config."""
 
-from .autotuner import ContextualAutotuner, contextual_autotune, is_tuning
-from .clock import Clock, EventClock, WallClock
-from .errors import (
-    AgreementTimeout,
-    CacheWarning,
-    NoValidConfig,
-    PeerFailed,
-    RankMismatch,
-    TuningError,
-)
-from .report import TunedContext, TuningReport
-from .tunable import tunable
+from .errors import AgreementTimeout, CacheWarning, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from .launch.tunable import tunable
+from .timing.clock import Clock, EventClock, WallClock
+from .tuner.decorator import ContextualAutotuner, contextual_autotune, is_tuning
+from .tuner.report import TunedContext, TuningReport
 from .version import __version__
 
 __all__ = [

@@ -1,5 +1,5 @@
 """`python -m dist_autotune` is `dist-autotune`."""
 
-from .cli import main
+from .cli.commands import main
 
 main()

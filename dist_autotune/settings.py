@@ -118,9 +118,18 @@ def cache_directory() -> Path | None:
     chosen = os.environ.get(CACHE_DIR)
     if chosen:
         return Path(chosen).absolute()
-    from .cache import default_directory
+    return default_cache_directory()
 
-    return default_directory()
+
+def default_cache_directory() -> Path | None:
+    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`; None: no home."""
+    import platformdirs  # only needed where no directory was chosen
+
+    try:
+        directory = platformdirs.user_cache_path("dist_autotune", appauthor=False)
+    except RuntimeError:  # neither HOME nor an entry in the password database
+        return None
+    return directory if directory.is_absolute() else None  # older versions leave the "~" as it is
 
 
 def variables() -> dict[str, str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from dist_autotune import records
-from dist_autotune.cache import Entry, EntryKey
-from dist_autotune.log import SessionLog
+from dist_autotune.logs import records
+from dist_autotune.logs.writer import SessionLog
+from dist_autotune.storage.winners import Entry, EntryKey
 
 CONFIGS = ("BLOCK=64", "BLOCK=128", "BLOCK=256", "BLOCK=512")
 MS = {0: (1.0, 1.5, 3.0), 1: (4.0, 2.0, 3.3)}  # rank -> config id -> ms of each sample

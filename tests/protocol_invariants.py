@@ -10,13 +10,13 @@ import functools
 from collections import Counter, defaultdict
 from typing import Any
 
-from dist_autotune.domain import UNDER_WAY
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
-from dist_autotune.limits import RUNS_ALLOWED, planned_runs
-from dist_autotune.payload import Payload, merge
-from dist_autotune.protocol import ADMISSION_RUNS, Tuning
-from dist_autotune.rules import BY_LAUNCH
-from dist_autotune.search import Context
+from dist_autotune.search.context_search import Context
+from dist_autotune.search.limits import RUNS_ALLOWED, planned_runs
+from dist_autotune.search.messages import Payload, merge
+from dist_autotune.search.rules import BY_LAUNCH
+from dist_autotune.search.state import ADMISSION_RUNS, Tuning
+from dist_autotune.tuner.function_state import UNDER_WAY
 from random_programs import Kernel, Program, having, true_winners, viable_blocks
 from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import Boom, Ending, VirtualRank

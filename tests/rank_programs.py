@@ -14,7 +14,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import is_tuning
-from dist_autotune.agreement import AGREEMENTS
+from dist_autotune.ranks.group import AGREEMENTS
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 
 STOCK_RUN = Autotuner.run

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dist_autotune import hub, peers
-from dist_autotune.agreement import AGREEMENTS, GroupAgreement
-from dist_autotune.payload import Part, Payload, merge
+from dist_autotune.ranks import hub, members
+from dist_autotune.ranks.group import AGREEMENTS, GroupAgreement
+from dist_autotune.search.messages import Part, Payload, merge
 from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
 from ranks import assert_all_ok, run_ranks
 
@@ -31,7 +31,7 @@ def test_every_rank_gets_every_payload_once(init, world_size):
 
 @pytest.mark.parametrize("late", [0, 1, 3, 6], ids="late rank {}".format)
 def test_a_tree_of_three_levels_gives_the_same_as_a_flat_one(monkeypatch, late):
-    monkeypatch.setattr(peers, "FAN_OUT", 2)
+    monkeypatch.setattr(members, "FAN_OUT", 2)
 
     def program(rank):
         first = exchange(rank)
@@ -75,7 +75,7 @@ def test_nothing_grows_over_500_exchanges(init):
 
 
 def test_nothing_is_left_after_failures_and_long_waits_in_a_tree(monkeypatch):
-    monkeypatch.setattr(peers, "FAN_OUT", 2)
+    monkeypatch.setattr(members, "FAN_OUT", 2)
 
     def program(rank):
         for slow in range(7):
@@ -135,7 +135,7 @@ def test_time_of_one_exchange_with_8_ranks(capsys):
 def test_ranks_of_other_hosts_are_let_in_when_they_ask(init, monkeypatch):
     def program(rank):
         # Ranks 2 and 3 take themselves for ranks of another host: they do not try the loopback way.
-        monkeypatch.setattr(peers, "this_host", lambda: f"host {rank // 2}")
+        monkeypatch.setattr(members, "this_host", lambda: f"host {rank // 2}")
         monkeypatch.setattr(hub, "this_host", lambda: f"host {rank // 2}")
         heard = [exchange(rank + n) for n in range(3)]
         ways = AGREEMENTS.of(None).peers.board.address().outside

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_autotune import NoValidConfig, PeerFailed
-from dist_autotune.agreement import AGREEMENTS
+from dist_autotune.ranks.group import AGREEMENTS
 from rank_programs import SOON_S, TIMEOUT_S, ending, exchange, interrupt_when_waiting, is_gone, join, wait_for
 from ranks import assert_all_ok, describe, run_ranks
 

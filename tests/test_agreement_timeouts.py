@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dist_autotune import AgreementTimeout, attendant, peers
-from dist_autotune import exchange as exchange_module
-from dist_autotune.agreement import AGREEMENTS
+from dist_autotune import AgreementTimeout
+from dist_autotune.ranks import exchange as exchange_module
+from dist_autotune.ranks import members, watchdog
+from dist_autotune.ranks.group import AGREEMENTS
 from rank_programs import IN_TIME_S, SHORT_S, SOON_S, ending, exchange, is_gone, listen, wait_for
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
@@ -49,7 +50,7 @@ def test_absent_ranks_are_named_by_all_others_in_time(init, absent):
 
 @pytest.mark.parametrize("absent", [0, 1, 2, 5], ids="rank {}".format)
 def test_an_absent_rank_of_a_tree_is_named_and_not_those_that_wait_for_it(monkeypatch, absent):
-    monkeypatch.setattr(peers, "FAN_OUT", 2)
+    monkeypatch.setattr(members, "FAN_OUT", 2)
 
     def program(rank):
         exchange(rank)
@@ -220,7 +221,7 @@ def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
 
 
 def test_beats_of_an_earlier_exchange_extend_nothing(monkeypatch):
-    monkeypatch.setattr(attendant, "HEARTBEAT_S", SOON_S)  # a beat would buy the tenfold
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", SOON_S)  # a beat would buy the tenfold
 
     def program(rank):
         exchange(rank)

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from dist_autotune import cache as cache_module
-from dist_autotune.cache import DiskCache, EntryKey, default_directory
 from dist_autotune.errors import CacheWarning
+from dist_autotune.settings import default_cache_directory
+from dist_autotune.storage import winners as cache_module
+from dist_autotune.storage.winners import DiskCache, EntryKey
 from example_files import KEY, entry
 
 fork = multiprocessing.get_context("fork")
@@ -104,7 +105,7 @@ def test_the_default_directory_is_the_users_cache_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_directory() == tmp_path / "dist_autotune"
+    assert default_cache_directory() == tmp_path / "dist_autotune"
 
 
 # ---- export and import

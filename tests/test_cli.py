@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dist_autotune.cache import DiskCache
-from dist_autotune.cli import app
-from dist_autotune.text import WALL_CLOCK_NOTE
+from dist_autotune.cli.commands import app
+from dist_autotune.formatting import WALL_CLOCK_NOTE
+from dist_autotune.storage.winners import DiskCache
 from example_files import CONFIGS, KEY, entry, write_session
 
 

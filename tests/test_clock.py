@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dist_autotune import Clock, EventClock, TuningError, WallClock
-from dist_autotune.clock import EventMark
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.event_cost import EMPTY_KERNEL_MS, EventCost
-from dist_autotune.stopwatch import Stopwatch
-from dist_autotune.stream_filler import FIRST_MS
+from dist_autotune.timing.clock import EventMark
+from dist_autotune.timing.event_cost import EMPTY_KERNEL_MS, EventCost
+from dist_autotune.timing.samples import Stopwatch
+from dist_autotune.timing.stream_filler import FIRST_MS
 from fake_device import CALL_MS, FakeDevice
 
 KERNEL_MS = 0.01

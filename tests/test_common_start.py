@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_autotune import common_start, tunable
-from dist_autotune.common_start import MARGIN, MOST_LAG_MS, CommonStart
-from dist_autotune.payload import Payload
+from dist_autotune import tunable
+from dist_autotune.search.messages import Payload
+from dist_autotune.timing import synchronized_start
+from dist_autotune.timing.synchronized_start import MARGIN, MOST_LAG_MS, CommonStart
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
 from ranks import assert_all_ok, run_ranks
@@ -54,7 +55,7 @@ def test_ranks_that_are_no_later_than_before_begin_at_one_moment_with_time_for_t
         ranks, before = Ranks(3, monkeypatch), []
         for lags in runs:
             moments = ranks.run(lags)
-            if before and max(lags) <= max(before[-common_start.REMEMBERED :]):
+            if before and max(lags) <= max(before[-synchronized_start.REMEMBERED :]):
                 assert moments == [pytest.approx(moments[0], abs=1e-5)] * 3
                 assert moments[0] >= max(lags) + FILLER_MS - 1e-5
             before.append(max(lags))
@@ -86,7 +87,7 @@ def test_a_peer_whose_clock_is_far_ahead_keeps_no_device_busy_for_long(monkeypat
 def test_a_late_run_is_forgotten(monkeypatch):
     ranks = Ranks(2, monkeypatch)
     ranks.run([0.3, 50.0])
-    for _ in range(common_start.REMEMBERED):
+    for _ in range(synchronized_start.REMEMBERED):
         ranks.run([0.3, 0.5])
     assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS)] * 2
 
@@ -133,10 +134,10 @@ def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float],
     The clock is slow, for all ranks alike, so that a busy machine makes no rank late.
     """
     if hosts == "two":
-        common_start.clock_name = lambda: f"host {rank}"
-        from dist_autotune import domain
+        synchronized_start.clock_name = lambda: f"host {rank}"
+        from dist_autotune.tuner import function_state
 
-        domain.clock_name = common_start.clock_name
+        function_state.clock_name = synchronized_start.clock_name
     read: list[int] = [0]
     monotonic_ns = time.monotonic_ns
 
@@ -144,7 +145,7 @@ def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float],
         read.append(monotonic_ns() // SLOWER)
         return read[-1]
 
-    common_start.time = type("time", (), {"monotonic_ns": staticmethod(reading)})
+    synchronized_start.time = type("time", (), {"monotonic_ns": staticmethod(reading)})
     bench, moments = Bench(), []
 
     class Noting(Filler):

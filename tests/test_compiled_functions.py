@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune.records import SessionClosed
+from dist_autotune.logs.records import SessionClosed
 from kernels_for_tests import launch, numbers, only, records
 
 STOCK_RUN = Autotuner.run

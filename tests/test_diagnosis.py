@@ -12,12 +12,14 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import EventClock, PeerFailed, TuningError, agreement, attendant, calls, is_tuning
-from dist_autotune.attendant import Attendant
-from dist_autotune.device_errors import LISTED, is_reported, listed
+from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.records import Note, RunFailed, SessionClosed
-from dist_autotune.stopwatch import READ_WITHIN_RUNS
+from dist_autotune.logs.records import Note, RunFailed, SessionClosed
+from dist_autotune.ranks import group, watchdog
+from dist_autotune.ranks.watchdog import Attendant
+from dist_autotune.timing.device_errors import LISTED, is_reported, listed
+from dist_autotune.timing.samples import READ_WITHIN_RUNS
+from dist_autotune.tuner import calls
 from fake_device import FakeDevice
 from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, only, records
 from rank_programs import ending, tune, wait_for
@@ -31,8 +33,8 @@ NEVER_MS = 1e9
 @pytest.fixture
 def quick_heartbeats(monkeypatch):
     """Let the thread that watches a run look twenty times a second."""
-    monkeypatch.setattr(attendant, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(calls, "AGREEMENTS", agreement.Agreements())
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(calls, "AGREEMENTS", group.Agreements())
 
 
 def log_of(rank: int = 0) -> str:
@@ -137,17 +139,17 @@ def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
 
 
 def watched(timeout_s: float, told: list[str], **options: Any) -> Any:
-    attendant = Attendant(0, 0.02, lambda: None)
-    return attendant, attendant.watching(
+    watchdog = Attendant(0, 0.02, lambda: None)
+    return watchdog, watchdog.watching(
         0, "run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ", **options
     )
 
 
 def test_time_in_which_a_rank_compiles_does_not_count():
     told: list[str] = []
-    attendant, watching = watched(1.0, told)
+    watchdog, watching = watched(1.0, told)
     with watching:
-        with attendant.beating(0):
+        with watchdog.beating(0):
             time.sleep(1.5)
         assert told == []
         wait_for(lambda: told)
@@ -159,19 +161,19 @@ def test_time_in_which_a_rank_compiles_does_not_count():
 
 def test_compiling_for_ever_does_not_count_as_compiling_for_ever():
     told: list[str] = []
-    attendant, watching = watched(0.05, told)
-    with watching, attendant.beating(0):
+    watchdog, watching = watched(0.05, told)
+    with watching, watchdog.beating(0):
         wait_for(lambda: told)
 
 
 def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
     told: list[str] = []
-    attendant = Attendant(0, 0.02, lambda: None)
+    watchdog = Attendant(0, 0.02, lambda: None)
 
     def whereabouts() -> str:
         raise RuntimeError(ILLEGAL)
 
-    with attendant.watching(0, "run 7 of step", 0.05, "raise", told.append, whereabouts):
+    with watchdog.watching(0, "run 7 of step", 0.05, "raise", told.append, whereabouts):
         wait_for(lambda: told)
     assert "cannot be told (RuntimeError: CUDA error" in told[0]
 

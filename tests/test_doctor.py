@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dist_autotune import children, examination
-from dist_autotune.children import Child, first_problem, run_children
-from dist_autotune.cli import app
-from dist_autotune.doctor import Finding, as_dict, is_healthy, judge
-from dist_autotune.examination import CACHE, CPU_ONLY, LOGS, Examination
-from dist_autotune.gpu_probe import parse_topology
-from dist_autotune.probes import why_unwritable
+from dist_autotune.cli.commands import app
+from dist_autotune.doctor import facts, helper_process
+from dist_autotune.doctor.facts import CACHE, CPU_ONLY, LOGS, Examination
+from dist_autotune.doctor.findings import Finding, as_dict, is_healthy, judge
+from dist_autotune.doctor.gpu_probe import parse_topology
+from dist_autotune.doctor.helper_process import Child, first_problem, run_children
+from dist_autotune.doctor.probes import why_unwritable
 
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -61,11 +61,11 @@ def test_a_broken_cache_directory_is_a_problem_with_the_next_step(
 
 
 def test_a_probe_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = children.command
+    real = helper_process.command
     monkeypatch.setattr(
-        children, "command", lambda probe, about: HANG if probe == "gpus" else real(probe, about)
+        helper_process, "command", lambda probe, about: HANG if probe == "gpus" else real(probe, about)
     )
-    monkeypatch.setattr(examination, "GPU_LIMIT_S", 0.5)
+    monkeypatch.setattr(facts, "GPU_LIMIT_S", 0.5)
     result = run("--json")
     assert result.exit_code == 1
     (problem,) = [each for each in json.loads(result.stdout)["findings"] if each["level"] == "problem"]
@@ -93,10 +93,10 @@ def helpers(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float = 20
     say = "import json, os, signal, sys, time\ndef say(**record):\n  out.write(json.dumps(record) + chr(10))"
 
     def command(probe: str, about: dict[str, Any]) -> list[str]:
-        path = children.report_path(about["directory"], about["rank"])
+        path = helper_process.report_path(about["directory"], about["rank"])
         return [sys.executable, "-c", f"{say}\nout = open({str(path)!r}, 'a', 1)\n{programs[about['rank']]}"]
 
-    monkeypatch.setattr(children, "command", command)
+    monkeypatch.setattr(helper_process, "command", command)
     return run_children("any", len(programs), limit_s, {})
 
 
@@ -141,7 +141,7 @@ def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
 def test_the_helper_that_failed_explains_the_others_which_do_not_wait_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(children, "PEERS_GRACE_S", 0.5)
+    monkeypatch.setattr(helper_process, "PEERS_GRACE_S", 0.5)
     began = time.monotonic()
     waits, failed = helpers(monkeypatch, "signal.pause()", "say(stage='join'); os._exit(3)", limit_s=60.0)
     assert time.monotonic() - began < 20
@@ -153,7 +153,9 @@ def test_the_helper_that_failed_explains_the_others_which_do_not_wait_long(
 def test_helpers_see_other_variables_and_not_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     monkeypatch.setenv("ONE", "1")
-    monkeypatch.setattr(children, "command", lambda probe, about: [sys.executable, "-c", about["program"]])
+    monkeypatch.setattr(
+        helper_process, "command", lambda probe, about: [sys.executable, "-c", about["program"]]
+    )
     program = "import os; os._exit('DIST_AUTOTUNE_MODE' in os.environ or os.environ.get('TWO') != '2')"
     (child,) = run_children("any", 1, 20.0, {"ONE": None, "TWO": "2"}, program=program)
     assert child.problem == ""
@@ -239,7 +241,7 @@ def test_a_healthy_machine_with_gpus_has_nothing_to_do() -> None:
 def test_the_tables_show_gpus_links_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = machine(gpus=2, variables={"NCCL_NVLS_ENABLE": "0"})
     seen.versions["cuda-core"] = None
-    monkeypatch.setattr(examination, "examine", lambda: seen)
+    monkeypatch.setattr(facts, "examine", lambda: seen)
     result = run()
     assert result.exit_code == 0
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
@@ -365,11 +367,13 @@ def test_links_are_read_from_the_topology_of_nvidia_smi() -> None:
 def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(
     monkeypatch: pytest.MonkeyPatch, crashing: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(children, "PEERS_GRACE_S", 0.5)
-    real = children.command
+    monkeypatch.setattr(helper_process, "PEERS_GRACE_S", 0.5)
+    real = helper_process.command
     dies = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGABRT:d})"]
     monkeypatch.setattr(
-        children, "command", lambda probe, about: dies if about["rank"] == crashing else real(probe, about)
+        helper_process,
+        "command",
+        lambda probe, about: dies if about["rank"] == crashing else real(probe, about),
     )
     ranks = run_children("ranks", 2, 30.0, CPU_ONLY, directories={CACHE: str(tmp_path)})
     failed = first_problem(ranks)

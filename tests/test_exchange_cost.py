@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import exchange_cost
-from dist_autotune.payload import Payload
+from dist_autotune.search.messages import Payload
 
 PROGRAM = Path(exchange_cost.__file__)
 

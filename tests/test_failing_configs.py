@@ -16,8 +16,8 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import NoValidConfig, TuningError, is_tuning
-from dist_autotune.flows import STRATEGIES
-from dist_autotune.records import Banned, ContextAdmitted, RunStarted, SessionClosed
+from dist_autotune.logs.records import Banned, ContextAdmitted, RunStarted, SessionClosed
+from dist_autotune.search.strategies import STRATEGIES
 from kernels_for_tests import (
     FAILURES,
     block_of,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import search_simulator
-from dist_autotune.flows import (
+from dist_autotune.search.strategies import (
     STRATEGIES,
     AgreedMs,
     Flow,

@@ -18,7 +18,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.stream_filler import CYCLES_PER_MS
+from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from operation_runs import GPU_BACKENDS, results, values
 from ranks import assert_killed, describe, meet
 

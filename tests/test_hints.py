@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune import hints
-from dist_autotune.records import SessionClosed
+from dist_autotune.logs.records import SessionClosed
+from dist_autotune.tuner import hints
 from kernels_for_tests import Bench, Mine, launch, numbers, only, records
 from ranks import assert_all_ok, run_ranks
 

@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from dist_autotune import hub as hub_module
-from dist_autotune.hub import Hub
-from dist_autotune.hub_exchanges import Exchanges, children
-from dist_autotune.hub_messages import LENGTH, TOKEN_BYTES, bytes_of, pack, text_of, unpack
-from dist_autotune.line import HubLost, LocalLine, SocketLine
+from dist_autotune.ranks import hub as hub_module
+from dist_autotune.ranks.client import HubLost, LocalLine, SocketLine
+from dist_autotune.ranks.hub import Hub
+from dist_autotune.ranks.hub_exchanges import Exchanges, children
+from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, bytes_of, pack, text_of, unpack
 from rank_programs import wait_for
 
 MERGED = {"merged": text_of(b"all")}

@@ -22,8 +22,14 @@ import triton
 import triton.language as tl
 
 from dist_autotune.errors import TuningError
-from dist_autotune.identity import candidate_digest, constants_text, constexpr_names, kernel_source, key_text
-from dist_autotune.intercept import candidates_of, key_of, source_of, texts_of
+from dist_autotune.triton_api.identity import (
+    candidate_digest,
+    constants_text,
+    constexpr_names,
+    kernel_source,
+    key_text,
+)
+from dist_autotune.triton_api.interception import candidates_of, key_of, source_of, texts_of
 from kernels_for_tests import Bench, add, numbers
 
 
@@ -130,7 +136,7 @@ def test_a_value_without_a_text_of_its_own_is_an_error_not_a_silent_key_of_each_
 def test_texts_are_the_same_in_another_process(tmp_path):
     program = (
         "import enum, torch, numpy as np\n"
-        "from dist_autotune.identity import candidate_digest, key_text\n"
+        "from dist_autotune.triton_api.identity import candidate_digest, key_text\n"
         "key = (None, True, 2.5, np.int64(3), torch.bfloat16, 'x', frozenset('abcdef'), (1, 'y'))\n"
         "print(key_text(key))\n"
         "print(candidate_digest({'B': 16, 'A': [1, 2], 'num_warps': 4, 'opts': {'y': 1, 'x': {'b', 'a'}}}))\n"

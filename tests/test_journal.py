@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from crash_programs import EXHAUSTIVE, MS, alone, die, journals, program, value_of
-from dist_autotune import CacheWarning, cli, orphans
-from dist_autotune.journal import Journal, Try
-from dist_autotune.unfinished import EXACT
+from dist_autotune import CacheWarning
+from dist_autotune.cli import commands
+from dist_autotune.search.unfinished import EXACT
+from dist_autotune.storage import orphans
+from dist_autotune.storage.journal import Journal, Try
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import blocks_of, wait_for
 from ranks import assert_all_ok, run_ranks
@@ -172,10 +174,10 @@ def test_a_full_disk_is_one_warning_and_no_journal_is_left_that_accuses_anyone(t
 def test_cache_list_tells_of_what_is_unfinished_and_clear_deletes_it(tmp_cache):
     run = CliRunner(env={"COLUMNS": "200"}).invoke
     assert alone(program, {(64, 1): lambda: die(signal.SIGKILL)}).signal == signal.SIGKILL
-    listed = run(cli.app, ["cache", "list"])
+    listed = run(commands.app, ["cache", "list"])
     assert listed.exit_code == 0
     assert "1 session left unfinished: the next start goes on there." in listed.output
-    cleared = run(cli.app, ["cache", "clear", "--yes"])
+    cleared = run(commands.app, ["cache", "clear", "--yes"])
     assert cleared.output == f"Deleted 0 entries and 1 journal in {tmp_cache}\n"
     assert journals(tmp_cache) == []
 
@@ -187,7 +189,10 @@ def test_cache_clear_leaves_a_session_that_is_under_way(tmp_cache):
 
         def look():
             texts.extend(
-                [run(cli.app, ["cache", "list"]).output, run(cli.app, ["cache", "clear", "-y"]).output]
+                [
+                    run(commands.app, ["cache", "list"]).output,
+                    run(commands.app, ["cache", "clear", "-y"]).output,
+                ]
             )
 
         program(rank, {(32, 1): look})

@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from dist_autotune.agreement import AGREEMENTS
+from dist_autotune.ranks.group import AGREEMENTS
 from kernels_for_tests import Bench, double, launch, numbers
 from rank_programs import blocks_of, exchange, statuses_of, tune, wait_for
 from ranks import assert_all_ok, meet, run_ranks

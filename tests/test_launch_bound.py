@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dist_autotune import EventClock
-from dist_autotune.agreed_times import HOST_SHARE
-from dist_autotune.event_cost import PAIRS
-from dist_autotune.flows import STRATEGIES
-from dist_autotune.history import load
-from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
-from dist_autotune.records import Agreed, ContextSettled, Trial
-from dist_autotune.rules import Rules
-from dist_autotune.search import Context
-from dist_autotune.tables import session_tables
+from dist_autotune.cli.tables import session_tables
+from dist_autotune.logs.reader import load
+from dist_autotune.logs.records import Agreed, ContextSettled, Trial
+from dist_autotune.search.agreed_times import HOST_SHARE
+from dist_autotune.search.context_search import Context
+from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds
+from dist_autotune.search.rules import Rules
+from dist_autotune.search.strategies import STRATEGIES
+from dist_autotune.timing.event_cost import PAIRS
 from fake_device import FakeDevice
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, only, records
 from rank_programs import tune

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import TuningError, WallClock
-from dist_autotune.records import Trial
+from dist_autotune.logs.records import Trial
 from kernels_for_tests import (
     Probe,
     accumulate,

@@ -13,8 +13,8 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import NoValidConfig
-from dist_autotune import compile as compiling
-from dist_autotune.records import Banned
+from dist_autotune.compilation import preflight as compiling
+from dist_autotune.logs.records import Banned
 from kernels_for_tests import FAILURES, Bench, launch, numbers, only, out_of_resources, records
 
 STOCK_RUN = Autotuner.run
@@ -38,7 +38,7 @@ class FakeKernel:
 @pytest.fixture
 def compiler(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let kernels of `bench` be compiled and loaded; return what makes such a kernel."""
-    monkeypatch.setattr("dist_autotune.intercept.is_interpreted", lambda: False)
+    monkeypatch.setattr("dist_autotune.triton_api.interception.is_interpreted", lambda: False)
     monkeypatch.setattr(compiling, "current_device", lambda: 0)
 
     def make(ms, *, compiles=None, loads=None, queued=True, **options):

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from dist_autotune import records
-from dist_autotune.log import SessionLog, describe_skipped, read_records
-from dist_autotune.log_lines import LogLines
-from dist_autotune.serialize import from_json, to_json
+from dist_autotune.codec import from_json, to_json
+from dist_autotune.logs import records
+from dist_autotune.logs.lines import LogLines
+from dist_autotune.logs.writer import SessionLog, describe_skipped, read_records
 from example_files import CONFIGS, session_records, write_session
 
 fork = multiprocessing.get_context("fork")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dist_autotune import tunable
-from dist_autotune.records import RunStarted
+from dist_autotune.logs.records import RunStarted
 from kernels_for_tests import Mine, double, launch, numbers, only, records, winner
 
 

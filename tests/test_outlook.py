@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dist_autotune.outlook import Outlook, RunsSpent
-from dist_autotune.records import Note
+from dist_autotune.logs.records import Note
+from dist_autotune.search.outlook import Outlook, RunsSpent
 from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import tune
 from ranks import assert_all_ok, run_ranks

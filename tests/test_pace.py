@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dist_autotune import chronicle, contextual_autotune, history, ledger, replay, settings, tunable
+from dist_autotune import contextual_autotune, settings, tunable
+from dist_autotune.cli import replay
 from dist_autotune.errors import TuningError
-from dist_autotune.outlook import RunsSpent
-from dist_autotune.pace import Pace
-from dist_autotune.stopwatch import READ_WITHIN_RUNS
+from dist_autotune.logs import reader
+from dist_autotune.search.budget import Pace
+from dist_autotune.search.outlook import RunsSpent
+from dist_autotune.timing.samples import READ_WITHIN_RUNS
+from dist_autotune.tuner import recorder, time_spent
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers
 from rank_programs import ending, tune
 from ranks import assert_all_ok, run_ranks
@@ -26,13 +29,13 @@ SHARE = "DIST_AUTOTUNE_ONLINE_SHARE"
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that a session sees; a step adds to it what it takes."""
     now = [0.0]
-    for module in (chronicle, ledger):
+    for module in (recorder, time_spent):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def assert_replays() -> None:
-    sessions, _ = history.read_sessions(Path(".autotune_logs"))
+    sessions, _ = reader.read_sessions(Path(".autotune_logs"))
     assert [verdict.differences for verdict in replay.verify(sessions)] == [()] * len(sessions)
 
 
@@ -347,7 +350,7 @@ def test_a_share_that_is_none_is_an_error_with_its_value(share, monkeypatch):
 def some_steps(rank, calls, cache):
     """Make so many steps of a second each; the samples differ from candidate to candidate only."""
     now = [0.0]
-    chronicle.time = SimpleNamespace(monotonic=lambda: now[0])  # this process is the rank's own
+    recorder.time = SimpleNamespace(monotonic=lambda: now[0])  # this process is the rank's own
     bench = Bench()
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
 

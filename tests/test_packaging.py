@@ -60,7 +60,7 @@ def test_the_import_changes_nothing_and_loads_nothing_that_only_some_need():
     assert "dist_autotune" in loaded
     assert {"nvshmem", "matplotlib", "typer", "dist_autotune.kernels"}.isdisjoint(loaded)
     # Nor what the first call of a tuned function needs: most of the package, and the lock of its files.
-    assert {"dist_autotune.session", "dist_autotune.records", "filelock"}.isdisjoint(loaded)
+    assert {"dist_autotune.tuner.session", "dist_autotune.logs.records", "filelock"}.isdisjoint(loaded)
 
 
 def test_the_import_costs_less_than_a_sixth_of_torch_and_triton():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_autotune.errors import RankMismatch
-from dist_autotune.payload import Announcement, Part, Payload, check_facts, femtoseconds, merge
+from dist_autotune.search.messages import Announcement, Part, Payload, check_facts, femtoseconds, merge
 
 digests = st.sampled_from(["a", "b", "c"])
 times = st.floats(0, 1e6)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_autotune import tunable
-from dist_autotune.progress import is_shown
+from dist_autotune.tuner.progress import is_shown
 from kernels_for_tests import Bench, launch, numbers
 
 

@@ -175,7 +175,7 @@ def test_a_choice_is_tuned_with_the_kernels():
 
 
 def test_ranks_whose_states_differ_are_found(monkeypatch):
-    from dist_autotune.search import Context
+    from dist_autotune.search.context_search import Context
 
     genuine, calls = Context.advance, []
 
@@ -191,7 +191,7 @@ def test_ranks_whose_states_differ_are_found(monkeypatch):
 
 
 def test_a_merge_that_depends_on_its_order_is_found(monkeypatch):
-    from dist_autotune.payload import Payload
+    from dist_autotune.search.messages import Payload
 
     genuine = Payload.merged
     monkeypatch.setattr(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_autotune.duel import DUEL_RUNS
+from dist_autotune.search.final_comparison import DUEL_RUNS
 from protocol_simulation import Simulation, columns
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import CacheWarning
-from dist_autotune import cache as cache_module
-from dist_autotune.cache import LAUNCHED, EntryKey
 from dist_autotune.regular_files import read_bounded
+from dist_autotune.storage import winners as cache_module
+from dist_autotune.storage.winners import LAUNCHED, EntryKey
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, own_cache, statuses_of, tune, tune_on_disk
 from ranks import assert_all_ok, run_ranks

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dist_autotune import NoValidConfig, launches
+from dist_autotune import NoValidConfig
+from dist_autotune.launch import dispatch
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, tune
 from ranks import assert_all_ok, run_ranks
@@ -202,7 +203,7 @@ def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(mo
     # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
     def program(rank):
         def preflight(tuner, configs, args, kwargs, terms, loading):
-            return launches.compiling.Preflight(
+            return dispatch.compiling.Preflight(
                 {
                     digest: "no room"
                     for digest, config in configs.items()
@@ -210,9 +211,9 @@ def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(mo
                 }
             )
 
-        monkeypatch.setattr(launches.intercept, "is_interpreted", lambda: False)
-        monkeypatch.setattr(launches.compiling, "current_device", lambda: -1)
-        monkeypatch.setattr(launches.compiling, "preflight", preflight)
+        monkeypatch.setattr(dispatch.interception, "is_interpreted", lambda: False)
+        monkeypatch.setattr(dispatch.compiling, "current_device", lambda: -1)
+        monkeypatch.setattr(dispatch.compiling, "preflight", preflight)
         bench, x = Bench(), numbers()
         kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
         step = tune(bench, lambda: launch(kernel, x))

@@ -9,8 +9,10 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import PeerFailed, TuningError, history, replay
-from dist_autotune.records import SessionClosed, SessionOpened
+from dist_autotune import PeerFailed, TuningError
+from dist_autotune.cli import replay
+from dist_autotune.logs import reader
+from dist_autotune.logs.records import SessionClosed, SessionOpened
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import (
     SOON_S,
@@ -275,7 +277,7 @@ def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone
     failed = [sorted(pair) for pair in zip(zero[4], one[4], strict=True) if pair != ("returned None",) * 2]
     assert failed == [["Boom", "PeerFailed"]] * 4
     assert [
-        verdict.differences for verdict in replay.verify(history.read_sessions(Path(".autotune_logs"))[0])
+        verdict.differences for verdict in replay.verify(reader.read_sessions(Path(".autotune_logs"))[0])
     ] == [()]
 
 
@@ -318,15 +320,15 @@ def test_a_rank_that_comes_back_without_the_session_makes_all_begin_anew():
 
 @pytest.mark.parametrize("what", ["disk", "preserve", "log"])
 def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
-    import dist_autotune.domain
-    import dist_autotune.session
+    import dist_autotune.tuner.function_state
+    import dist_autotune.tuner.session
 
     def program(rank):
         if rank == 1:
             place = {
-                "disk": (dist_autotune.domain.DiskCache, "launched_by"),
-                "preserve": (dist_autotune.session, "Snapshot"),
-                "log": (dist_autotune.chronicle.Chronicle, "step"),
+                "disk": (dist_autotune.tuner.function_state.DiskCache, "launched_by"),
+                "preserve": (dist_autotune.tuner.session, "Snapshot"),
+                "log": (dist_autotune.tuner.recorder.Chronicle, "step"),
             }[what]
             monkeypatch.setattr(*place, lambda *args, **kwargs: raise_(MemoryError("no room")))
         step, _, x = failing_step(rank, fails={}, at_run=0)

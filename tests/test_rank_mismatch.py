@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-import dist_autotune.domain
+import dist_autotune.tuner.function_state
 from dist_autotune import RankMismatch
 from kernels_for_tests import EMULATIONS, Bench, launch, numbers
 from rank_programs import blocks_of, ending, tune, tune_on_disk
@@ -31,7 +31,7 @@ def test_options_that_differ():
 @pytest.mark.parametrize(
     ("what", "replace"),
     [
-        ("the version of dist_autotune", (dist_autotune.domain, "__version__", "0.0.0")),
+        ("the version of dist_autotune", (dist_autotune.tuner.function_state, "__version__", "0.0.0")),
         ("the version of Triton", (triton, "__version__", "3.5.9")),
         ("DIST_AUTOTUNE_MODE", (os.environ, "DIST_AUTOTUNE_MODE", "cached")),
     ],

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import tunable
-from dist_autotune.stopwatch import READ_WITHIN_RUNS
+from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, statuses_of, tune
 from ranks import assert_all_ok, run_ranks

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dist_autotune import agreement
-from dist_autotune.hub_exchanges import Exchanges, children
-from dist_autotune.hub_messages import bytes_of, pack, text_of
-from dist_autotune.payload import Announcement, Part, Payload, merge
-from dist_autotune.peers import FAN_OUT
+from dist_autotune.ranks import group
+from dist_autotune.ranks.hub_exchanges import Exchanges, children
+from dist_autotune.ranks.members import FAN_OUT
+from dist_autotune.ranks.messages import bytes_of, pack, text_of
+from dist_autotune.search.messages import Announcement, Part, Payload, merge
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 from ranks import assert_all_ok, run_ranks
@@ -140,7 +140,7 @@ def formula(what):
 @pytest.mark.parametrize("contexts", [1, 6])
 def test_the_cost_model_of_the_docs_holds(contexts):
     def program(rank):
-        votes, exchange = [], agreement.GroupAgreement.exchange
+        votes, exchange = [], group.GroupAgreement.exchange
 
         def noting(self, payload, *rest):
             votes.append(len(payload))
@@ -162,7 +162,7 @@ def test_the_cost_model_of_the_docs_holds(contexts):
             bench, lambda: [launch(kernel, numbers(n)) for n in range(8, 8 + contexts)], name="exchange_cost"
         )
         step()
-        agreement.GroupAgreement.exchange = noting
+        group.GroupAgreement.exchange = noting
         step()
         return [e.sent_bytes for e in records(rank=rank) if e.event == "exchanged"], votes
 

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import AgreementTimeout, exchange, launches
+from dist_autotune import AgreementTimeout
+from dist_autotune.launch import dispatch
+from dist_autotune.ranks import exchange
 from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import (
     IN_TIME_S,
@@ -236,16 +238,16 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
         def compiles(*args, **kwargs):
             time.sleep(2 * SHORT_S if rank == 1 and not slow else 0)
             slow.append(None)
-            return launches.compiling.Preflight()
+            return dispatch.compiling.Preflight()
 
         slow = []
         if where == "preflight":
-            monkeypatch.setattr(launches.intercept, "is_interpreted", lambda: False)
-            monkeypatch.setattr(launches.compiling, "preflight", compiles)
-            monkeypatch.setattr(launches.compiling, "current_device", lambda: -1)
+            monkeypatch.setattr(dispatch.interception, "is_interpreted", lambda: False)
+            monkeypatch.setattr(dispatch.compiling, "preflight", compiles)
+            monkeypatch.setattr(dispatch.compiling, "current_device", lambda: -1)
         else:
-            monkeypatch.setattr(launches.compiling, "current_device", lambda: 0)
-            monkeypatch.setattr(launches.intercept, "compiled", compiles)
+            monkeypatch.setattr(dispatch.compiling, "current_device", lambda: 0)
+            monkeypatch.setattr(dispatch.interception, "compiled", compiles)
         step, _, x = failing_step(rank, fails={}, at_run=0, timeout_s=SHORT_S)
         meet()
         began = time.monotonic()

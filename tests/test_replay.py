@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dist_autotune import contextual_autotune, history, replay, tunable, what_if
-from dist_autotune.cli import app
-from dist_autotune.replay import Verdict
+from dist_autotune import contextual_autotune, tunable
+from dist_autotune.cli import replay, what_if
+from dist_autotune.cli.commands import app
+from dist_autotune.cli.replay import Verdict
+from dist_autotune.logs import reader
 from example_files import write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from rank_programs import tune
@@ -29,7 +31,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def verdicts() -> list[Verdict]:
-    sessions, skipped = history.read_sessions(LOGS)
+    sessions, skipped = reader.read_sessions(LOGS)
     assert not skipped
     return replay.verify(sessions)
 
@@ -352,9 +354,9 @@ def test_a_directory_without_records_is_one_line_that_says_so(tmp_path: Path) ->
 def test_each_log_is_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     racing(bench)
     read: list[str] = []
-    read_records = history.read_records
+    read_records = reader.read_records
     monkeypatch.setattr(
-        history, "read_records", lambda path, skipped: read.append(path.name) or read_records(path, skipped)
+        reader, "read_records", lambda path, skipped: read.append(path.name) or read_records(path, skipped)
     )
     result = run("--statistic", "min")
     assert (result.exit_code, read) == (0, ["rank-0.jsonl"]), result.output
@@ -411,7 +413,7 @@ def noisy(rank: int) -> None:
 
 
 def tried(**plan: Any) -> what_if.WhatIf:
-    sessions, _ = history.read_sessions(LOGS)
+    sessions, _ = reader.read_sessions(LOGS)
     (found,) = what_if.what_if(sessions, what_if.Plan(**plan))
     return found
 

@@ -14,12 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dist_autotune import history, html_report, records, tables
-from dist_autotune.analysis import ContextHistory, SessionHistory
+from dist_autotune.cli import html, tables
 from dist_autotune.errors import LaunchTimeout
-from dist_autotune.log import SessionLog
-from dist_autotune.report import TunedContext, TuningReport
-from dist_autotune.text import WALL_CLOCK_NOTE
+from dist_autotune.formatting import WALL_CLOCK_NOTE
+from dist_autotune.logs import reader, records
+from dist_autotune.logs.analysis import ContextHistory, SessionHistory
+from dist_autotune.logs.writer import SessionLog
+from dist_autotune.tuner.report import TunedContext, TuningReport
 from example_files import CONFIGS, session_records, write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from kernels_for_tests import records as records_of
@@ -28,7 +29,7 @@ from ranks import assert_all_ok, run_ranks
 
 
 def load_one(directory: Path) -> SessionHistory:
-    (session,) = history.load(directory).sessions
+    (session,) = reader.load(directory).sessions
     return session
 
 
@@ -68,16 +69,18 @@ def test_a_report_labels_wall_clock_figures() -> None:
 
 
 def test_importing_the_log_side_loads_neither_torch_nor_triton() -> None:
-    modules = "log, cache, report, history, tables, terminal, html_report, cli"
+    modules = "logs.writer, logs.reader, storage.winners, tuner.report, cli.html, cli.commands"
     program = f"""
 import importlib.util, sys, types
 package = types.ModuleType("dist_autotune")  # its __init__ may import what it likes
 package.__path__ = list(importlib.util.find_spec("dist_autotune").submodule_search_locations)
 sys.modules["dist_autotune"] = package
-from dist_autotune import {modules}
+import importlib
+for module in {modules.split(", ")}:
+    importlib.import_module(f"dist_autotune.{{module}}")
 assert not {{"torch", "triton", "matplotlib"}} & sys.modules.keys()
 """
-    root = str(Path(history.__file__).parents[1])
+    root = str(Path(reader.__file__).parents[2])
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=root)
 
 
@@ -183,13 +186,13 @@ def test_lines_that_cannot_be_read_are_counted_per_file(tmp_path: Path) -> None:
     write_session(tmp_path)
     with (tmp_path / "rank-1.jsonl").open("a") as file:
         file.write("{torn\n")
-    assert history.load(tmp_path).skipped == {"rank-1.jsonl": {"damaged": 1}}
+    assert reader.load(tmp_path).skipped == {"rank-1.jsonl": {"damaged": 1}}
 
 
 def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         log.write(records.Exchanged(run=-1, sent_bytes=1, received_bytes=1, ms=0.1))
-    assert history.load(tmp_path).sessions == ()
+    assert reader.load(tmp_path).sessions == ()
 
 
 def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_pat
     write_session(tmp_path, "s3", thunk="step")
     with SessionLog(tmp_path, 0) as log:  # everything from the cache: nothing to look at
         log.write(session_records("s4", 0, "layer", "EventClock")[0])
-    loaded = history.load(tmp_path)
+    loaded = reader.load(tmp_path)
     assert [session.name for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
     assert [session.name for session in loaded.newest()] == ["s2", "s3"]
 
@@ -231,8 +234,8 @@ class Page(HTMLParser):
 
 def write_page(directory: Path) -> str:
     pytest.importorskip("matplotlib", reason="the HTML report draws with matplotlib")
-    loaded = history.load(directory)
-    html_report.write_html(directory / "report.html", loaded, loaded.sessions)
+    loaded = reader.load(directory)
+    html.write_html(directory / "report.html", loaded, loaded.sessions)
     return (directory / "report.html").read_text()
 
 
@@ -270,9 +273,9 @@ def test_without_matplotlib_no_half_written_page_is_left(
 ) -> None:
     write_session(tmp_path)
     forbid_matplotlib(monkeypatch)
-    loaded = history.load(tmp_path)
+    loaded = reader.load(tmp_path)
     with pytest.raises(ImportError):
-        html_report.write_html(tmp_path / "report.html", loaded, loaded.sessions)
+        html.write_html(tmp_path / "report.html", loaded, loaded.sessions)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -333,7 +336,7 @@ def figures_of(report: Any) -> list[tuple[Any, ...]]:
 
 
 def figures_logged() -> list[tuple[Any, ...]]:
-    session = history.load(Path(".autotune_logs")).sessions[-1]
+    session = reader.load(Path(".autotune_logs")).sessions[-1]
     rows = tables.session_tables(session)[0].rows
     return sorted((row[0], row[2], row[6].lstrip("+"), *row[3:6]) for row in rows)
 

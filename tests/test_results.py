@@ -11,7 +11,7 @@ import triton
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune.records import ContextSettled
+from dist_autotune.logs.records import ContextSettled
 from kernels_for_tests import (
     KEY,
     block_of,

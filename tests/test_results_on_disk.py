@@ -10,8 +10,9 @@ import pytest
 import triton
 import triton.language as tl
 
-from dist_autotune import CacheWarning, intercept, tunable
-from dist_autotune.cache import DiskCache
+from dist_autotune import CacheWarning, tunable
+from dist_autotune.storage.winners import DiskCache
+from dist_autotune.triton_api import interception
 from kernels_for_tests import (
     EMULATIONS,
     F32,
@@ -75,7 +76,7 @@ def test_no_call_scans_the_cache_captured_or_not(bench, tmp_cache, monkeypatch):
     fresh = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
     with monkeypatch.context() as capturing:
-        capturing.setattr(intercept, "is_capturing", lambda: True)
+        capturing.setattr(interception, "is_capturing", lambda: True)
         tuned(64), tuned(32), tuned(32)  # 32: no entry
     tuned(64)
     assert bench.blocks() == [32, 16, 16, 32]

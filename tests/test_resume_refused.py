@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from crash_programs import EXHAUSTIVE, MS, alone, die, journals, program, scripted, summary, value_of
-from dist_autotune import CacheWarning, journal
+from dist_autotune import CacheWarning
+from dist_autotune.storage import journal
 from kernels_for_tests import EMULATIONS, Bench, double, launch, numbers
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_autotune import decisions
-from dist_autotune.flows import STRATEGIES
-from dist_autotune.payload import Announcement, Part, Payload, femtoseconds
-from dist_autotune.protocol import Tuning
-from dist_autotune.resume import relive
-from dist_autotune.rules import Rules
-from dist_autotune.unfinished import EXACT, INEXACT, Crash, Past, merged_crashes
+from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds
+from dist_autotune.search.resume import relive
+from dist_autotune.search.rules import Rules
+from dist_autotune.search.state import Tuning
+from dist_autotune.search.strategies import STRATEGIES
+from dist_autotune.search.unfinished import EXACT, INEXACT, Crash, Past, merged_crashes
+from dist_autotune.tuner import decisions
 
 
 def test_pasts_and_crashes_merge_in_any_order():

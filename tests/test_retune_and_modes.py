@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune.records import SessionClosed, SessionOpened
+from dist_autotune.logs.records import SessionClosed, SessionOpened
 from kernels_for_tests import KEY, block_of, entries, launch, no_bench, numbers, only, records
 
 # ---- anew

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dist_autotune import contextual_autotune, is_tuning
-from dist_autotune.flows import STRATEGIES
-from dist_autotune.records import ContextSettled, SessionClosed, SessionOpened
+from dist_autotune.logs.records import ContextSettled, SessionClosed, SessionOpened
+from dist_autotune.search.strategies import STRATEGIES
 from kernels_for_tests import (
     F32,
     Mine,
@@ -329,7 +329,7 @@ def test_a_spent_budget_keeps_the_best_so_far(bench):
 
 def test_a_budget_in_seconds_ends_the_session(bench, monkeypatch):
     now = itertools.count(step=1)
-    monkeypatch.setattr("dist_autotune.session.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("dist_autotune.tuner.session.time.monotonic", lambda: float(next(now)))
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 0.5})
     tuned = bench.tune(lambda: launch(kernel, numbers()), budget_s=3.0)
     tuned()

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from dist_autotune.flows import AgreedMs
-from dist_autotune.screening import AGAIN, MOST_FINALISTS, RUNS, screened
+from dist_autotune.search.screening import AGAIN, MOST_FINALISTS, RUNS, screened
+from dist_autotune.search.strategies import AgreedMs
 
 NOISE = 0.01
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from dist_autotune.errors import NoValidConfig, TuningError
-from dist_autotune.flows import STRATEGIES, Warmup, Winner, exhaustive
-from dist_autotune.payload import MIXED, Announcement, Part, femtoseconds
-from dist_autotune.rules import BY_LAUNCH, Rules
-from dist_autotune.search import Context, Outcome
+from dist_autotune.search.context_search import Context, Outcome
+from dist_autotune.search.messages import MIXED, Announcement, Part, femtoseconds
+from dist_autotune.search.rules import BY_LAUNCH, Rules
+from dist_autotune.search.strategies import STRATEGIES, Warmup, Winner, exhaustive
 
 
 def rules(strategy=exhaustive, search: str = "exhaustive", **options) -> Rules:

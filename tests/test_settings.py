@@ -20,13 +20,13 @@ from dist_autotune import (
     ContextualAutotuner,
     TuningError,
     WallClock,
-    cli,
     contextual_autotune,
-    examination,
     settings,
 )
-from dist_autotune.flows import exhaustive
+from dist_autotune.cli import commands
+from dist_autotune.doctor import facts
 from dist_autotune.options import Options
+from dist_autotune.search.strategies import exhaustive
 from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
 from kernels_for_tests import launch, numbers
 
@@ -420,10 +420,10 @@ def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_p
 
 
 def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
-    listed = CliRunner().invoke(cli.app, ["cache", "list"])
+    listed = CliRunner().invoke(commands.app, ["cache", "list"])
     assert listed.exit_code == 2
     assert "Set HOME, or DIST_AUTOTUNE_CACHE_DIR" in listed.output
-    assert examination._settings()[1] == settings.NO_HOME
+    assert facts._settings()[1] == settings.NO_HOME
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
@@ -480,8 +480,8 @@ def test_the_rank_of_a_process_is_what_torchrun_says(monkeypatch, value, rank):
 def test_the_environment_is_read_in_one_module_only():
     package = Path(dist_autotune.__file__).parent
     readers = [
-        path.name
-        for path in sorted(package.glob("*.py"))
+        path.relative_to(package).as_posix()
+        for path in sorted(package.rglob("*.py"))
         if any(reading in path.read_text() for reading in ("os.environ", "getenv"))
     ]
     assert readers == ["settings.py"]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-import dist_autotune.calls
-from dist_autotune.records import Note
+import dist_autotune.tuner.calls
+from dist_autotune.logs.records import Note
 from kernels_for_tests import Mine, accumulate, launch, no_bench, numbers, records
 
 # ---- hooks of stock benchmarking
@@ -284,7 +284,7 @@ def test_settled_calls_that_do_not_tune_a_new_key_at_once_copy_nothing(bench, mo
         monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
     while not tuned.settled:
         tuned(64)
-    monkeypatch.setattr(dist_autotune.calls, "Snapshot", no_bench)
+    monkeypatch.setattr(dist_autotune.tuner.calls, "Snapshot", no_bench)
     tuned(128)
     assert bench.blocks(n=128) == [16]
 

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune.stand_ins import NotTold, StandIn, StandIns, _marked, exchanged, holders, with_changes
+from dist_autotune.compilation.stand_ins import (
+    NotTold,
+    StandIn,
+    StandIns,
+    _marked,
+    exchanged,
+    holders,
+    with_changes,
+)
 
 Pair = namedtuple("Pair", "left right")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dist_autotune.payload import MIXED, Part, Payload, femtoseconds
-from dist_autotune.stopwatch import Stopwatch
+from dist_autotune.search.messages import MIXED, Part, Payload, femtoseconds
+from dist_autotune.timing.samples import Stopwatch
 
 
 class ListClock:

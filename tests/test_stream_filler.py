@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_autotune import EventClock
-from dist_autotune.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, MARGIN, StreamFiller
+from dist_autotune.timing.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, MARGIN, StreamFiller
 from kernels_for_tests import block_of, only
 from virtual_gpu import LAUNCH_MS, VirtualGpu, VirtualGpus, autotuned
 

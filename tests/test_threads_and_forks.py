@@ -16,7 +16,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import TuningError, is_tuning, tunable
-from dist_autotune.records import SessionClosed, SessionOpened
+from dist_autotune.logs.records import SessionClosed, SessionOpened
 from kernels_for_tests import Bench, double, launch, numbers, only, records
 from ranks import assert_all_ok, run_ranks
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from dist_autotune import tunable
-from dist_autotune.payload import Announcement, Part, Payload
-from dist_autotune.protocol import STARVED_RUNS
+from dist_autotune.search.messages import Announcement, Part, Payload
+from dist_autotune.search.state import STARVED_RUNS
 from kernels_for_tests import Bench, launch, numbers
 from protocol_simulation import Simulation, columns
 from rank_programs import tune

@@ -15,10 +15,10 @@ import torch
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
-import dist_autotune.intercept
+import dist_autotune.triton_api.interception
 from dist_autotune import is_tuning
-from dist_autotune.intercept import INTERCEPTION
-from dist_autotune.records import Banned, RunFailed
+from dist_autotune.logs.records import Banned, RunFailed
+from dist_autotune.triton_api.interception import INTERCEPTION
 from kernels_for_tests import Mine, inject, launch, numbers, only, out_of_resources, records, winner
 
 STOCK_RUN = Autotuner.run
@@ -257,7 +257,7 @@ def test_a_grid_may_be_any_callable(bench):
 class CtrlC:
     """While it is entered, raises KeyboardInterrupt before the n-th line of those files."""
 
-    FILES = (dist_autotune.intercept.__file__, "/turn.py")
+    FILES = (dist_autotune.triton_api.interception.__file__, "/active_call.py")
 
     def __init__(self, at: int) -> None:
         self.left = at

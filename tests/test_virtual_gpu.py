@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from dist_autotune.intercept import INTERCEPTION
+from dist_autotune.triton_api.interception import INTERCEPTION
 from virtual_gpu import CALL_MS, EXCHANGE_MS, LAUNCH_MS, VirtualGpus, autotuned
 
 EXACT = 1e-9  # ms

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dist_autotune.payload import Part
+from dist_autotune.search.messages import Part
 from protocol_simulation import Simulation
 
 

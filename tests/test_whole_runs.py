@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_autotune.records import Note
+from dist_autotune.logs.records import Note
 from kernels_for_tests import Mine, double, launch, numbers, only, records, winner
 
 

@@ -45,10 +45,10 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import EventClock, contextual_autotune
-from dist_autotune.agreement import AGREEMENTS
-from dist_autotune.exchange import Merge
-from dist_autotune.intercept import INTERCEPTION
-from dist_autotune.stream_filler import CYCLES_PER_MS
+from dist_autotune.ranks.exchange import Merge
+from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.timing.stream_filler import CYCLES_PER_MS
+from dist_autotune.triton_api.interception import INTERCEPTION
 from kernels_for_tests import add
 from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
 

@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
-from dist_autotune.exchange import Merge
-from dist_autotune.turn import Turn
+from dist_autotune.ranks.exchange import Merge
+from dist_autotune.triton_api.active_call import Turn
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 

@@ -19,16 +19,17 @@ from unittest import mock
 
 import triton
 
-import dist_autotune.compile
-from dist_autotune import contextual_autotune, identity, intercept, settings, tunable
-from dist_autotune.agreement import AGREEMENTS
-from dist_autotune.cache import DiskCache, Entry
-from dist_autotune.chronicle import Chronicle
-from dist_autotune.compile import Preflight
-from dist_autotune.domain import Domain
-from dist_autotune.flows import Warmup
-from dist_autotune.intercept import INTERCEPTION
-from dist_autotune.log import SessionLog
+import dist_autotune.compilation.preflight
+from dist_autotune import contextual_autotune, settings, tunable
+from dist_autotune.compilation.preflight import Preflight
+from dist_autotune.logs.writer import SessionLog
+from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.search.strategies import Warmup
+from dist_autotune.storage.winners import DiskCache, Entry
+from dist_autotune.triton_api import identity, interception
+from dist_autotune.triton_api.interception import INTERCEPTION
+from dist_autotune.tuner.function_state import Domain
+from dist_autotune.tuner.recorder import Chronicle
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from random_programs import Kernel, Program
 from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
@@ -321,9 +322,9 @@ def virtual_world() -> Iterator[None]:
             (DiskCache, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
             (settings, "run_mode", lambda: HERE.rank.mode),
             (identity, "function_digest", lambda function: "the same on all ranks"),
-            (intercept, "is_interpreted", lambda: False),
-            (dist_autotune.compile, "current_device", lambda: -1),
-            (dist_autotune.compile, "preflight", preflight),
+            (interception, "is_interpreted", lambda: False),
+            (dist_autotune.compilation.preflight, "current_device", lambda: -1),
+            (dist_autotune.compilation.preflight, "preflight", preflight),
             (Chronicle, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

@@ -40,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     from candidates import square
     from triton.runtime.driver import driver
 
-    from dist_autotune import compile as compiling
+    from dist_autotune.compilation import preflight as compiling
     from pretended_device import PretendedDevice
 
     made = PretendedDevice(shared_bytes=20 * 1024)

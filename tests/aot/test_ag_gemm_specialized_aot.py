@@ -17,8 +17,8 @@ from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, ev
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import arguments, count_asking, only_compiling
 
-from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
+from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import settled_launch
 from dist_autotune.kernels.ag_gemm import specialized, specialized_candidates
 from dist_autotune.kernels.ag_gemm.call import Call

@@ -18,7 +18,7 @@ from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
 from launch_path import arguments, only_compiling
 
-from dist_autotune import rehearsal
+from dist_autotune.compilation import pre_hooks
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.matrices import Block, matrix_of_rows
 from dist_autotune.kernels.matrices import describe as describe_matrix
@@ -331,7 +331,7 @@ def test_what_a_config_makes_of_the_descriptors_is_known_before_its_launch():
     )
     descriptors = tuple(describe_matrix(matrix, Block(8, 64)) for matrix in (a, b, b, c))
     sizes = {"M": 1000, "N": 2048, "K": 64, "TRANS_A": False, "TRANS_B": True}
-    found = rehearsal.rehearse(launching.tuned_gemm, configs, descriptors, sizes, 60.0)
+    found = pre_hooks.rehearse(launching.tuned_gemm, configs, descriptors, sizes, 60.0)
     assert not found.left_out
     for code, config in configs.items():
         (_a, b_desc, further, _c), _ = found.launches[code]

@@ -23,8 +23,8 @@ from settled_path import (
     microseconds,
 )
 
-from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
+from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import settled_launch
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dist_autotune.identity import candidate_digest, kernel_source
+from dist_autotune.triton_api.identity import candidate_digest, kernel_source
 
 MODULE = """
 import triton

@@ -14,8 +14,8 @@ from launch_path import count_asking
 from settled_path import LaunchingDevice, launched, launching
 from test_gemm_rs_launch import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN, Caller, value
 
-from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
+from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from launched import Held, Launched, Observer, autotuners

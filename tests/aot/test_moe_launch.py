@@ -24,8 +24,8 @@ from settled_path import (
     microseconds,
 )
 
-from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
+from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import settled_launch
 from dist_autotune.kernels.ag_moe import operation as ag_moe
 from dist_autotune.kernels.ag_moe.kernel import all_gather_moe

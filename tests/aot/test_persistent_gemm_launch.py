@@ -13,8 +13,8 @@ import torch
 from gemm_compiled import candidate
 from launch_path import arguments, count_asking, only_compiling
 
-from dist_autotune import compile as compiling
 from dist_autotune import contextual_autotune
+from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import places, settled_launch
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import launch as launching

@@ -23,13 +23,15 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_autotune import compile as compiling
-from dist_autotune import contextual_autotune, intercept, rehearsal
-from dist_autotune.compile import Preflight
-from dist_autotune.compile_sharing import Terms
+from dist_autotune import contextual_autotune
+from dist_autotune.compilation import pre_hooks
+from dist_autotune.compilation import preflight as compiling
+from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.kernels.persistent_gemm import launch as launching
+from dist_autotune.triton_api import interception
 from gluon_route import multiply
 from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks
@@ -97,7 +99,7 @@ def forget() -> None:
 
 def preflight(tuner: Any, *args: Any, **terms: Any) -> Preflight:
     args = args or arguments()
-    configs = intercept.candidates_of(tuner, args, {})
+    configs = interception.candidates_of(tuner, args, {})
     terms_ = Terms(**{"session": "one", "limit_s": 60.0} | terms)
     return compiling.preflight(tuner, configs, args, {"grid": (1,), "warmup": False}, terms_)
 
@@ -134,8 +136,8 @@ def test_a_launch_after_the_preflight_compiles_nothing(fresh, compiler):
     assert preflight(tuner, *args).tally.compiled == 2
     compiler.behaves({FIRST: "exit", GOOD: "exit"})
     for config in tuner.configs:
-        intercept.run_pre_hook(tuner, config, args, {})
-        intercept.launch(tuner, config, args, {"grid": (1,), "warmup": False})
+        interception.run_pre_hook(tuner, config, args, {})
+        interception.launch(tuner, config, args, {"grid": (1,), "warmup": False})
     assert sorted(compiler.compilations()) == [FIRST, GOOD]
     assert own_compilations(compiler) == []
 
@@ -183,7 +185,7 @@ def test_an_argument_that_is_passed_twice_is_one_object_to_the_hook():
     descriptor, y = arguments()
     tuner = kernel(GOOD)
     config = tuner.configs[0]
-    found = rehearsal.rehearse(tuner, {"one": config}, (descriptor, (y, descriptor)), {}, 60.0)
+    found = pre_hooks.rehearse(tuner, {"one": config}, (descriptor, (y, descriptor)), {}, 60.0)
     (args, _) = found.launches["one"]
     assert args[0] is args[1][1]
     assert args[0] is not descriptor
@@ -197,7 +199,7 @@ def test_a_hook_may_set_a_layout():
     x = torch.zeros(64, 64, dtype=torch.float16)
     descriptor = GluonDescriptor.from_tensor(x, [16, 64], layout)
     config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], Block(8, 16)))
-    found = rehearsal.rehearse(kernel(GOOD), {"one": config}, (descriptor,), {}, 60.0)
+    found = pre_hooks.rehearse(kernel(GOOD), {"one": config}, (descriptor,), {}, 60.0)
     (changed,), _ = found.launches["one"]
     assert (changed.block_shape, changed.layout.swizzle_byte_width) == ([8, 16], 32)
     assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
@@ -325,7 +327,7 @@ UNTOLD: dict[str, tuple[Hook, str]] = {
 
 @pytest.mark.parametrize(("does", "why"), UNTOLD.values(), ids=UNTOLD)
 def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compiler, monkeypatch, does, why):
-    monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0 if does is wait_for_a_flag else 60.0)
+    monkeypatch.setattr(pre_hooks, "LIMIT_S", 1.0 if does is wait_for_a_flag else 60.0)
     here = os.getpid()
 
     def hook(nargs: dict[str, Any]) -> None:
@@ -387,8 +389,8 @@ def test_ranks_share_a_binary_only_if_their_hooks_made_the_same_arguments(fresh,
         tuner, args = kernel(GOOD, hooks={GOOD: hook}), arguments()
         arrive(tmp_path, rank, 2)
         assert preflight(tuner, *args, local_rank=rank, local_ranks=2).reasons == {}
-        intercept.run_pre_hook(tuner, tuner.configs[0], args, {})
-        compiled = intercept.compiled(tuner, tuner.configs[0], args, {})
+        interception.run_pre_hook(tuner, tuner.configs[0], args, {})
+        compiled = interception.compiled(tuner, tuner.configs[0], args, {})
         assert own_compilations(compiler) == []  # it was there
         return str(compiled.src.signature["x_desc"])
 

@@ -15,11 +15,12 @@ import torch
 import triton
 from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, TOO_LARGE, Compiler, kernel
 
-from dist_autotune import NoValidConfig, contextual_autotune, history
-from dist_autotune.log_lines import LogLines
-from dist_autotune.records import RECORD_TYPES, Preflighted
-from dist_autotune.serialize import from_json
-from dist_autotune.tables import session_tables
+from dist_autotune import NoValidConfig, contextual_autotune
+from dist_autotune.cli.tables import session_tables
+from dist_autotune.codec import from_json
+from dist_autotune.logs import reader
+from dist_autotune.logs.lines import LogLines
+from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -142,7 +143,7 @@ def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
     assert record.seconds > 0
     assert "compiled 1 here" in LogLines().line(record)
     assert "square[" in LogLines().line(record)
-    (session,) = history.load(tmp_path / "logs").sessions
+    (session,) = reader.load(tmp_path / "logs").sessions
     (table,) = [table for table in session_tables(session) if table.title == "Compiling"]
     assert [row[:5] for row in table.rows] == [("0", "1", "0", "1", "1")]
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
-from dist_autotune import compile as compiling
-from dist_autotune import compile_sharing, compiler_child, intercept
-from dist_autotune.binaries import Binaries
-from dist_autotune.compile import Preflight
-from dist_autotune.compile_sharing import Terms
-from dist_autotune.compiler_child import CompilerChild, Ending
+from dist_autotune.compilation import pool, process
+from dist_autotune.compilation import preflight as compiling
+from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.preflight import Preflight
+from dist_autotune.compilation.process import CompilerChild, Ending
+from dist_autotune.compilation.triton_cache import Binaries
+from dist_autotune.triton_api import interception
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -32,7 +33,7 @@ BLOCKS = (16, 64, 128)
 def preflight(*blocks: int, **terms: Any) -> Preflight:
     tuner = kernel(*blocks)
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    configs = intercept.candidates_of(tuner, (x, y), {})
+    configs = interception.candidates_of(tuner, (x, y), {})
     return compiling.preflight(tuner, configs, (x, y), {"grid": (1,)}, Terms(**{"session": "one"} | terms))
 
 
@@ -79,7 +80,7 @@ def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch
 def test_binaries_that_are_there_cost_no_process(device, compiler, monkeypatch):
     assert preflight(16, 64).tally.compiled == 2
     device.forget()
-    monkeypatch.setattr(compile_sharing, "CompilerChild", lambda *args: pytest.fail("forked"))
+    monkeypatch.setattr(pool, "CompilerChild", lambda *args: pytest.fail("forked"))
     tally = preflight(16, 64).tally
     assert (tally.compiled, tally.cached) == (0, 2)
     assert len(compiler.compilations()) == 2
@@ -129,7 +130,7 @@ def test_an_unlucky_fork_is_repeated(device, compiler, monkeypatch):
             return Ending("did not compile within 120 s", was_idle=True)
 
     kinds = iter([Unlucky, CompilerChild])
-    monkeypatch.setattr(compile_sharing, "CompilerChild", lambda *args: next(kinds)(*args))
+    monkeypatch.setattr(pool, "CompilerChild", lambda *args: next(kinds)(*args))
     found = preflight(64)
     assert found.reasons == {}
     assert found.tally.compiled == 1
@@ -177,8 +178,8 @@ def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, mon
 
 
 def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, monkeypatch):
-    monkeypatch.setattr(compiler_child, "START_S", 0.2)
-    monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
+    monkeypatch.setattr(process, "START_S", 0.2)
+    monkeypatch.setattr(process, "_settle_in", lambda *args: signal.pause())
     found = preflight(16, 64)
     assert found.reasons == {}
     assert found.tally.compiled == 2
@@ -188,7 +189,7 @@ def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, m
 
 def test_a_claim_whose_owner_is_stopped_is_not_respected_for_ever(device, compiler, monkeypatch):
     monkeypatch.setattr(Binaries, "claim", lambda self, key: None)
-    monkeypatch.setattr(compile_sharing, "CLAIM_GRACE_S", 0.2 - 2 * 60)
+    monkeypatch.setattr(pool, "CLAIM_GRACE_S", 0.2 - 2 * 60)
     found = preflight(64, limit_s=60.0)
     assert found.reasons == {}
     assert found.tally.compiled == 1

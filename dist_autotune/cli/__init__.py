@@ -1,0 +1,1 @@
+"""The command `dist-autotune`. May import every room."""

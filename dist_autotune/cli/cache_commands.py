@@ -1,0 +1,119 @@
+"""The commands `dist-autotune cache ...`: the winners on disk, and the journals beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import settings
+from ..codec import to_json
+from ..formatting import Table, columns, counted, format_ms
+from ..storage import orphans
+from ..storage.winners import DiskCache, Entry
+from . import terminal
+
+app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
+
+
+@app.command("list")
+def list_entries() -> None:
+    """List the winners: one row per kernel, key and machine."""
+    with terminal.one_line_errors():
+        cache = _open_cache()
+        entries, journals = list(cache.entries()), _journals(cache)
+        if not entries:
+            typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
+            typer.echo(journals, nl=bool(journals))
+            return
+        names = columns("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
+        rows = tuple(_row(entry) for entry in entries)
+        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, journals)
+        terminal.print_table(terminal.open_console(), table)
+
+
+@app.command()
+def show(
+    name: Annotated[
+        str, typer.Argument(help="The name of a kernel or a file, or the first digits of a digest.")
+    ],
+) -> None:
+    """Print the entries of a kernel, or of a digest, as JSON."""
+    with terminal.one_line_errors():
+        cache = _open_cache()
+        found = [
+            each
+            for each in cache.entries()
+            if name in (each.key.kernel, each.key.file_name) or each.key.digest.startswith(name)
+        ]
+        if not found:
+            terminal.fail(
+                f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` shows what there is."
+            )
+        for entry in found:
+            typer.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
+            typer.echo(to_json(entry.as_dict(), indent=True))
+
+
+@app.command()
+def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+    """Delete all entries, and the journals of sessions whose processes are gone."""
+    with terminal.one_line_errors():
+        cache = _open_cache()
+        if not yes:
+            typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
+        count = orphans.remove_orphans(_journal_directory(cache))
+        journals = f" and {counted(count, 'journal')}" if count else ""
+        typer.echo(f"Deleted {_entries(cache.clear())}{journals} in {cache.directory}")
+
+
+@app.command("export")
+def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
+    """Write all entries to one file, for another machine of the same kind."""
+    with terminal.one_line_errors():
+        cache = _open_cache()
+        count = cache.export(path)
+        typer.echo(f"Exported {_entries(count)} of {cache.directory} to {path}")
+
+
+@app.command("import")
+def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache export` wrote.")]) -> None:
+    """Store the entries of an exported file; they replace others of the same key."""
+    with terminal.one_line_errors():
+        cache = _open_cache()
+        try:
+            count = cache.import_(path)
+        except ValueError as error:
+            terminal.fail(f"{path}: {error}. Give a file that `dist-autotune cache export` wrote.")
+        typer.echo(f"Imported {_entries(count)} into {cache.directory}")
+
+
+def _open_cache() -> DiskCache:
+    directory = settings.cache_directory()
+    return DiskCache(directory) if directory is not None else terminal.fail(f"No cache: {settings.NO_HOME}.")
+
+
+def _journal_directory(cache: DiskCache) -> Path:
+    assert cache.directory is not None
+    return cache.directory / orphans.FOLDER
+
+
+def _journals(cache: DiskCache) -> str:
+    """Return what there is to say of the sessions that have not settled; empty: there are none."""
+    paths = orphans.journals_in(_journal_directory(cache))
+    left = sum(orphans.is_orphan(path) for path in paths)
+    told = [f"{counted(left, 'session')} left unfinished: the next start goes on there"] if left else []
+    if len(paths) > left:
+        told.append(f"{counted(len(paths) - left, 'session')} under way")
+    return "; ".join(told) + "." if told else ""
+
+
+def _entries(count: int) -> str:
+    return counted(count, "entry", "entries")
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    key = entry.key
+    machine = key.device, str(key.world_size), entry.created_at
+    return (key.digest[:8], key.kernel, key.key, entry.config, format_ms(entry.ms), *machine)

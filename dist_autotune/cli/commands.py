@@ -1,0 +1,165 @@
+"""The command `dist-autotune`: reports from logs, their replay, the cache, and the doctor."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import settings
+from ..codec import to_json
+from ..formatting import counted
+from ..logs import reader
+from ..logs.records import Record
+from ..logs.writer import describe_skipped
+from ..options import Options
+from ..search.strategies import STRATEGIES
+from . import cache_commands, terminal
+from .html import write_html
+
+NO_RECORDS = "no records (rank-N.jsonl)"
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Reports, cache and doctor of dist_autotune."
+)
+app.add_typer(cache_commands.app, name="cache")
+
+
+def main() -> None:
+    """Run the command line; characters of keys that the output's encoding lacks are written as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="dist-autotune")
+
+
+LogDirectory = Annotated[
+    Path | None,
+    typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
+]
+
+
+@app.command()
+def report(
+    directory: LogDirectory = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show every session, not the newest of each function.")
+    ] = False,
+) -> None:
+    """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
+    with terminal.one_line_errors():
+        directory = _log_directory(directory)
+        found = reader.of_sessions(directory, *_read(directory))
+        shown = found.sessions if every else found.newest()
+        if html is None:
+            terminal.print_history(terminal.open_console(), found, shown)
+            return
+        try:
+            write_html(html, found, shown)
+        except ImportError as error:
+            terminal.fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
+        typer.echo(f"Wrote {html}")
+
+
+@app.command("replay")
+def replay_logs(
+    directory: LogDirectory = None,
+    search: Annotated[
+        str | None, typer.Option(help=f"Try this search on the recorded samples: {', '.join(STRATEGIES)}.")
+    ] = None,
+    n_repeat: Annotated[int | None, typer.Option(min=1, help="Its measured runs per config.")] = None,
+    n_warmup: Annotated[int | None, typer.Option(min=0, help="Its unmeasured runs before them.")] = None,
+    statistic: Annotated[str | None, typer.Option(help="Over the samples of a rank.")] = None,
+    rank_reduce: Annotated[str | None, typer.Option(help="Over ranks: max or mean.")] = None,
+    seed: Annotated[int, typer.Option(help="For runs that are drawn again.")] = 0,
+    every: Annotated[
+        bool, typer.Option("--all", help="Try it on every session, not the newest of each function.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Recompute every decision of the logged sessions; with options, try another search on their samples.
+
+    The exit code is 1 if something recorded does not follow from what was recorded before it.
+    """
+    from . import (
+        replay,
+        replay_tables,
+        what_if,  # they and what they import serve this command alone
+    )
+
+    plan = what_if.Plan(search, n_warmup, n_repeat, statistic, rank_reduce, seed)
+    with terminal.one_line_errors():
+        _check_choice("--search", search, STRATEGIES)
+        _check_choice("--statistic", statistic, ("median", "mean", "min"))
+        _check_choice("--rank-reduce", rank_reduce, ("max", "mean"))
+        directory = _log_directory(directory)
+        sessions, skipped = _read(directory)
+        unread = {name: describe_skipped(reasons) for name, reasons in skipped.items()}
+        verdicts = replay.verify(sessions)
+        found = []
+        if plan != what_if.Plan(seed=seed):
+            newest = reader.of_sessions(directory, sessions, skipped).newest()
+            chosen = set(sessions) if every else {session.name for session in newest}
+            found = what_if.what_if({name: sessions[name] for name in sessions if name in chosen}, plan)
+        if as_json:
+            typer.echo(to_json(replay_tables.as_dict(verdicts, found, unread), indent=True))
+        else:
+            terminal.print_replay(terminal.open_console(), verdicts, found, unread)
+        if unread or any(verdict.differences for verdict in verdicts):
+            raise typer.Exit(1)
+
+
+@app.command("doctor")
+def examine_machine(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Look at versions, GPUs, links, symmetric memory, ranks and settings.
+
+    The exit code is 1 if something that is needed does not work.
+    """
+    from ..doctor import facts, findings, tables  # they and what they import serve this command alone
+
+    with terminal.one_line_errors():
+        with terminal.busy("Trying ranks, GPUs and links"):
+            seen = facts.examine()
+        found = findings.judge(seen)
+        if as_json:
+            typer.echo(to_json(findings.as_dict(seen, found), indent=True))
+        else:
+            console = terminal.open_console()
+            for table in tables.doctor_tables(seen, found):
+                terminal.print_table(console, table)
+            terminal.print_text(console, "")
+            for line in tables.next_steps(found):
+                terminal.print_text(console, line, "bold")
+        if not findings.is_healthy(found):
+            raise typer.Exit(1)
+
+
+def _log_directory(given: Path | None) -> Path:
+    return given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
+
+
+def _check_choice(option: str, given: str | None, allowed: Collection[str]) -> None:
+    if given is not None and given not in allowed:
+        terminal.fail(f"{option} {given}: expected one of {', '.join(allowed)}")
+
+
+def _read(directory: Path) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
+    """Return the sessions in `directory`, and what could not be read; or end with what to do without any."""
+    advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
+    if not directory.is_dir():
+        terminal.fail(f"There is no directory {directory}. {advice}")
+    sessions, skipped = reader.read_sessions(directory)
+    if not sessions:
+        reasons = sum(skipped.values(), Counter[str]())
+        lines = counted(reasons.total(), "line")
+        what = f"only {lines} that cannot be read ({describe_skipped(reasons)})" if reasons else NO_RECORDS
+        terminal.fail(f"{directory} holds {what}. {advice}")
+    return sessions, skipped

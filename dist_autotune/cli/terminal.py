@@ -1,0 +1,104 @@
+"""What the commands print: tables with rich, errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from ..errors import CacheWarning, TuningError
+from ..logs.analysis import History, SessionHistory
+from ..logs.writer import describe_skipped
+from . import replay_tables, tables
+from .replay import Verdict
+from .what_if import WhatIf
+
+PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
+
+
+def open_console() -> Console:
+    """Return the console of standard output."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def busy(what: str) -> contextlib.AbstractContextManager[object]:
+    """Say on standard error, if it is a terminal, that something takes time."""
+    return Console(stderr=True).status(f"{what} ...")
+
+
+def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
+    """Print the list of all sessions, then the `shown` ones in full."""
+    print_table(console, tables.sessions_table(history.sessions))
+    for name, reasons in history.skipped.items():
+        print_text(console, f"{history.directory / name}: {describe_skipped(reasons)}", "yellow")
+    for session in shown:
+        print_text(console, f"\n{tables.session_heading(session)}", "bold")
+        for note in tables.session_notes(session):
+            print_text(console, note, "yellow")
+        for table in tables.session_tables(session):
+            print_table(console, table)
+        for context in session.contexts:
+            for table in tables.context_tables(context):
+                print_table(console, table)
+
+
+def print_replay(
+    console: Console, verdicts: Sequence[Verdict], found: Sequence[WhatIf], unread: Mapping[str, str]
+) -> None:
+    """Print what recomputing the sessions found, and what another search would have done."""
+    print_table(console, replay_tables.verdicts_table(verdicts))
+    for name, what in unread.items():
+        print_text(console, f"{name}: {what}", "yellow")
+    for verdict in verdicts:
+        for note in verdict.notes:
+            print_text(console, f"session {verdict.session}: {note}", "yellow")
+    if any(verdict.differences for verdict in verdicts):
+        print_table(console, replay_tables.differences_table(verdicts))
+    if found:
+        print_table(console, replay_tables.what_if_table(found))
+
+
+def print_table(console: Console, table: Table) -> None:
+    print_text(console, f"\n{table.title}", "bold")
+    rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in table.columns:
+        rich_table.add_column(
+            Text(column.name), justify="right" if column.is_figure else "left", overflow="fold"
+        )
+    for row in table.rows:
+        rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
+    console.print(rich_table)
+    if table.note:
+        print_text(console, table.note, "dim")
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print `text` as it stands, long lines unbroken."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn errors and cache warnings of the package and the system into one line each on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CacheWarning)
+        try:
+            yield
+        except (TuningError, OSError) as error:
+            fail(str(error))
+        finally:
+            for warning in caught:
+                typer.echo(str(warning.message), err=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with exit code 2."""
+    typer.echo(message, err=True)
+    raise typer.Exit(2)

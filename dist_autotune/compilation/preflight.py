@@ -1,0 +1,121 @@
+"""Compiling and loading configs before they are timed, and telling their failures from the user's.
+
+A launch that compiles inside its timed interval would be charged seconds for it, so a config is loaded
+before its first sample; and a config that does not load on some rank must be known before it is tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.autotuner import Autotuner
+
+from ..triton_api import interception
+from .config_failures import config_failure
+from .pool import NotCompiled, Tally, Task, Terms, compile_all
+from .pre_hooks import rehearse
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What compiling and loading the candidates of a context has shown."""
+
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of those that failed, by digest
+    tally: Tally | None = None  # None: there was nothing to compile
+
+
+def current_device() -> int:
+    """Return the index of the device that Triton launches on; -1 in the interpreter."""
+    return -1 if interception.is_interpreted() else torch.cuda.current_device()
+
+
+def preflight(
+    tuner: Autotuner,
+    configs: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    terms: Terms,
+    loading: Callable[[str], AbstractContextManager[None]] = lambda digest: nullcontext(),
+) -> Preflight:
+    """Compile all `configs` in child processes, together with the other ranks of this host; load each here.
+
+    Loading happens in this process: `loading` is entered for each candidate.
+
+    A config with a `pre_hook`, which may change what the kernel is compiled for, is compiled for what the
+    hook makes of the arguments in a child: in this process it runs only for a launch. Where that is not to be
+    found out, the config is left to its first launch, and the tally's remark says why.
+    """
+    if interception.is_interpreted() or not configs:
+        return Preflight()
+    began = time.monotonic()
+    hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
+    limit_s = min(terms.limit_s, terms.until - began)
+    rehearsal = rehearse(tuner, hooked, args, kwargs, limit_s)
+    reasons: dict[str, str] = {}
+    kernels: dict[str, Any] = {}
+    queue = _Queue()
+    # The queue is left first: the mode, when it is left, waits for every compilation that it has asked for.
+    with AsyncCompileMode(queue, ignore_errors=True), queue:
+        for digest, config in configs.items():
+            if digest not in rehearsal.left_out:
+                launch = rehearsal.launches.get(digest, (args, kwargs))
+                with Reasons(reasons, digest):
+                    kernels[digest] = interception.compiled(tuner, config, *launch)
+        tally = compile_all(queue.tasks, terms)
+        for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
+            with Reasons(reasons, digest):
+                kernels[digest] = interception.finished(kernel)
+    for digest, kernel in kernels.items():
+        if digest not in reasons:
+            with Reasons(reasons, digest), loading(digest):
+                interception.load(kernel)
+    tally.seconds = time.monotonic() - began
+    tally.remark = "; ".join(filter(None, (tally.remark, rehearsal.remark)))
+    return Preflight(reasons, tally)
+
+
+class _Queue:
+    """Stands in for an executor: keeps the compilations that Triton asks for, to be done later."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        self.tasks.append(Task(work, Future()))
+        return self.tasks[-1].future
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        for task in self.tasks:
+            if not task.future.done():  # something is on its way out, Ctrl-C for one
+                task.future.set_exception(NotCompiled("given up"))
+
+
+class Reasons:
+    """Swallows the failure of one config and notes why; other exceptions pass."""
+
+    def __init__(self, reasons: dict[str, str], digest: str) -> None:
+        self._reasons = reasons
+        self._digest = digest
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if isinstance(error, NotCompiled):
+            reason: str | None = str(error)
+        else:
+            reason = None if error is None else config_failure(error)
+        if reason is None:
+            return False
+        self._reasons[self._digest] = reason
+        return True

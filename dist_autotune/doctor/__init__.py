@@ -1,0 +1,1 @@
+"""What works on this machine, and the next step where something does not. May import tuner."""

@@ -1,0 +1,103 @@
+"""How figures, names and tables read, the same in logs, reports and on the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
+LAUNCH_BOUND_NOTE = (
+    "launch-bound: the device waited for the host, whose part is in these times; candidates no further from "
+    "the incumbent than that part left it in place."
+)
+WALL_CLOCK_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
+
+
+def format_ms(ms: float | None) -> str:
+    """Return `ms` with four decimals below 1, three below 10, two above; `-` for None, `failed` for inf."""
+    if ms is None:
+        return "-"
+    if not math.isfinite(ms):
+        return "failed" if ms > 0 else str(ms)
+    return f"{ms:.{4 if ms < 1 else 3 if ms < 10 else 2}f}"
+
+
+def format_percent(percent: float | None) -> str:
+    """Return `percent` with its sign and one decimal; `-` for None."""
+    return "-" if percent is None else f"{percent:+.1f}"
+
+
+def status_label(status: str, *, launch_bound: bool) -> str:
+    """Return a context's status, marked where its times hold the host's part."""
+    return f"{status}, launch-bound" if launch_bound else status
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return `1 run` or `2 runs`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def one_line(text: str) -> str:
+    """Return `text` with its line ends as ` | `: an error of a compiler often has several lines.
+
+    Other control characters, which a terminal would obey, are written as Python writes them.
+    """
+    line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
+
+
+def described(error: BaseException) -> str:
+    """Return `Type: message`; of a user's exception that cannot say its message, the type."""
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except Exception as other:
+        return f"{type(error).__name__} (its text cannot be told: {type(other).__name__})"
+
+
+def context_label(kernel: str, key: str) -> str:
+    """Return `kernel[key]`, the name of a context for people: dtypes short, without quotes."""
+    return f"{kernel}[{key}]".replace("'", "").replace("torch.", "").removesuffix("[]")
+
+
+def config_label(config: object) -> str:
+    """Return a config's text without the options that are not set."""
+    return re.sub(r", \w+: None\b", "", str(config))
+
+
+def align(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = frozenset()
+) -> list[str]:
+    """Return the lines of a plain table; the columns named in `right` are aligned to the right."""
+    cells = [list(columns), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's name; figures are aligned to the right."""
+
+    name: str
+    is_figure: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """Return columns; a name that starts with `>` is one of figures."""
+    return tuple(Column(name.removeprefix(">"), name.startswith(">")) for name in names)

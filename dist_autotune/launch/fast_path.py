@@ -1,0 +1,87 @@
+"""The launch path once everything is settled: one look-up, then the launch that stock Triton would make."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner
+
+from ..triton_api.interception import Handler, Key, key_of
+
+
+class _Known:
+    """What is settled of one Autotuner, and the last call that launched it here."""
+
+    __slots__ = ("by_key", "call")
+
+    def __init__(self) -> None:
+        self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
+        self.call = 0
+
+
+class SettledLaunches:
+    """Stands in for `Autotuner.run` in settled calls.
+
+    It knows the configs that `learn` told it; every other launch goes to the slow handler, which admits
+    what is new. Measured costs: docs/benchmarks.
+    """
+
+    def __init__(
+        self,
+        slow: Handler,
+        fails: Callable[[Autotuner, Any, tuple[Any, ...], dict[str, Any], Exception], bool],
+        *,
+        passes_single: bool,
+    ) -> None:
+        self._slow = slow
+        self._passes_single = passes_single  # leave a kernel with one config to stock
+        self._fails = fails  # whether an exception means that a config does not work here: it is replaced
+        self._ready: weakref.WeakKeyDictionary[Autotuner, _Known] = weakref.WeakKeyDictionary()
+        self._call = 0
+
+    def learn(self, tuner: Autotuner, key: Key, config: Any) -> None:
+        self._ready.setdefault(tuner, _Known()).by_key[key] = (config, config.all_kwargs())
+
+    def forget(self) -> None:
+        self._ready.clear()
+
+    def launched(self) -> list[Autotuner]:
+        """Return what the call under way has launched here."""
+        return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
+
+    def begin_call(self) -> None:
+        """Forget what the last call launched."""
+        self._call += 1
+
+    def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to put in place of `stock` for one call."""
+        call = self._call
+        ready, slow, fails, passes_single = self._ready, self._slow, self._fails, self._passes_single
+
+        def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+            known = ready.get(tuner)
+            if known is None:
+                if passes_single and len(tuner.configs) == 1:
+                    return stock(tuner, *args, **kwargs)
+                return slow(stock, tuner, args, kwargs)
+            known.call = call
+            try:
+                config, options = known.by_key[key_of(tuner, args, kwargs)]
+            except (KeyError, TypeError):  # new, or a key that cannot be hashed
+                return slow(stock, tuner, args, kwargs)
+            if kwargs.get("warmup"):
+                return slow(stock, tuner, args, kwargs)
+            tuner.best_config = config
+            try:
+                if config.pre_hook is not None:
+                    named = dict(zip(tuner.arg_names, args, strict=False))
+                    config.pre_hook({**named, **kwargs, **options})
+                return tuner.fn.run(*args, **kwargs, **options)
+            except Exception as error:
+                if not fails(tuner, config, args, kwargs, error):
+                    raise
+            return slow(stock, tuner, args, kwargs)
+
+        return run

@@ -1,0 +1,93 @@
+"""`tunable`: a choice that the host makes, tuned like a config and judged by the time of the whole run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..errors import InvalidOption
+from ..triton_api import identity
+from ..triton_api.interception import INTERCEPTION
+
+T = TypeVar("T")
+
+
+class KnownChoices:
+    """Choices that stand, found again without making text of their options: in less than 1 us."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, int] = {}
+
+    def find(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> tuple[T] | None:
+        """Return the option that was learned, in a tuple; None if there is none."""
+        try:
+            # With their types: 1, 1.0 and True are equal, and different options.
+            return (options[self._places[name, key, tuple(options), tuple(map(type, options))]],)
+        except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
+            return None
+
+    def learn(self, name: str, options: Sequence[T], key: tuple[Any, ...], place: int) -> None:
+        """Keep which of the options, counted from 0, stands until `forget`."""
+        with contextlib.suppress(TypeError):
+            self._places[name, key, tuple(options), tuple(map(type, options))] = place
+
+    def forget(self) -> None:
+        self._places.clear()
+
+
+class Choices:
+    """Settled choices of this process, for calls of `tunable` outside a tuned function."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[tuple[str, str], str] = {}
+        self._known = KnownChoices()
+
+    def remember(self, name: str, key_text: str, option_text: str) -> None:
+        self._by_name[name, key_text] = option_text
+        self._known.forget()
+
+    def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> T:
+        """Return the settled one of `options`, by their texts, or the first."""
+        found = self._known.find(name, options, key)
+        if found is not None:
+            return found[0]
+        texts = texts_of(name, options)
+        settled = self._by_name.get((name, identity.key_text(key)))
+        place = texts.index(settled) if settled in texts else 0
+        self._known.learn(name, options, key, place)
+        return options[place]
+
+
+CHOICES = Choices()
+
+
+def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = ()) -> T:
+    """Return one of `options` for this run of the tuned function around it.
+
+    Each (name, key) is a context like a kernel with its key; it is tuned after the kernels, by the time
+    of the whole run. Outside a tuned function: the settled choice for that key, or the first option.
+
+    Raises InvalidOption when there are no options, or one that JSON cannot represent.
+    """
+    if not isinstance(key, (tuple, list)):
+        raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
+    choose: Callable[..., T] = INTERCEPTION.chooser or CHOICES.recall
+    return choose(name, options, tuple(key))
+
+
+def texts_of(name: str, options: Sequence[Any]) -> list[str]:
+    """Return the text of each option of a `tunable`, which tells them apart; raises InvalidOption."""
+    if isinstance(options, str) or not isinstance(options, Sequence) or not options:
+        raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
+    return [_text(name, option) for option in options]
+
+
+def _text(name: str, option: Any) -> str:
+    try:
+        return json.dumps(option, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidOption(
+            f"tunable({name!r}): option {option!r} is not JSON-representable ({error})"
+        ) from None

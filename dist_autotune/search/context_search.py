@@ -1,0 +1,271 @@
+"""The search of one context: drives its flow with what the ranks agreed. No torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import NoValidConfig
+from ..formatting import context_label
+from .agreed_times import AgreedTimes
+from .messages import Announcement, Part
+from .rules import BY_LAUNCH, Rules
+from .running_strategy import RunningFlow
+from .strategies import Winner
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was for a context: the k-th of n warm-ups or samples of candidate `index`."""
+
+    kind: str = "incumbent"  # "warm-up" | "sample" | "incumbent": no trial, or one that did not count
+    index: int | None = None
+    k: int = 0
+    n: int = 0
+    judge: str = BY_LAUNCH
+
+
+class Context:
+    """The state of one context, the same on every rank."""
+
+    def __init__(self, name: str, announcement: Announcement, rules: Rules, run: int) -> None:
+        self.name = name
+        self.kernel = announcement.kernel
+        self.key = announcement.key
+        self.is_choice = announcement.is_choice
+        self.digests = tuple(digest for digest, _ in announcement.order)
+        self.texts = tuple(text for _, text in announcement.order)
+        self.banned: dict[int, tuple[int, str]] = {}  # index -> (rank, reason)
+        self.times = AgreedTimes(rules.rank_reduce)
+        self.status = ""  # "": under way
+        self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
+        self.winner: int | None = None
+        self.last_run = run  # the last in which some rank launched it
+        self.trial: int | None = None
+        self.waiting = False  # online: the trial has run, some rank's sample is not read yet
+        self.on_hold = False  # online: trials have had their share of the time for now
+        self.override: int | None = None  # what a plan that is judged as a whole says
+        self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
+        self.launch_winner: int | None = None  # of them, where the whole run is still to judge
+        self.is_decided = False  # the whole run has judged it
+        self._rules = rules
+        self._judges = list(rules.judges(is_choice=announcement.is_choice))
+        self._flow: RunningFlow | None = None
+        self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
+        self.narrow(announcement)
+
+    # -- what there is to know -----------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        return bool(self.status)
+
+    @property
+    def provisional(self) -> bool:
+        return self.status in ("partial", "starved")
+
+    @property
+    def stands(self) -> bool:
+        """Return whether the next call takes the result as it is.
+
+        Online a session that has spent its runs or time is not followed by another at the next call, which
+        would spend them again: what is partial then is for another process, or `retune()`.
+        """
+        is_left = self._rules.mode == "online" and self.status == "partial"
+        return self.settled and (is_left or not self.provisional)
+
+    @property
+    def judge(self) -> str:
+        """Return what its candidates are judged by now."""
+        return self._judges[0]
+
+    @property
+    def title(self) -> str:
+        return context_label(self.kernel, self.key)
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether every candidate is banned."""
+        return len(self.banned) == len(self.digests)
+
+    @property
+    def incumbent(self) -> int:
+        """Return the candidate to launch when none is on trial: the winner so far, else the first viable.
+
+        Raises NoValidConfig when all are banned.
+        """
+        if self.winner is not None and self.winner not in self.banned:
+            return self.winner
+        for index in range(len(self.digests)):
+            if index not in self.banned:
+                return index
+        bans = sorted(self.banned.items())
+        reasons = " ".join(f"Rank {rank}, {self.texts[index]}: {reason}." for index, (rank, reason) in bans)
+        raise NoValidConfig(f"{self.title}: all {len(self.digests)} configs failed on some rank. {reasons}")
+
+    @property
+    def planned(self) -> int:
+        """Return the candidate that every rank launches in the next run."""
+        if self.override is not None and self.override not in self.banned and not self.on_hold:
+            return self.override
+        return self.trial if self.trial is not None and self.is_on_trial else self.incumbent
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Return whether the next run is a trial."""
+        return self.trial is not None and not self.waiting and not self.on_hold
+
+    @property
+    def tries_rival(self) -> bool:
+        """Return whether what is on trial, now or since its sample is awaited, is not the incumbent."""
+        return self.trial is not None and self.trial != self.incumbent
+
+    @property
+    def is_warmup(self) -> bool:
+        """Return whether the trial is no sample."""
+        return self._flow is not None and self._flow.is_warmup
+
+    @property
+    def count(self) -> int:
+        """Return which warm-up or sample of its candidate the trial is, from 1."""
+        return 0 if self._flow is None else self._flow.count
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Return whether a host's part may be in the incumbent's time, or in the fastest."""
+        judges = (self.incumbent, self.times.fastest(self.banned))
+        return any(self.times.host_ms(index) > 0 for index in judges if index is not None)
+
+    def shortlist(self, most: int, within: float) -> list[int]:
+        """Return the candidates within a factor of the fastest by launches, the incumbent first."""
+        usable = {index: ms for index, ms in self.launch_ms.items() if index not in self.banned}
+        limit = within * min(usable.values(), default=math.inf)
+        others = [i for i, ms in usable.items() if ms <= limit and i != self.incumbent]
+        others.sort(key=lambda index: (usable[index], index))
+        return [self.incumbent, *others[: most - 1]]
+
+    def known_ms(self) -> list[tuple[int, float]]:
+        """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
+        known = {**self.times.warmup_ms, **self.times.ms}
+        return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
+
+    # -- candidates ----------------------------------------------------------------------------------------
+
+    def narrow(self, announcement: Announcement) -> None:
+        """Ban what some rank does not have among its candidates."""
+        for index, digest in enumerate(self.digests):
+            if digest not in announcement.shared:
+                self.ban(index, announcement.rank, "not a candidate on every rank")
+
+    def adopt(self, claim: tuple[int, str, float | None] | None) -> bool:
+        """Take a result that some rank already has, if every rank can use it."""
+        if claim is None or claim[1] not in self.digests:
+            return False
+        index = self.digests.index(claim[1])
+        if index in self.banned:
+            return False
+        if claim[2] is not None:
+            self.times.ms[index] = claim[2]
+        self.winner = index
+        return True
+
+    def take_bans(self, bans: dict[str, tuple[int, str]]) -> None:
+        for digest, (rank, reason) in bans.items():
+            if digest in self.digests:
+                self.ban(self.digests.index(digest), rank, reason)
+
+    def ban(self, index: int, rank: int, reason: str) -> None:
+        """Never launch this candidate again."""
+        self.banned.setdefault(index, (rank, reason))
+        self.times.ms.pop(index, None)
+        if self.winner == index:
+            self.winner = self.times.fastest(self.banned)
+
+    def rule_out(self, bans: dict[str, tuple[int, str]]) -> None:
+        """Ban candidates between two runs, and go on without them."""
+        self.take_bans(bans)
+        if self.trial in self.banned:
+            self.waiting = False
+            self._resume(math.inf)
+
+    # -- the search ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin the search, or go on where an earlier session left it."""
+        self.status, self.waiting, self.is_unasked, self.is_decided = "", False, False, False
+        if self._flow is None:
+            self._flow = RunningFlow(self._rules, len(self.digests))
+            self._resume(None)
+            return
+        self.trial = self._flow.index
+        if self.trial in self.banned:  # since then
+            self._resume(math.inf)
+
+    def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
+        """Take in what the ranks say of a run; return what the run was for this context.
+
+        `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run. Where
+        that does not count, the same trial is made again.
+        """
+        self.take_bans(part.bans)
+        is_trial = self.waiting or not self.on_hold
+        self.waiting = bool(part.pending or judged.pending) and self.trial is not None
+        index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
+        if index is None or self.waiting or part.ran is None:
+            return Outcome()
+        if index in self.banned:
+            self._resume(math.inf)
+            return Outcome(index=index)
+        if not is_trial or not counts:
+            return Outcome()
+        if part.ran != self.digests[index]:
+            return Outcome(index=index)
+        self._ran.add(index)
+        planned = self._rules.planned_asks(is_warmup=self.is_warmup)
+        outcome = Outcome(kind, index, self.count, planned, self.judge)
+        if kind == "sample":
+            self.times.take_sample(index, judged)
+            self._resume(self.times.told(index))
+        else:
+            ms = self.times.take_warmup(index, judged)
+            if self.is_choice:  # its first run may compile and load whatever the option launches
+                ms = math.nan
+            self._resume(self.times.told(index) if index in self.times.ms else ms)
+        return outcome
+
+    def settle(self, status: str, winner: int | None = None) -> None:
+        """End the search: `winner`, else the best known so far, else the incumbent."""
+        if winner is None:
+            best = self.times.fastest(self.banned)
+            winner = self.incumbent if best is None else best
+        self.winner, self.status, self.trial, self.waiting = winner, status, None, False
+
+    def _resume(self, ms: float | None) -> None:
+        """Send `ms` to the flow and take what it asks for next, or its winner."""
+        assert self._flow is not None
+        self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
+        winner = self._flow.resume(ms, self.banned)
+        if winner is None:
+            self.trial = self._flow.index
+        else:
+            self._finish(winner)
+
+    def _finish(self, chosen: int) -> None:
+        """Take the flow's winner; go on to the next judge, if there is one."""
+        tied = chosen.tied if isinstance(chosen, Winner) else None  # None: the flow has decided
+        winner: int | None = int(chosen)
+        incumbent = self.incumbent
+        if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
+            winner = None  # unmeasured on some rank that launched it
+        elif tied is not None and (incumbent in tied or self.times.are_equal(chosen, incumbent)):
+            winner = incumbent
+        self.settle("tuned", winner)
+        self._flow = None
+        if self.judge == BY_LAUNCH:
+            self.launch_ms = dict(self.times.ms)
+        if len(self._judges) > 1:
+            self.launch_winner = self.winner
+            del self._judges[0]
+            self.status = ""
+            self.times.forget_samples()
+            self._ran.clear()

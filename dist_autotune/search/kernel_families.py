@@ -1,0 +1,70 @@
+"""One name for one kernel, though ranks may give its Autotuner different configs. No torch inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from ..codec import digest
+from .messages import Part, Payload
+
+
+def context_name(kernel_id: str, slot: str) -> str:
+    """Return the name of a kernel's context, the same on all ranks."""
+    return digest(f"{kernel_id}|{slot}")
+
+
+@dataclass
+class _Family:
+    """The Autotuners of one function and keys, on all ranks."""
+
+    kernels: list[str] = field(default_factory=list)  # ids, that of the lowest rank first
+    siblings: int = 1  # on one rank, at most
+
+
+class KernelFamilies:
+    """What all ranks call each kernel: the same on all of them, as it follows from what they announced."""
+
+    def __init__(self) -> None:
+        self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
+        self._families: dict[str, _Family] = {}
+
+    def forget_configs(self) -> None:
+        """Go on in another process, whose kernels may have other configs: those are kernels of their own."""
+        self._families.clear()
+
+    def unite(self, merged: Payload, known: Container[str]) -> tuple[Payload, dict[str, str]]:
+        """Return the payload with one name for what is one context; and the new names by the old.
+
+        Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,
+        those of all ranks are one kernel, whose candidates meet in their intersection. `known`: contexts
+        whose names stand.
+        """
+        told = {
+            name: part.announcement
+            for name, part in sorted(merged.parts.items())
+            if part.announcement is not None and part.announcement.family
+        }
+        announced = {name: announcement for name, announcement in told.items() if name not in known}
+        for name, announcement in sorted(told.items(), key=lambda item: (item[1].rank, item[1].kernel_id)):
+            family = self._families.setdefault(announcement.family, _Family())
+            if name in known and announcement.kernel_id in family.kernels:
+                continue
+            family.siblings = max(family.siblings, announcement.siblings)
+            if announcement.kernel_id not in family.kernels:
+                family.kernels.append(announcement.kernel_id)
+        for family in self._families.values():
+            if family.siblings == 1:
+                self.aliases.update(dict.fromkeys(family.kernels[1:], family.kernels[0]))
+        names = {
+            name: context_name(self.aliases[announcement.kernel_id], announcement.slot)
+            for name, announcement in announced.items()
+            # On a rank that has both they are two kernels, though they were taken for one before.
+            if announcement.kernel_id in self.aliases and announcement.siblings == 1
+        }
+        parts: dict[str, Part] = {}
+        for name, part in sorted(merged.parts.items()):
+            name = names.get(name, name)
+            parts[name] = parts[name].merged(part) if name in parts else part
+        return dataclasses.replace(merged, parts=parts), names

@@ -1,0 +1,62 @@
+"""How many runs the searches of a session plan, how far they have come, and when it has to end.
+
+Of the state that all ranks hold alike: `searches` are those of the session, each with the run it began in,
+from 0. No torch, no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from . import whole_run
+from .context_search import Context
+from .final_comparison import DUEL_RUNS, MOST_RUNS
+from .outlook import Outlook, RunsSpent
+from .rules import BY_LAUNCH, BY_RUN, Rules
+
+RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
+
+Searches: TypeAlias = Sequence[tuple[Context, int]]
+
+
+def planned_runs(rules: Rules, searches: Searches) -> int:
+    """Return how many runs the session plans, the final one included."""
+    together, in_turn, kernels = 0, 0, 0
+    choices = []
+    for context, first_run in searches:
+        runs = rules.planned_runs(len(context.digests))
+        judges = rules.judges(is_choice=context.is_choice)
+        together = max(together, first_run + runs if BY_LAUNCH in judges else first_run + 1)
+        if BY_RUN in judges:
+            in_turn += runs
+            kernels += not context.is_choice
+        if context.is_choice:
+            choices.append(len(context.digests))
+    if rules.races and in_turn:
+        in_turn = whole_run.runs_at_most(choices, kernels)
+    if rules.objective == "thunk":  # a third plan needs a third candidate, or a second context
+        plans = math.prod(len(context.digests) for context, _ in searches)
+        in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
+    return together + in_turn + 1
+
+
+def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Outlook:
+    """Return how far the session has come. Any thread may ask."""
+    return Outlook(
+        timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context, _ in searches),
+        candidates=sum(len(context.digests) for context, _ in searches),
+        planned_trials=planned_runs(rules, searches) - 1,
+        spent=spent,
+    )
+
+
+def is_spent(rules: Rules, searches: Searches, runs: int, elapsed_s: float) -> bool:
+    """Return whether the run after the `runs` made so far must be the last."""
+    allowed = rules.max_runs
+    if allowed is None and searches and rules.mode == "replay":
+        allowed = RUNS_ALLOWED * planned_runs(rules, searches)
+    out_of_runs = allowed is not None and runs + 1 >= allowed
+    out_of_time = rules.budget_s is not None and elapsed_s >= rules.budget_s
+    return out_of_runs or out_of_time

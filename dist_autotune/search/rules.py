@@ -1,0 +1,50 @@
+"""The options that steer decisions, and what follows from them alone. No torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .strategies import Strategy, racing_runs
+
+BY_LAUNCH, BY_RUN = "launch", "run"  # what a candidate is judged by: its launches, or the whole run
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The options that steer decisions; equal on all ranks."""
+
+    strategy: Strategy
+    search: str
+    n_warmup: int
+    n_repeat: int
+    rank_reduce: str
+    objective: str = "kernel"
+    mode: str = "replay"
+    max_runs: int | None = None
+    budget_s: float | None = None
+    tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
+    online_share: float = 1.0  # of a session's time, for trials; 1.0: no bound
+
+    @property
+    def races(self) -> bool:
+        """Return whether what the whole run judges is searched by plans, not one context after another."""
+        return self.search == "racing"
+
+    def planned_runs(self, candidates: int) -> int:
+        """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
+        if self.search == "racing":
+            return math.ceil(racing_runs(candidates))
+        return candidates * (self.n_warmup + self.n_repeat)
+
+    def planned_asks(self, *, is_warmup: bool) -> int:
+        """Return how many warm-ups or samples the search plans per candidate; 0: it does not say."""
+        if self.search != "exhaustive":
+            return 0
+        return self.n_warmup if is_warmup else self.n_repeat
+
+    def judges(self, *, is_choice: bool) -> tuple[str, ...]:
+        """Return what a context is judged by, in order."""
+        if is_choice:
+            return (BY_RUN,)
+        return (BY_LAUNCH, BY_RUN) if self.objective == "thunk" else (BY_LAUNCH,)

@@ -1,0 +1,271 @@
+"""How what all ranks said of a run becomes the next plan. No torch, no I/O, no clock.
+
+`Tuning` is the state that every rank holds alike: fed the same merged payloads, it yields the same
+plans, so every rank makes the same number of runs.
+
+First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
+time is searched from the winners so far: as plans (`whole_run`), or one context after another (`turns`) where
+the strategy is not racing. With `objective="thunk"` the plan that results must beat the default plan, and the
+plan by launch times, in a final comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import limits
+from .budget import Pace
+from .context_search import Context, Outcome
+from .contexts import Contexts
+from .kernel_families import KernelFamilies
+from .messages import Part, Payload
+from .outlook import Outlook, RunsSpent
+from .plan_trial import PlanTrial
+from .purpose import Purpose
+from .rules import BY_LAUNCH, BY_RUN, Rules
+
+ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
+STARVED_RUNS = {"replay": 3, "online": 64}
+IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks still differ in what they ran
+
+
+class Tuning:
+    """The state of one tuned function. `step(merged)` after each run; `done` ends the session."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.contexts = Contexts(rules)
+        self.kernels = KernelFamilies()
+        self.runs = 0
+        self.done = False
+        self.closing = not rules.tunes
+        self.on_hold = (
+            False  # the next run is no trial: a process's first, or to keep to `Rules.online_share`
+        )
+        self.has_counted_run = False  # the time of the last run as a whole was a sample
+        self.remark = ""
+        self.session = ""  # the last one that used this state
+        self.crash_bans: dict[str, dict[str, tuple[int, str]]] = {}  # context -> candidate -> (rank, reason)
+        self.elapsed_before_s = 0.0  # of the session, in processes before this one
+        self._admitting: set[int] = set()  # the runs of the session in which searches have begun
+        self._resumed_at = 0  # the run with which this process took the session up
+        self._unconfirmed: set[str] = set()  # contexts taken up that may not be launched any more
+        self._idle_runs = 0
+        self._is_judging = True  # the run under way may judge what is judged by the whole run
+        self._bringing_runs = 0  # in a row that announced kernels
+        self._pace = Pace(rules.online_share)
+        self._spent = RunsSpent()
+
+    # -- the state -----------------------------------------------------------------------------------------
+
+    @property
+    def plan_trial(self) -> PlanTrial | None:
+        """Return what judges whole runs of plans: the search for one, or the final comparison."""
+        return self.contexts.comparison.duel or self.contexts.whole_run
+
+    @property
+    def has_trial(self) -> bool:
+        """Return whether the next run tries something."""
+        return self.plan_trial is not None or any(c.trial is not None for c in self.contexts.values())
+
+    @property
+    def tries(self) -> bool:
+        """Return whether something that the next run launches may be timed."""
+        if not self.contexts:
+            return self.rules.tunes
+        return self._purpose.tries
+
+    @property
+    def _purpose(self) -> Purpose:
+        return Purpose.of(self.contexts.unsettled, self.plan_trial, on_hold=self.on_hold)
+
+    @property
+    def judged_run(self) -> tuple[str, str] | None:
+        """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
+        if self.plan_trial is not None:
+            return None if self.on_hold or self.plan_trial.holds else ("", self.plan_trial.label)
+        context = self.contexts.on_turn
+        if context is None or context.trial is None or not context.is_on_trial:
+            return None
+        return context.name, context.digests[context.trial]
+
+    @property
+    def planned_runs(self) -> int:
+        """Return how many runs the search plans, the final one included."""
+        return limits.planned_runs(self.rules, self.contexts.searches)
+
+    @property
+    def outlook(self) -> Outlook:
+        """Return how far the session has come."""
+        return limits.outlook(self.rules, self.contexts.searches, self._spent)
+
+    # -- what happens to it --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a session: take up what earlier ones left unfinished."""
+        self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
+        self.remark, self._spent = "", RunsSpent()
+        self.elapsed_before_s, self._resumed_at, self._admitting = 0.0, 0, set()
+        self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
+        self._hold(False)
+        self.contexts.open(begins=not self.closing)
+        if not any(self.contexts.unsettled):
+            self.contexts.take_turns(closing=self.closing)
+        self._close_if_spent(0.0)
+
+    def step(self, merged: Payload) -> dict[str, Outcome]:
+        """Take in one run of all ranks; return what it was for each context."""
+        self._drop_unconfirmed(merged)
+        had_trial, was_closing = self.has_trial, self.closing
+        purpose, plan = self._purpose, self.plan_trial
+        self.contexts.ran(merged)
+        self.runs += 1
+        is_new = any(part.announcement for part in merged.parts.values())
+        self._spent = self._spent.after(trial=purpose.tries or is_new, wait=purpose.waits, hold=purpose.holds)
+        merged = _with_late_hosts(merged)
+        self._is_judging = not self._brings_kernels(merged)
+        outcomes = {name: self._take(name, merged) for name in merged.in_order(self.contexts)}
+        had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
+        patience = STARVED_RUNS[self.rules.mode]
+        if self.contexts.whole_run is not None:
+            self.contexts.whole_run.take(merged, on_hold=self.on_hold, patience=patience)
+        remark = self.contexts.comparison.take(merged, on_hold=self.on_hold, patience=patience)
+        self.remark = remark or self.remark
+        self.has_counted_run = (plan is not None and plan.has_counted) or any(
+            outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
+        )
+        self.contexts.starve(self.runs, patience)
+        self._close_if_spent(merged.elapsed_s)
+        self.contexts.take_turns(closing=self.closing)
+        self._hold(
+            self._pace.take(
+                merged.elapsed_s,
+                was_trial=purpose.tries_rival,
+                waited=purpose.awaits_rival,
+                compiling_s=merged.compiling_s,
+            )
+        )
+        if had_trial or self.has_trial or any(self.contexts.unsettled):
+            self._idle_runs = 0
+            return outcomes
+        self._idle_runs += 1
+        as_settled = all(
+            part.ran in (None, self.contexts.winner_digest(name)) for name, part in merged.parts.items()
+        )
+        self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
+        return outcomes
+
+    def rule_out(self, bans: dict[str, dict[str, tuple[int, str]]]) -> None:
+        """Ban what was running in a crash, also in contexts that are still to come.
+
+        Raises NoValidConfig when a context under way has nothing left.
+        """
+        for name, candidates in sorted(bans.items()):
+            self.crash_bans.setdefault(name, {}).update(candidates)
+            if name in self.contexts:
+                self.contexts[name].rule_out(candidates)
+        self.contexts.take_turns(closing=self.closing)
+
+    def await_confirmation(self) -> None:
+        """Go on in another process: what a rank was still to read is lost, and kernels may have changed.
+
+        The process's first run is no trial: it is slow for reasons of its own.
+        """
+        self._resumed_at = self.runs
+        self.kernels.forget_configs()
+        for context in self.contexts.values():
+            context.waiting = False
+        if self.plan_trial is not None:
+            self.plan_trial.waiting = False
+        self._hold(True)
+        if self.rules.mode == "replay":
+            self._unconfirmed = {context.name for context in self.contexts.unsettled}
+
+    def _drop_unconfirmed(self, merged: Payload) -> None:
+        """Forget the searches taken up that the first run of a replay has not launched."""
+        for name in self._unconfirmed - merged.parts.keys():
+            self.contexts.forget(name)
+        self._unconfirmed = set()
+
+    def _hold(self, on_hold: bool) -> None:
+        self.on_hold = on_hold
+        for context in self.contexts.values():
+            context.on_hold = on_hold
+
+    def _take(self, name: str, merged: Payload) -> Outcome:
+        part, context = merged.parts[name], self.contexts.get(name)
+        if context is None:
+            if part.announcement is None:
+                return Outcome()
+            context = self.contexts.admit(name, part.announcement, part.bans, self.runs)
+            if context.adopt(part.announcement.claim):
+                context.settle("cached", context.winner)
+            else:
+                self._search_or_leave(context)
+        elif part.announcement is not None:
+            context.narrow(part.announcement)
+        if part.ran is not None:
+            context.last_run = self.runs
+        if context.judge == BY_LAUNCH:
+            outcome = context.advance(part, part)
+        else:
+            outcome = context.advance(part, merged.run, counts=self._is_judging)
+        context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
+        if context.status == "cached" and context.winner is None:  # it does not work on some rank
+            self._search_or_leave(context)
+        return outcome
+
+    def _search_or_leave(self, context: Context) -> None:
+        if len(context.digests) - len(context.banned) == 1:
+            context.settle("tuned")
+        elif self.closing or self._is_too_late():
+            context.settle("partial")
+        else:
+            self._admitting.add(self.runs)
+            self.contexts.begin(context, max(self.runs - 1, 0))
+
+    def _is_too_late(self) -> bool:
+        """Return whether the session leaves what is new to others.
+
+        Online, shapes come as the data does: what counts are the runs that brought any. What an option brings
+        that is launched for the first time is never late.
+        """
+        search, turn = self.contexts.whole_run, self.contexts.on_turn
+        if self.rules.mode == "online":
+            is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
+        else:
+            is_late = self.runs - self._resumed_at > ADMISSION_RUNS
+        if search is not None:
+            return is_late and not search.admits
+        is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS
+        return is_late and not is_choosing
+
+    def _brings_kernels(self, merged: Payload) -> bool:
+        """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""
+        announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
+        is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
+        self._bringing_runs = self._bringing_runs + 1 if is_new else 0
+        return is_new or any(context.judge == BY_LAUNCH for context in self.contexts.unsettled)
+
+    def _close_if_spent(self, elapsed_s: float) -> None:
+        """Settle what is under way when the next run must be the last."""
+        if limits.is_spent(self.rules, self.contexts.searches, self.runs, elapsed_s):
+            self.closing = True
+        if self.closing:
+            self.contexts.leave()
+
+
+def _with_late_hosts(merged: Payload) -> Payload:
+    """Return what was said of a run in which a host was late with that in every sample, on all ranks.
+
+    A peer's data may have come late for it, or copies may have run ahead of a kernel that waits for them.
+    """
+    late_ms = merged.late_ms
+    if not late_ms:
+        return merged
+
+    def widened(part: Part) -> Part:
+        return replace(part, gap_ms=max(part.gap_ms, min(late_ms, max(part.worst_ms, 0.0))))
+
+    parts = {name: widened(part) for name, part in merged.parts.items()}
+    return replace(merged, parts=parts, run=widened(merged.run))

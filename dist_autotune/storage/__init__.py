@@ -1,0 +1,1 @@
+"""Winners and crash guards on disk. May import triton_api; never logs."""

@@ -1,0 +1,311 @@
+"""Winners on disk: one JSON file per entry, named after the kernel and a digest of all that must match.
+
+An entry is only ever replaced as a whole (temporary file, `os.replace`), so a reader needs no lock and a
+killed writer leaves nothing visible. The lock makes "compare, then replace" one step among writers.
+Whatever is wrong with a file or with the directory is a `CacheWarning`, and tuning goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from ..codec import digest, from_json, parse_json, to_json
+from ..errors import CacheWarning
+from ..regular_files import read_bounded
+
+SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
+STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
+NOT_KEPT = "Winners are not kept on disk."
+NOT_RESUMED = "After a crash, tuning does not go on where it was."
+MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
+_PROBE_BYTES = 4096
+LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
+_SUFFIX_CHARACTERS = len("0123456789abcdef.json")
+_ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
+
+
+@dataclass(frozen=True)
+class EntryKey:
+    """Everything that must match for an entry to be used."""
+
+    kernel: str  # readable: the base function's name
+    kernel_digest: str
+    key: str  # canonical text of the tuning key
+    constants: str  # constexpr arguments of the launch that are not in the key, canonical text
+    candidates: tuple[str, ...]  # digests
+    device: str
+    capability: str
+    triton_version: str
+    world_size: int
+    scope: str = ""  # the function, when contexts are not shared between functions
+    agree: str = "key"
+    driver: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that stand for all fields."""
+        return digest(to_json(vars(self)))
+
+    @property
+    def file_name(self) -> str:
+        """Return `kernel-digest.json`."""
+        return f"{_file_prefix(self.kernel)}-{self.digest}.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A settled context: the winner among the candidates of `key`. What no search finds is a ValueError."""
+
+    key: EntryKey
+    winner: str  # digest of the candidate
+    config: str  # its text
+    ms: float
+    timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    created_at: str = ""  # wall clock, ISO 8601, UTC: for people
+    package_version: str = ""
+
+    def __post_init__(self) -> None:
+        if self.winner not in self.key.candidates:
+            raise ValueError(f"winner: {self.winner!r} is none of its {len(self.key.candidates)} candidates")
+        if not 0 < self.ms < math.inf:
+            raise ValueError(f"ms: expected a positive number, found {self.ms}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-representable form, without the schema version."""
+        return {**vars(self), "key": vars(self.key), "timings": dict(self.timings)}
+
+
+class DiskCache:
+    """The entries of one directory; without a directory everything is a miss and nothing is stored."""
+
+    def __init__(self, directory: Path | None, *, lock_timeout_s: float = 10.0) -> None:
+        self.directory = directory
+        self._lock_timeout_s = lock_timeout_s
+        self._file_lock: FileLock | None = None
+        self._without_lock = ""  # why writes go on without the lock
+        self._has_swept = False
+        self._complaints: set[str] = set()
+        self._has_told = False  # that winners are lost
+
+    def get(self, key: EntryKey) -> Entry | None:
+        """Return the entry of `key`; None if there is none that can be used."""
+        if self.directory is None:
+            return None
+        return self._read(self.directory / key.file_name)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every usable entry, by file name; warn of each that is not."""
+        for path in self._entry_files():
+            if (entry := self._read(path)) is not None:
+                yield entry
+
+    def entries_of(self, kernel: str) -> Iterator[Entry]:
+        """Yield every usable entry of the kernels of this readable name; no other file is read."""
+        prefix = f"{_file_prefix(kernel)}-"
+        for path in self._entry_files():
+            is_of_it = path.name.startswith(prefix) and len(path.name) == len(prefix) + _SUFFIX_CHARACTERS
+            if is_of_it and (entry := self._read(path)) is not None:
+                yield entry
+
+    def note_launched(self, function: str, key: EntryKey) -> None:
+        """Keep that a function launches what an entry is for, if the directory can be written."""
+        if self.directory is None:
+            return
+        folder = self.directory / LAUNCHED / function
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / key.file_name).touch()
+
+    def launched_by(self, function: str) -> Iterator[Entry]:
+        """Yield the usable entries of what a function is known to launch."""
+        if self.directory is None:
+            return
+        names = []
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(self.directory / LAUNCHED / function))
+        for name in filter(_ENTRY_NAME.fullmatch, names):
+            if (entry := self._read(self.directory / name)) is not None:
+                yield entry
+
+    def load_all(self, match: Callable[[Entry], bool] | None = None) -> dict[str, Entry]:
+        """Return the usable entries that `match`, by the digest of their key."""
+        return {entry.key.digest: entry for entry in self.entries() if match is None or match(entry)}
+
+    def put(self, entry: Entry) -> None:
+        """Store `entry` in place of an older one of its key; nothing to do if that has the same winner."""
+        self._store([entry])
+
+    def clear(self) -> int:
+        """Delete every entry, damaged ones too, and return how many there were."""
+        files = self._entry_files()
+        if files and self.directory is not None:
+            with self._lock():
+                for path in files:
+                    path.unlink(missing_ok=True)
+                shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
+        return len(files)
+
+    def export(self, path: Path) -> int:
+        """Write all usable entries to one file, which `import_` reads, and return how many."""
+        entries = [entry.as_dict() for entry in self.entries()]
+        path.write_text(to_json({"schema": SCHEMA_VERSION, "entries": entries}, indent=True) + "\n")
+        return len(entries)
+
+    def import_(self, path: Path) -> int:
+        """Store the entries of an exported file in place of others of their keys; return how many are stored.
+
+        A file that is not an export, or damaged in any of its entries, is a ValueError.
+        """
+        data = _parse(path.read_bytes())
+        if not isinstance(data.get("entries"), list):
+            raise ValueError("not an export of this cache")
+        entries = [from_json(Entry, item) for item in data["entries"]]
+        self._store(entries)
+        return sum(self._holds(entry) for entry in entries)
+
+    def _store(self, entries: list[Entry]) -> None:
+        if self.directory is None:
+            return
+        changed = [entry for entry in entries if not self._holds(entry)]
+        if not changed:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                for entry in changed:
+                    if not self._holds(entry):  # a peer may have stored it while this process waited
+                        self._replace(self.directory / entry.key.file_name, entry)
+        except OSError as error:
+            self._tell_lost(self.directory, error.strerror or str(error), NOT_KEPT)
+        else:
+            if self._without_lock:
+                self._complain(
+                    f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
+                )
+
+    def _holds(self, entry: Entry) -> bool:
+        stored = self.get(entry.key)
+        return stored is not None and stored.winner == entry.winner
+
+    def _replace(self, path: Path, entry: Entry) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+        text = to_json({"schema": SCHEMA_VERSION, **entry.as_dict()}, indent=True) + "\n"
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # or a power failure could leave the name without the contents
+            if not self._has_swept:
+                self._has_swept = True
+                _sweep(path.parent, temporary.stat().st_mtime - STALE_AFTER_S)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Hold the directory's lock; once it is not to be had, go on without it and never wait again."""
+        if self.directory is None or self._without_lock:
+            yield
+            return
+        if self._file_lock is None:
+            self._file_lock = FileLock(str(self.directory / ".lock"))
+        try:
+            self._file_lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01)
+        except (OSError, NotImplementedError) as error:  # held too long, or a filesystem without locks
+            self._without_lock = getattr(error, "strerror", None) or str(error)
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._file_lock.release()
+
+    def _entry_files(self) -> list[Path]:
+        """Return the files that are named like entries: a directory given by mistake loses nothing else."""
+        if self.directory is None:
+            return []
+        return sorted(path for path in self.directory.glob("*.json") if _ENTRY_NAME.fullmatch(path.name))
+
+    def _read(self, path: Path) -> Entry | None:
+        try:
+            entry = from_json(Entry, _parse(read_bounded(path, MAX_ENTRY_BYTES)))
+            if entry.key.file_name != path.name:
+                raise ValueError(f"its content belongs in {entry.key.file_name}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            self._complain(f"Ignored {path}: {error}. Tuning again.")
+            return None
+        return entry
+
+    def journal_failed(self, directory: Path, reason: str) -> None:
+        """Warn that a journal beside the entries cannot be written, and whether entries can."""
+        if self._can_write():
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_RESUMED}")
+        else:
+            self._tell_lost(directory, reason, f"{NOT_KEPT} {NOT_RESUMED}")
+
+    def _can_write(self) -> bool:
+        """Return whether an entry could be stored now."""
+        if self.directory is None:
+            return False
+        path = self.directory / f".{os.getpid()}-{os.urandom(4).hex()}.json.probe.tmp"
+        try:
+            with path.open("xb") as file:
+                file.write(bytes(_PROBE_BYTES))
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        return True
+
+    def _tell_lost(self, directory: Path, reason: str, consequence: str) -> None:
+        """Warn that winners are lost, once whatever the reason."""
+        if not self._has_told:
+            self._has_told = True
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {consequence}")
+
+    def _complain(self, text: str) -> None:
+        """Warn, once for each thing that is wrong."""
+        if text not in self._complaints:
+            self._complaints.add(text)
+            warnings.warn(text, CacheWarning, stacklevel=3)
+
+
+def _file_prefix(kernel: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", kernel)[:80] or "_"
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in `content`; a ValueError says in a few words why there is none."""
+    if not content.strip():
+        raise ValueError("empty file")
+    data = parse_json(content)
+    if not isinstance(data, dict) or "schema" not in data:
+        raise ValueError("no schema version")
+    if data["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema {data['schema']}, expected {SCHEMA_VERSION}")
+    return data
+
+
+def _sweep(directory: Path, before: float) -> None:
+    """Delete temporary files last written `before`, by the clock of the filesystem itself."""
+    for path in directory.glob("*.json.*.tmp"):
+        with contextlib.suppress(OSError):  # another process sweeps too
+            if path.stat().st_mtime < before:
+                path.unlink()

@@ -1,0 +1,1 @@
+"""How a launch is timed on this rank, and what keeps the times true. May import search."""

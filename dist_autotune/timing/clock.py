@@ -1,0 +1,161 @@
+"""How a launch is timed: CUDA events on the launch's own stream, or the wall clock.
+
+A clock only marks; nothing waits for the device until `read_ms` at the end of the run.
+
+Two events around a launch time the kernel alone only if the launch is queued before the device comes to
+the first of them. Where the stream has run dry, the device passes the first event at once and waits for
+the host: the interval then holds up to the whole host time between the marks. `EventClock` tells the two
+cases apart after the launch, by whether the first event has passed (`gap_ms`). A filler before the run keeps
+the device behind the host (`stream_filler`). What is left is the events' own cost, which is measured once and
+taken off (`event_cost`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..errors import LaunchTimeout
+from .device_errors import told_as_ours
+from .event_cost import EMPTY_KERNEL_MS, EventCost
+from .stream_filler import StreamFiller, load_filler
+
+POLL_INTERVAL_S = 50e-6
+
+
+@runtime_checkable
+class Clock(Protocol):
+    """Times one launch. `start` and `stop` surround it on its stream and device."""
+
+    def start(self) -> Any:
+        """Mark the moment just before a launch and return the mark."""
+
+    def stop(self, mark: Any) -> None:
+        """Complete `mark` just after the launch."""
+
+    def read_ms(self, mark: Any) -> float:
+        """Return the milliseconds between start and stop; may wait for the device."""
+
+
+class WallClock:
+    """Wall-clock time around the launch: right where a launch returns when its work is done."""
+
+    def start(self) -> list[float]:
+        return [time.perf_counter()]
+
+    def stop(self, mark: list[float]) -> None:
+        mark.append(time.perf_counter())
+
+    def read_ms(self, mark: list[float]) -> float:
+        return (mark[1] - mark[0]) * 1e3
+
+
+@dataclass(slots=True)
+class EventMark:
+    """One launch between two events."""
+
+    device: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    began_ns: int  # on the host
+    host_ms: float = 0.0  # from the first mark to the second, on the host
+    was_fed: bool = False  # all of it was queued before the device came to the first event
+
+
+class EventClock:
+    """CUDA events recorded on the current stream of the current device, as Triton launches there.
+
+    A time read is the kernel's own, provided that the launch was fed; `gap_ms` says so of each mark. What two
+    events cost is taken off once `prepare` has run, down to the time of an empty kernel. Waiting is polling,
+    so that Ctrl-C works and a stuck kernel becomes a `LaunchTimeout` after `timeout_s` seconds instead of a
+    hang. An error that the device reports is a `LaunchFailed`.
+    Events are reused.
+
+    feeds: keep an idle stream busy before a run while the host prepares it; see `stream_filler`.
+    """
+
+    def __init__(self, timeout_s: float = 300.0, *, feeds: bool = True) -> None:
+        self.timeout_s = timeout_s
+        self.feeds = feeds
+        self._free: dict[int, list[torch.cuda.Event]] = {}
+        self._fillable: set[int] = set()  # devices on which a filler loads nothing any more
+        self._costs: dict[int, EventCost] = {}  # by device
+
+    def start(self) -> EventMark:
+        with told_as_ours():
+            device = torch.cuda.current_device()
+            free = self._free.setdefault(device, [])
+            mark = EventMark(device, self._event(free), self._event(free), time.perf_counter_ns())
+            mark.begin.record()
+        return mark
+
+    def stop(self, mark: EventMark) -> None:
+        with told_as_ours(mark.device):
+            mark.end.record()
+            mark.host_ms = (time.perf_counter_ns() - mark.began_ns) * 1e-6
+            mark.was_fed = not mark.begin.query()
+
+    def ready(self, mark: EventMark) -> bool:
+        """Return whether `read_ms` would return without waiting; raises LaunchTimeout when it is overdue."""
+        is_done = self._is_done(mark)
+        if not is_done and (time.perf_counter_ns() - mark.began_ns) * 1e-9 > self.timeout_s:
+            raise self._timeout(mark)
+        return is_done
+
+    def read_ms(self, mark: EventMark) -> float:
+        deadline = time.monotonic() + self.timeout_s
+        while not self._is_done(mark):
+            if time.monotonic() > deadline:
+                raise self._timeout(mark)
+            time.sleep(POLL_INTERVAL_S)
+        with told_as_ours(mark.device):
+            ms = float(mark.begin.elapsed_time(mark.end))
+            cost = self._costs.get(mark.device)
+            own_ms = ms if cost is None else max(ms - cost.ms(), min(ms, EMPTY_KERNEL_MS))
+        self._free[mark.device] += [mark.begin, mark.end]
+        return own_ms
+
+    def gap_ms(self, mark: EventMark) -> float:
+        """Return how much of a time read may be the host's; the kernel took all of the rest, or more."""
+        return 0.0 if mark.was_fed else mark.host_ms
+
+    def is_running(self, mark: EventMark) -> bool:
+        """Return whether the device has come to the launch and not ended it."""
+        return bool(mark.begin.query()) and not mark.end.query()
+
+    def prepare(self) -> None:
+        """Load what fillers need and measure the events' cost, on the devices in use.
+
+        To be called before a run, when no kernel waits for a peer.
+        """
+        if not torch.cuda.is_available():
+            return
+        with told_as_ours():
+            for device in {torch.cuda.current_device(), *self._free} - self._fillable:
+                load_filler(device)
+                self._costs[device] = EventCost(device)
+                self._fillable.add(device)
+
+    def filler(self, longest_ms: float) -> StreamFiller | None:
+        """Return what keeps the stream busy before runs, for so long at most; None: nothing does."""
+        return StreamFiller(self._fillable, longest_ms) if self.feeds else None
+
+    @staticmethod
+    def _is_done(mark: EventMark) -> bool:
+        with told_as_ours(mark.device):
+            return bool(mark.end.query())
+
+    def _timeout(self, mark: EventMark) -> LaunchTimeout:
+        return LaunchTimeout(f"cuda:{mark.device} did not end a launch within {self.timeout_s:g} s")
+
+    @staticmethod
+    def _event(free: list[torch.cuda.Event]) -> torch.cuda.Event:
+        return free.pop() if free else torch.cuda.Event(enable_timing=True)
+
+
+def default_clock(timeout_s: float, *, interpreted: bool) -> Clock:
+    """Return an `EventClock` where kernels run on a GPU, else a `WallClock`."""
+    return EventClock(timeout_s) if torch.cuda.is_available() and not interpreted else WallClock()

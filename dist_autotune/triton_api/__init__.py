@@ -1,0 +1,1 @@
+"""The only room that knows Triton's Autotuner. Imports errors alone."""

@@ -1,0 +1,1 @@
+"""The decorator, its calls and sessions: where all rooms below meet."""

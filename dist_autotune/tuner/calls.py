@@ -1,0 +1,231 @@
+"""What a call of one tuned function does: it goes on with a session, or runs with what is settled.
+
+With all that a session needs, this is imported when a tuned function is first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import RankMismatch
+from ..logs.records import Note
+from ..logs.writer import SessionLog
+from ..options import Options
+from ..ranks.group import AGREEMENTS, Agreement
+from ..search.messages import Payload, check_facts, merge
+from ..triton_api import identity, interception
+from ..triton_api.interception import INTERCEPTION
+from . import hints
+from .failures import diagnosis_to
+from .function_state import Domain
+from .report import TuningReport
+from .session import Session
+from .snapshot import Snapshot
+
+T = TypeVar("T")
+
+# A key that is new in a settled call is tuned by that call, from the state before it, which is copied for it
+# (random states alone: 0.1 ms). Keys come in sweeps: after so many calls without one, no copy is made.
+CALLS_THAT_KEEP_STATE = 16
+
+
+class Calls:
+    """The calls of one tuned function, one after another, and what they have found so far.
+
+    function: whose source text names the results that are not shared.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
+    ) -> None:
+        self.domain: Domain | None = None
+        self._function = function
+        self._options = options
+        self._name = name
+        self._log_dir = log_dir
+        self._session: Session | None = None
+        self._report: TuningReport | None = None
+        self._wants_session = True
+        self._forgets = False
+        self._is_under_way = False
+        self._retunes = False  # when the call under way has ended
+        self._noted: set[str] = set()  # contexts that are logged as not tuned
+        self._calls_in_vain = 0  # settled calls since one met a new key, or a session
+
+    @property
+    def report(self) -> TuningReport | None:
+        """What the last session found, or has found so far; None before the first."""
+        session = self._session  # read once: another thread may ask
+        return self._report if session is None else session.report()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to try."""
+        return self._session is None and not self._wants_session
+
+    def retune(self) -> None:
+        """Tune anew at the next call, whatever memory and disk hold; called in a call: at the next one."""
+        if self._is_under_way:
+            self._retunes = True
+            return
+        if self._session is not None:
+            self._session.close()
+            self._report = self._session.report()
+        self._session, self._wants_session, self._forgets = None, True, True
+
+    def call(self, mode: str, thunk: Callable[[], T]) -> T:
+        """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
+        self._is_under_way = True
+        try:
+            return self._call(mode, thunk)
+        finally:
+            self._is_under_way = False
+            if self._retunes:
+                self._retunes = False
+                self.retune()
+
+    def _call(self, mode: str, thunk: Callable[[], T]) -> T:
+        domain = self._current_domain(tunes=mode == "tune")
+        if interception.is_capturing():
+            if not self._forgets:
+                domain.look_on_disk()
+            return _settled_call(domain, thunk, self._note, votes=False)[0]
+        if self._session is None and not self._wants_session:
+            return self._call_settled(domain, mode, thunk)
+        return self._run_session(domain, thunk)
+
+    def _call_settled(self, domain: Domain, mode: str, thunk: Callable[[], T]) -> T:
+        """Make a call that begins with nothing to try; tune what it meets."""
+        is_alone = len(domain.agreement.ranks) == 1
+        votes = self._options.watch and not is_alone and mode == "tune"
+        may_tune = votes or (is_alone and mode == "tune")
+        is_replay = self._options.mode == "replay"
+        keeps = may_tune and is_replay and self._calls_in_vain < CALLS_THAT_KEEP_STATE
+        self._calls_in_vain += 1
+        try:
+            result, wants, before = _settled_call(
+                domain, thunk, self._note, votes=votes, preserved=self._options.preserve if keeps else None
+            )
+        except RankMismatch as error:
+            self._wants_session = error.starts_anew
+            raise
+        if not wants:
+            return result
+        self._calls_in_vain = 0
+        if not may_tune:
+            self._note_new(domain, "keeps its first config: nothing watches for it")
+            return result
+        if not is_replay or (before is None and self._options.preserve):
+            self._wants_session = True
+            if is_replay:
+                self._note_new(domain, "is tuned by the next call: no copy was made of what preserve= names")
+            return result
+        del result  # what is kept of the function's outputs must not add to the memory of the next run
+        return self._run_session(domain, thunk, before or Snapshot(()))
+
+    def _note(self, text: str) -> None:
+        """Write a remark to the log outside a session."""
+        rank = 0 if self.domain is None else self.domain.agreement.rank
+        with SessionLog(self._log_dir, rank) as log:
+            log.write(Note(rank=rank, text=text))
+
+    def _note_new(self, domain: Domain, what_happens: str) -> None:
+        """Log, once each, the keys that are new and are not tuned by this call."""
+        for name in sorted(domain.launches.met - self._noted):
+            self._noted.add(name)
+            self._note(
+                f"{domain.local_contexts.by_name[name].title} is new to {self._name} and {what_happens}"
+            )
+
+    def _run_session(self, domain: Domain, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
+        """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
+        if self._session is not None and not self._goes_on(self._session):
+            self._session = None
+        if self._session is None:
+            if not self._options.is_dist and domain.tuning.rules.tunes:
+                hints.tunes_alone(self._name)
+            domain.forgetful = self._forgets and domain.tuning.rules.tunes
+            log = SessionLog(self._log_dir, domain.agreement.rank)
+            self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
+            self._wants_session = True
+        session = self._session
+        try:
+            session.open_once()
+            INTERCEPTION.tuning = domain.tuning.rules.tunes
+            if self._options.mode == "online":
+                return session.online(thunk)
+            return session.replay(thunk, before)
+        finally:
+            INTERCEPTION.tuning = False
+            self._take_end(session)
+
+    def _goes_on(self, session: Session) -> bool:
+        try:
+            return session.goes_on()
+        finally:
+            self._take_end(session)
+
+    def _take_end(self, session: Session) -> None:
+        """Take in what a session has found, if it is over."""
+        if session.is_over:
+            self._report, self._session = session.report(), None
+            self._calls_in_vain = 0
+            self._wants_session = session.wants_another
+            self._forgets = self._forgets and (session.has_failed or not session.domain.forgetful)
+
+    def _current_domain(self, *, tunes: bool) -> Domain:
+        """Return the state for the group as it is now; another group or mode starts anew."""
+        agreement: Agreement = (
+            AGREEMENTS.of(self._options.process_group()) if self._options.is_dist else AGREEMENTS.alone()
+        )
+        known = self.domain
+        if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
+            try:
+                digest = identity.function_digest(self._function)
+                known = Domain(self._options, self._name, digest, agreement, tunes=tunes)
+            except BaseException as error:  # the peers wait for this rank to open a session
+                agreement.fail(error)
+                raise
+            self.domain = known
+            self._session, self._wants_session = None, True
+        return known
+
+
+def _settled_call(
+    domain: Domain,
+    thunk: Callable[[], T],
+    note: Callable[[str], None],
+    *,
+    votes: bool,
+    preserved: Sequence[Any] | None = None,
+) -> tuple[T, bool, Snapshot | None]:
+    """Run `thunk` with what is settled; return its result, whether some rank wants a session, and a snapshot.
+
+    `votes`: ask the peers. A rank that raises tells them instead, so that they do not wait for it.
+    `preserved`: what the snapshot of the state before the run is to hold; None: none is made.
+    """
+    launches, agreement = domain.launches, domain.agreement
+    launches.begin_run(tunes=False)
+    launches.met.clear()
+    if not votes:
+        before = None if preserved is None else Snapshot(preserved)
+        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
+            return thunk(), bool(launches.met), before
+    what = f"a call of {domain.name}"
+    try:
+        before = None if preserved is None else Snapshot(preserved)
+        with (
+            agreement.running(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note)),
+            INTERCEPTION.installed(launches.settled.runner, launches.choose),
+        ):
+            result = thunk()
+        facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
+        payload = Payload("vote", agreement.rank, facts=facts, wants_session=bool(launches.met)).encode()
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+    merged = Payload.decode(agreement.exchange(payload, merge, domain.timeout_s, what))
+    check_facts(merged, "vote")
+    return result, merged.wants_session, before

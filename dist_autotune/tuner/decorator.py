@@ -1,0 +1,208 @@
+"""`contextual_autotune` and the class behind it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from .. import settings
+from ..errors import InvalidOption
+from ..options import Options
+from ..search.strategies import Strategy
+from ..timing.clock import Clock
+from ..triton_api.interception import INTERCEPTION
+from .report import TuningReport
+from .snapshot import check_preserved
+
+if TYPE_CHECKING:
+    from .calls import Calls
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ContextualAutotuner(Generic[P, R]):
+    """A function whose `triton.autotune` launches are tuned where they run.
+
+    Calling it tunes until nothing is left to try, and from then on runs the function with the agreed
+    configs. Made by `contextual_autotune`; takes the function's arguments and returns its result.
+    """
+
+    def __init__(self, fn: Callable[P, R], options: Options) -> None:
+        if isinstance(fn, (classmethod, staticmethod)):
+            raise InvalidOption(f"put @{type(fn).__name__} above @contextual_autotune, not below it")
+        if not callable(fn):
+            raise InvalidOption(f"contextual_autotune decorates a function, not {fn!r}")
+        if _is_asynchronous(_bare(fn)):
+            raise InvalidOption(
+                f"{fn!r} is asynchronous: its launches happen after the call has returned. "
+                "Decorate the synchronous function that launches the kernels."
+            )
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.options = options
+        bare = _bare(fn)
+        self._name = str(options.name or getattr(bare, "__qualname__", type(bare).__qualname__))
+        self._log_dir = options.resolved_log_dir()
+        self._calls: Calls | None = None  # made for the first call
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        mode = settings.run_mode()
+        turn = INTERCEPTION.turn
+        if mode == "off" or (INTERCEPTION.active and turn.belongs()):
+            return self.fn(*args, **kwargs)
+        thunk = functools.partial(self.fn, *args, **kwargs)
+        if turn.is_mine:  # a tuned function inside a tuned function joins its session
+            return thunk() if INTERCEPTION.active else self._made_calls().call(mode, thunk)
+        lock, has_turn = turn.lock, False
+        try:
+            has_turn = turn.take(self._name, self.options.resolved_timeout_s, _is_active)
+            if not has_turn:
+                return turn.lend(thunk)
+            INTERCEPTION.restore()  # what a second Ctrl-C may have left of the call before
+            return self._made_calls().call(mode, thunk)
+        finally:
+            try:
+                if has_turn or turn.is_mine:
+                    _leave()
+            finally:
+                # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in between;
+                # without it, one came when the lock had just been taken.
+                if has_turn or turn.is_mine:
+                    lock.release()
+
+    def __reduce__(self) -> str:
+        """Be copied and pickled as functions are: a copy is the thing itself, a pickle its name."""
+        return str(getattr(self, "__qualname__", type(self).__qualname__))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def report(self) -> TuningReport | None:
+        """What the last session found, or has found so far; None before the first."""
+        return None if self._calls is None else self._calls.report
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to try: the moment to capture a CUDA graph."""
+        return self._calls is not None and self._calls.settled
+
+    def retune(self) -> None:
+        """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
+        self._made_calls().retune()
+
+    def _made_calls(self) -> Calls:
+        if self._calls is None:
+            # With all that a session needs: a program that calls nothing pays nothing.
+            from .calls import Calls
+
+            self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
+        return self._calls
+
+
+def contextual_autotune(
+    fn: Callable[..., Any] | None = None,
+    is_dist: bool = False,
+    n_repeat: int | None = None,
+    n_warmup: int | None = None,
+    *,
+    mode: str = "replay",
+    search: str | Strategy = "auto",
+    objective: str = "kernel",
+    statistic: str = "median",
+    rank_reduce: str = "max",
+    agree: str = "key",
+    group: Any = None,
+    share: bool = True,
+    name: str | None = None,
+    watch: bool = True,
+    preserve: Sequence[Any] = (),
+    cache: bool | str | os.PathLike[str] = True,
+    log_dir: str | os.PathLike[str] | None = settings.DEFAULT_LOG_DIR,
+    clock: Clock | None = None,
+    timeout_s: float = settings.DEFAULT_TIMEOUT_S,
+    on_stuck: str = "raise",
+    max_runs: int | None = None,
+    budget_s: float | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """Tune the `triton.autotune` kernels that a function launches, inside that function.
+
+    Works bare (`@contextual_autotune`) and called. A call runs the function with one config per kernel
+    and key, again and again until each has its winner, and returns the result of the last run
+    (`mode="replay"`); or makes one trial per call (`mode="online"`, for training steps).
+
+    Args:
+        is_dist: all ranks of `group` agree on each config; every rank must call the function.
+        n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
+        n_warmup: unmeasured runs before them; 3 when None.
+        search: `exhaustive`, `racing`, `auto`, or a function returning a flow (see `flows`).
+        objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run.
+        statistic: over the samples of one rank: `median`, `mean` or `min`.
+        rank_reduce: over ranks: `max` or `mean`.
+        agree: which contexts of different ranks belong together: those of equal `key`, or the n-th of
+            a kernel (`ordinal`), for keys that hold a rank or a local size.
+        group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
+        share: False: results belong to this function alone.
+        name: of the function in logs, reports and cache; None: its qualified name.
+        watch: with is_dist, vote after a settled call whether some rank met a new key.
+        preserve: tensors or objects with state_dict() to put back before each further run (replay).
+        cache: True: the user's cache directory; a path: that directory; False: none.
+        log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None: no files.
+        clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
+        timeout_s: seconds that a rank waits for its peers in one exchange, and for a launch on its device; a
+            run of a session that takes longer is told on stderr and in the log.
+        on_stuck: `abort` ends the process `timeout_s` after it was told that it hangs: a peer has failed
+            while this rank is in a collective, or a run of a session takes too long.
+        max_runs: runs of a session, the final one included; None: 4 x what the search plans.
+        budget_s: seconds since the session's first call after which it takes the best it knows; online, the
+            program's own work between calls is part of them.
+        progress: a bar on rank 0; None: when stderr is a terminal.
+
+    Raises:
+        TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
+    """
+    chosen = {key: value for key, value in locals().items() if key != "fn"}
+    options = Options(**chosen)
+    check_preserved(options.preserve)
+    if fn is None:
+        return lambda function: ContextualAutotuner(function, options)
+    return ContextualAutotuner(fn, options)
+
+
+def is_tuning() -> bool:
+    """Return whether a launch may be a trial now: fast launch paths are for False only."""
+    return INTERCEPTION.tuning
+
+
+def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function under `functools.partial`s."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def _is_asynchronous(fn: Callable[..., Any]) -> bool:
+    """Return whether `fn`, a function or an object that can be called, is an `async def`."""
+    kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(kind(called) for kind in kinds for called in (inspect.unwrap(fn), type(fn).__call__))
+
+
+def _is_active() -> bool:
+    return INTERCEPTION.active
+
+
+def _leave() -> None:
+    """Put back all that the call under way has replaced, also if a Ctrl-C comes between two lines of it."""
+    try:
+        INTERCEPTION.restore()
+        INTERCEPTION.turn.end()
+    except BaseException:
+        INTERCEPTION.restore()
+        INTERCEPTION.turn.end()
+        raise

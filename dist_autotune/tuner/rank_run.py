@@ -1,0 +1,144 @@
+"""What this rank does in one run of the tuned function, and what it tells of it at the exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from ..compilation.pool import Terms
+from ..launch.rank_context import Local
+from ..logs.records import RunStarted
+from ..ranks.watchdog import PATIENCE
+from ..search.context_search import Outcome
+from ..search.messages import Part, Payload
+from ..search.rules import BY_LAUNCH
+from ..timing.samples import Stopwatch
+from ..timing.stream_filler import LONGEST_MS, StreamFiller
+from ..timing.synchronized_start import CommonStart
+from ..triton_api import interception
+from . import decisions
+from .function_state import SOURCE_OF, Domain
+from .recorder import Chronicle
+
+T = TypeVar("T")
+
+
+class OwnRun:
+    """This rank's runs, one after the other: `begin`, `make`, `told`, `take` and `samples`; or `abandon`."""
+
+    def __init__(self, domain: Domain, chronicle: Chronicle, watch: Stopwatch) -> None:
+        self.watch = watch  # of the whole run
+        self.launched: set[str] = set()  # contexts, in any run so far
+        self._domain, self._chronicle = domain, chronicle
+        self._common_start = CommonStart()
+        make_filler = getattr(domain.clock, "filler", None)  # of `EventClock`
+        longest_ms = LONGEST_MS[domain.options.mode]
+        self._filler: StreamFiller | None = None if make_filler is None else make_filler(longest_ms)
+        self._wanted_ms = 0.0  # the filler that the slowest rank wants
+        self._late_ms = 0.0  # by how much this rank's host was late in the last trial
+        self._tries = False  # the run under way is a trial
+        self._judged: tuple[str, str] | None = None  # what the run is judged for as a whole
+
+    def begin(self) -> None:
+        """Prepare for the plan of the next run, and write it down."""
+        domain, tuning = self._domain, self._domain.tuning
+        domain.launches.begin_run(tunes=tuning.rules.tunes)
+        self.watch.begin_run()
+        self._judged = tuning.judged_run
+        self._tries = tuning.tries
+        self._chronicle.write(RunStarted(run=tuning.runs, plan=decisions.plan_of(tuning)))
+        domain.recovery.run(tuning)
+
+    def make(self, thunk: Callable[[], T]) -> T:
+        """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
+        filler = self._filler if self._tries and not interception.is_capturing() else None
+        compiled_s = self._domain.ledger.spent.compiling_s
+        if filler is None:
+            self._common_start.lead_ms(0.0)  # peers learn how late this rank comes in any case
+        else:
+            filler.prepare()
+            filler.begin(self._common_start.lead_ms(filler.length_ms(self._wanted_ms or filler.wanted_ms)))
+        if self._judged is None or self.watch.report is not None:
+            result = thunk()
+        else:
+            mark = self.watch.start()
+            result = thunk()
+            self.watch.stop(mark)
+        if filler is not None:
+            self._late_ms = filler.end(1e3 * (self._domain.ledger.spent.compiling_s - compiled_s))
+        return result
+
+    def told(self) -> Payload:
+        """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
+        domain, agreement = self._domain, self._domain.agreement
+        if domain.new_candidates:
+            with domain.compiling(), domain.recovery.paused():
+                for local, tally in domain.new_candidates.preflight(self._terms()):
+                    self._chronicle.preflighted(local, tally)
+        waits = domain.options.mode == "replay"
+        parts = domain.local_contexts.tell(waits=waits)
+        run = Part()
+        if self._judged is not None or self.watch.report is not None:
+            run = self.watch.tell("|".join(self._judged or ()), waits=waits)
+        domain.recovery.ran()
+        self.launched.update(parts)
+        sources = {SOURCE_OF + name: texts for name, texts in domain.local_contexts.new_sources().items()}
+        facts = {name: {text: agreement.rank} for name, text in {**domain.point, **sources}.items()}
+        elapsed_s = domain.tuning.elapsed_before_s + self._chronicle.elapsed_s
+        payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+        if domain.tuning.rules.online_share != 1.0:
+            payload = replace(payload, compiling_s=domain.ledger.new_compiling_s())
+        if waits and domain.shares_clock and len(agreement.ranks) > 1:
+            payload = self._common_start.told(payload)
+        if self._filler is not None:
+            payload = replace(payload, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
+        return domain.with_offers(payload)
+
+    def take(self, merged: Payload) -> None:
+        """Take in what all ranks told, before anything follows from it."""
+        self._common_start.take(merged)
+        self._wanted_ms = merged.wanted_ms
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Call contexts what all ranks call them."""
+        self._domain.local_contexts.rename(names)
+        self.launched = {names.get(name, name) for name in self.launched}
+
+    def samples(
+        self, told: Iterable[Local], outcomes: dict[str, Outcome], *, of_run: bool
+    ) -> dict[str, tuple[str, float, float]]:
+        """Return this rank's own samples of a run, as (candidate, ms, gap ms); "": of all of it."""
+        own = {}
+        for local in told:
+            outcome, watch = outcomes[local.name], local.stopwatch
+            is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
+            if is_sample and outcome.index is not None and watch.sample_ms is not None:
+                candidate = self._domain.tuning.contexts[local.name].digests[outcome.index]
+                own[local.name] = (candidate, watch.sample_ms, watch.sample_gap_ms)
+        report, ms = self.watch.report, self.watch.sample_ms
+        if of_run and report is not None and ms is not None:
+            own[""] = (str(report.ran), ms, self.watch.sample_gap_ms)
+        return own
+
+    def retract(self) -> None:
+        """Drop what the run under way has measured, and told: no rank counts it."""
+        for watch in (
+            self.watch,
+            *(local.stopwatch for local in self._domain.local_contexts.by_name.values()),
+        ):
+            watch.take(waiting=False, counts=False)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop what the run under way has measured: it raised."""
+        self._domain.launches.abandon_run()
+        self.watch.abandon()
+
+    def _terms(self) -> Terms:
+        """Return on what terms this rank compiles candidates, here and now."""
+        agreement = self._domain.agreement
+        position, count = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+        patience_s = PATIENCE * self._domain.timeout_s if count > 1 else math.inf
+        return Terms.agreed(self._chronicle.session, position, count, patience_s)

@@ -1,0 +1,99 @@
+"""What the last session of a tuned function found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..formatting import (
+    LAUNCH_BOUND_NOTE,
+    WALL_CLOCK,
+    WALL_CLOCK_NOTE,
+    align,
+    config_label,
+    context_label,
+    counted,
+    format_ms,
+    status_label,
+)
+from ..search.outlook import Outlook
+from .time_spent import Spent
+
+
+@dataclass(frozen=True)
+class TunedContext:
+    """One kernel with one key, and its winner."""
+
+    kernel: str
+    key: Any
+    config: Any  # the winning triton.Config, or the winning option of a `tunable`; None: there is none
+    ms: float | None = None  # agreed over the ranks; None: never timed
+    fastest_rank_ms: float | None = None  # of the winner; `ms` is that of the slowest, or the mean
+    status: str = (
+        "tuned"  # "tuned" | "cached" | "starved" | "partial"; "tuning"; "unfinished": it was dropped
+    )
+    timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
+    launch_bound: bool = False  # the device waited for the host, whose part is in the times
+
+    def __str__(self) -> str:
+        counts = f"{len(self.timings)} timed, {len(self.banned)} banned"
+        label = f"{self._label}: {config_label(self.config)}, {format_ms(self.ms)} ms"
+        return f"{label}, {self._status} ({counts})"
+
+    @property
+    def _status(self) -> str:
+        return status_label(self.status, launch_bound=self.launch_bound)
+
+    @property
+    def _label(self) -> str:
+        key = self.key if isinstance(self.key, tuple) else (self.key,)
+        return context_label(self.kernel, ", ".join(map(str, key)))
+
+    @property
+    def spread_percent(self) -> float | None:
+        """How much longer the agreed time of the winner is than the fastest rank's; None: not timed."""
+        if self.ms is None or not self.fastest_rank_ms:
+            return None
+        return 100 * (self.ms / self.fastest_rank_ms - 1)
+
+    def _row(self, world_size: int) -> tuple[str, ...]:
+        is_known = self.spread_percent is not None and world_size > 1
+        spread = f"{self.spread_percent:.1f} %" if is_known else "-"
+        figures = format_ms(self.ms), spread, self._status, str(len(self.timings)), str(len(self.banned))
+        return (self._label, *figures, "-" if self.config is None else config_label(self.config))
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """The contexts of one session; `str` of it is a table."""
+
+    runs: int  # executions of the tuned function, the final one included
+    contexts: tuple[TunedContext, ...]
+    world_size: int = 1
+    seconds: float = 0.0
+    clock: str = ""  # class name
+    log_dir: str | None = None
+    warning: str = ""
+    spent: Spent = field(default_factory=Spent)
+    outlook: Outlook | None = None  # what is still to be tried; None: the session is over
+
+    def __str__(self) -> str:
+        work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
+        lines = [f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"]
+        if self.clock == WALL_CLOCK:
+            lines.append(WALL_CLOCK_NOTE)
+        if self.contexts:
+            columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
+            rows = [context._row(self.world_size) for context in self.contexts]
+            lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
+        if any(context.launch_bound for context in self.contexts):
+            lines.append(LAUNCH_BOUND_NOTE.capitalize())
+        if self.outlook is not None:
+            lines.append(f"Under way: {self.outlook}")
+        if self.warning:
+            lines.append(f"Warning: {self.warning}")
+        if self.log_dir is not None:
+            lines.append(f"Logs: {self.log_dir}")
+        return "\n".join(lines)

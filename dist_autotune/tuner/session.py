@@ -1,0 +1,372 @@
+"""Drives one tuned function: plan -> run -> samples -> exchange -> plan, until every context is settled."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
+from ..formatting import described
+from ..logs.records import Exchanged, Note, Resumed, SessionClosed
+from ..logs.writer import SessionLog
+from ..search.messages import Payload, merge
+from ..timing.device_errors import told_as_ours
+from ..timing.samples import Stopwatch
+from ..triton_api.interception import INTERCEPTION
+from . import decisions, hints
+from .failures import Failures
+from .function_state import Domain
+from .progress import Progress, is_shown
+from .rank_run import OwnRun
+from .recorder import Chronicle
+from .report import TunedContext, TuningReport
+from .results import tuned_contexts
+from .snapshot import Snapshot
+
+FIRST_OUTLOOK = 50  # runs of an online session after which its log says what is left; then at twice as many
+
+OPENING = "the opening of a session"
+
+T = TypeVar("T")
+
+
+class Session:
+    """One session on this rank: opens with an exchange, ends when every context is settled."""
+
+    def __init__(self, domain: Domain, log: SessionLog, log_dir: str | None) -> None:
+        self.domain = domain
+        self.executions = 0
+        self.warning = ""
+        self.is_over = False
+        self.wants_another = False
+        self.has_failed = False
+        self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
+        self._log_dir = log_dir
+        run_watch = Stopwatch(domain.clock, domain.options.statistic)
+        self._chronicle = Chronicle(domain, log, run_watch)
+        self._run = OwnRun(domain, self._chronicle, run_watch)
+        self._failures = Failures(domain, self._chronicle, log_dir)
+        self._left_by: str | None = None  # the failure that has left the session between two calls
+        self._lived = hashlib.blake2b(
+            digest_size=8
+        )  # over what all ranks said of each run: the state follows
+        self._is_in_function = False
+        self._is_stepping = False  # the state is between two runs
+        self._has_asked = self._has_time = False  # whether samples were to be taken here, and one was
+        self._tells_outlook_at = FIRST_OUTLOOK
+        options = domain.options
+        self._progress = Progress(domain.name, shown=is_shown(options.progress, domain.agreement.rank))
+
+    # -- the two modes -------------------------------------------------------------------------------------
+
+    def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
+        """Run `thunk` until every context is settled, then once more; return what that last run returned.
+
+        before: the state that the call has run `thunk` from already; None: it has not.
+        """
+        options = self.domain.options
+        with self._telling_failures(), hints.optimizer_steps(INTERCEPTION.turn.works_for_call) as stepped:
+            is_first = before is None
+            snapshot = before or Snapshot(options.preserve)
+            while True:
+                if not is_first:
+                    snapshot.restore()
+                is_first = False
+                result = self._run_once(thunk)
+                if self.domain.tuning.done:
+                    self.close()
+                    return result
+                if not options.preserve:
+                    hints.repeats_steps(self.domain.name, stepped)
+                del result  # a trial's outputs must not add to the memory of the next
+
+    def online(self, thunk: Callable[[], T]) -> T:
+        """Run `thunk` once, as one trial of the session."""
+        with self._telling_failures():
+            result = self._run_once(thunk)
+            if not any(self.domain.tuning.contexts.unsettled) and self.domain.tuning.plan_trial is None:
+                self.close()
+            return result
+
+    # -- opening, one run, closing -------------------------------------------------------------------------
+
+    def goes_on(self) -> bool:
+        """Return whether the session goes on, after a run that failed on some rank, from the run before it.
+
+        It does if all ranks come back with the same state; else it is dropped on all of them.
+        """
+        left_by, self._left_by = self._left_by, None
+        domain = self.domain
+        if left_by is None:
+            return True
+        state = f"{self._chronicle.session} {domain.tuning.runs} {self._lived.hexdigest()}"
+        with self._telling_failures():
+            merged = self._exchange(domain.going_on(state), OPENING)
+            try:
+                states = domain.check_opening(merged)
+            except TuningError as error:
+                self._drop(error)
+                raise
+        if states == {state}:
+            self._chronicle.write(Note(text=f"goes on after {left_by}"))
+            return True
+        self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
+        return False
+
+    def open_once(self) -> None:
+        """Agree with the peers on what the session is, unless an earlier call has.
+
+        Raises RankMismatch where ranks differ.
+        """
+        if self._chronicle.session:
+            return
+        domain = self.domain
+        domain.ledger.clear()
+        domain.on_ban = self._chronicle.ban
+        with self._telling_failures():
+            try:
+                merged = self._opened()
+                remarks = domain.open(merged)
+            except TuningError as error:
+                self._tell_if_own(error)
+                self.close(error)
+                raise
+            (self._chronicle.session,) = merged.facts["session"]
+            self._chronicle.write(self._chronicle.opened())
+            if domain.recovery.taken_up:
+                self._chronicle.write(Resumed(events=tuple(domain.recovery.taken_up)))
+            for remark in remarks:
+                self._chronicle.write(Note(text=remark))
+            for ban in domain.recovery.banned(domain.tuning):
+                self._chronicle.write(ban)
+            self._run.watch.restore(domain.recovery.run_samples)
+
+    def _opened(self) -> Payload:
+        """Return what all ranks say to open a session."""
+        domain = self.domain
+        while True:
+            payload = domain.opening()
+            if domain.agreement.rank == domain.agreement.ranks[0]:
+                payload.facts["session"] = {uuid.uuid4().hex[:12]: domain.agreement.rank}
+            merged = self._exchange(payload, OPENING)
+            if domain.check_opening(merged) == {""}:
+                return merged
+            # Some would have gone on with one, and know now that not all would: next time none has any.
+            domain.drop_session()
+
+    def _run_once(self, thunk: Callable[[], T]) -> T:
+        """Make one run and agree on what follows from it."""
+        domain, tuning, options = self.domain, self.domain.tuning, self.domain.options
+        self._run.begin()
+        self.executions += 1
+        what = f"run {tuning.runs} of {domain.name}{self._failures.on_trial()}"
+        with (
+            domain.agreement.running(
+                what,
+                domain.timeout_s,
+                options.on_stuck,
+                self._failures.tell_stuck,
+                self._failures.whereabouts,
+            ),
+            INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
+            domain.ledger.running(),
+        ):
+            self._is_in_function = True
+            result = self._run.make(thunk)
+            self._is_in_function = False
+        with told_as_ours(if_reported=True):
+            payload = self._run.told()
+        merged = self._exchange(payload, what)
+        self._step(merged)
+        return result
+
+    @contextlib.contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Tell the peers of an exception, unless it comes from them or is the same on every rank."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_over and self._left_by is None:
+                self._fail(error, self._failures.diagnosed(error))
+            raise
+
+    def close(self, error: BaseException | None = None, outcome: str = "") -> None:
+        """End the session: write down how. outcome: of an error, where its class does not say it."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.domain.in_session = False
+        tuning = self.domain.tuning
+        self.has_failed = error is not None
+        # Online the next session would be the next call, see `Context.stands`.
+        self.wants_another = self.has_failed or (
+            tuning.rules.tunes
+            and tuning.rules.mode == "replay"
+            and tuning.closing
+            and any(context.status == "partial" for context in tuning.contexts.values())
+        )
+        self._progress.close()
+        known = tuning.contexts
+        contexts = [
+            known[name]
+            for name in sorted(self._run.launched & known.keys())
+            if len(known[name].digests) > 1  # with one there is no choice
+        ]
+        count = len(contexts) if self._dropped is None else len(self._dropped)
+        left = [context for context in contexts if context.provisional and not context.is_unasked]
+        starved = [context.title for context in left if context.status == "starved"]
+        if not outcome:
+            outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
+        if not self._run.launched and error is None:
+            self.warning = "no launches of autotuned kernels seen"
+        elif starved:
+            self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
+        if error is None and self._has_asked and not self._has_time:
+            self.warning = hints.useless_clock(self.domain.name, self.domain.clock)
+        if outcome == "settled" or isinstance(error, NoValidConfig):
+            self.domain.recovery.discard(tuning)
+        self._chronicle.write(
+            SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=self.warning)
+        )
+        self._chronicle.close()
+
+    def report(self) -> TuningReport:
+        """Return what the session has found so far."""
+        return TuningReport(
+            runs=self.executions,
+            contexts=self._contexts() if self._dropped is None else self._dropped,
+            world_size=len(self.domain.agreement.ranks),
+            seconds=self._chronicle.elapsed_s,
+            clock=type(self.domain.clock).__name__,
+            log_dir=self._log_dir,
+            warning=self.warning,
+            spent=self.domain.ledger.spent,
+            outlook=None if self.is_over else self.domain.tuning.outlook,
+        )
+
+    def _contexts(self) -> tuple[TunedContext, ...]:
+        return tuned_contexts(self.domain.tuning, self.domain.local_contexts, self._run.launched)
+
+    def _drop(self, error: BaseException, outcome: str = "") -> None:
+        """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
+        self._dropped = tuple(
+            replace(context, status="unfinished", config=None, ms=None, fastest_rank_ms=None)
+            if context.status == "tuning"
+            else context
+            for context in self._contexts()
+        )
+        self.domain.drop_session()
+        self.close(error, outcome)
+
+    # -- what follows a run --------------------------------------------------------------------------------
+
+    def _step(self, merged: Payload) -> None:
+        """Take in what all ranks said of the run, and write down what follows."""
+        domain, tuning = self.domain, self.domain.tuning
+        run = tuning.runs
+        self._is_stepping = True
+        said = merged
+        self._run.take(merged)
+        try:
+            domain.check_run(merged)
+            self._chronicle.merged(run, merged)
+            merged, names = tuning.kernels.unite(merged, tuning.contexts)
+            self._run.rename(names)
+            outcomes = tuning.step(merged)
+        except TuningError as error:
+            self._tell_if_own(error)
+            self._drop(error)
+            raise
+        told = [local for local in domain.local_contexts.by_name.values() if local.told is not None]
+        trials = [
+            self._chronicle.trial(run, local, outcomes[local.name])
+            for local in told
+            if local.launches or local.stopwatch.is_read
+        ]
+        domain.local_contexts.take(tuning.contexts, outcomes, late_ms=merged.late_ms)
+        counts = tuning.has_counted_run
+        self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
+        own = self._run.samples(told, outcomes, of_run=counts and not merged.run.pending)
+        domain.recovery.agreed(said, own, told)
+        self._has_asked |= any(outcomes[local.name].kind == "sample" for local in told)
+        self._has_time |= bool(own)
+        self._run.watch.take(waiting=bool(merged.run.pending), counts=counts, late_ms=merged.late_ms)
+        if tuning.remark:
+            self._chronicle.write(Note(text=tuning.remark))
+            self.warning, tuning.remark = tuning.remark, ""
+        self._chronicle.step(run, merged, outcomes, trials)
+        for context in domain.publish(self._chronicle.elapsed_s):
+            self._chronicle.write(decisions.settled(run, context))
+        detail = ", ".join(context.title for context in tuning.contexts.unsettled) or domain.name
+        self._progress.update(tuning.runs, self._runs_expected(), detail[:60])
+        self._is_stepping = False
+
+    def _runs_expected(self) -> int:
+        """Return how many runs the session may have; online, tell the log now and then what is left."""
+        tuning = self.domain.tuning
+        if tuning.rules.mode == "replay":
+            return tuning.planned_runs
+        outlook = tuning.outlook
+        if tuning.runs == self._tells_outlook_at:
+            self._tells_outlook_at *= 2
+            if any(tuning.contexts.unsettled) or tuning.plan_trial is not None:
+                self._chronicle.write(Note(text=str(outlook)))
+        return tuning.runs + outlook.more_runs
+
+    def _fail(self, error: BaseException, told: BaseException) -> None:
+        """Leave a run that raised: the peers are `told`, the next call goes on or starts anew."""
+        domain = self.domain
+        domain.recovery.failed()
+        self._failures.write(told, domain.agreement.rank)
+        is_of_function = self._is_in_function and not isinstance(error, TuningError) and told is error
+        self._is_in_function = False
+        if len(domain.agreement.ranks) == 1 and not (isinstance(error, TuningError) or self._is_stepping):
+            self._run.abandon()
+            return
+        domain.agreement.fail(told)
+        if is_of_function:
+            self._leave(error)
+        else:
+            self._run.abandon()
+            self._drop(error)
+
+    def _leave(self, error: BaseException) -> None:
+        """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
+        self._run.retract()
+        locals_ = self.domain.local_contexts.by_name
+        self.domain.launches.forget([name for name, local in locals_.items() if not local.announced])
+        self._left_by = described(error)  # not the error: it holds the function's variables
+
+    def _tell_if_own(self, error: TuningError) -> None:
+        """Tell the peers of what a flow of the user's did; every other error of a step is theirs too."""
+        if isinstance(error, FlowFailed):
+            self.domain.agreement.fail(error)
+
+    def _exchange(self, payload: Payload, what: str) -> Payload:
+        domain = self.domain
+        sent = payload.encode()
+        began = time.perf_counter()
+        try:
+            received = domain.agreement.exchange(sent, merge, domain.timeout_s, what)
+        except BaseException as error:
+            self._failures.of_exchange(error)
+            if payload.kind == "run" and type(error) is PeerFailed:
+                self._leave(error)
+            else:
+                self._run.abandon()
+                self._drop(error)
+            raise
+        if payload.kind == "run":
+            self._lived.update(received)
+        ms = (time.perf_counter() - began) * 1e3
+        domain.ledger.exchanged(ms / 1e3)
+        run = domain.tuning.runs if payload.kind == "run" else -1
+        self._chronicle.exchanged(
+            Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
+        )
+        return Payload.decode(received)

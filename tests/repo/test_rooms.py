@@ -1,0 +1,125 @@
+"""Which room of the package may import which, read from the source; and that a breach is found."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dist_autotune"
+
+# From top to bottom: a room may import rooms of the levels below its own, and the modules beside the rooms.
+LEVELS = (
+    ("cli",),
+    ("doctor",),
+    ("tuner",),
+    ("launch",),
+    ("compilation", "timing"),
+    ("storage", "logs"),
+    ("triton_api", "search"),
+    ("ranks",),
+)
+LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+BESIDE = {"codec", "errors", "formatting", "options", "regular_files", "settings", "version"}
+ENTRANCES = {"__init__", "__main__"}  # they may import every room
+FOREIGN = {"torch", "triton", "numpy"}
+WITHOUT = {
+    "search": FOREIGN,
+    "logs": FOREIGN,
+    "ranks": {"triton", "numpy"},
+}  # ranks: torch's store and groups
+MOST_MODULES = 12
+
+
+def imported(source: str, room: str) -> Iterator[str]:
+    """Yield what a module of `room` imports, from the top of the package or of the installed ones."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ("dist_autotune", room) if room else ("dist_autotune",)
+            base = (
+                ".".join((*above[: len(above) - node.level + 1], node.module or ""))
+                if node.level
+                else node.module
+            )
+            base = (base or "").rstrip(".")
+            if base == "dist_autotune":
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+            else:
+                yield base
+
+
+def breaches(source: str, room: str, name: str = "") -> list[str]:
+    """Return the imports of a module that the room it stands in may not have."""
+    found = []
+    for module in imported(source, room):
+        first, *rest = module.split(".")
+        if first == "dist_autotune":
+            target = rest[0]
+            if target == "kernels":
+                found += [module] if room != "doctor" else []
+            elif target in LEVEL:
+                allowed = name in ENTRANCES if not room else target == room or LEVEL[target] > LEVEL[room]
+                if not allowed:
+                    found.append(module)
+        elif first in WITHOUT.get(room, ()):
+            found.append(module)
+    return found
+
+
+SOURCES = sorted(path for path in PACKAGE.glob("*/*.py") if path.parent.name != "kernels")
+SOURCES += sorted(PACKAGE.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_room_imports_only_what_stands_below_it(path: Path) -> None:
+    room = "" if path.parent == PACKAGE else path.parent.name
+    assert breaches(path.read_text(), room, path.stem) == []
+
+
+def test_every_room_has_a_level_and_says_what_it_is_for() -> None:
+    rooms = {
+        path.parent.name: path for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "kernels"
+    }
+    assert set(rooms) == set(LEVEL)
+    for path in rooms.values():
+        tree = ast.parse(path.read_text())
+        assert len(ast.get_docstring(tree) or "") > 30
+        assert len(tree.body) == 1, f"{path}: public names are those of dist_autotune alone"
+
+
+def test_modules_beside_the_rooms_are_few() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == BESIDE | ENTRANCES
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "breach"),
+    [
+        ("search", "import torch", "torch"),
+        ("search", "from numpy import array", "numpy"),
+        ("ranks", "from ..search.messages import Payload", "dist_autotune.search.messages"),
+        ("ranks", "def f():\n    from ..tuner import session", "dist_autotune.tuner"),
+        ("storage", "from ..logs.records import Note", "dist_autotune.logs.records"),
+        ("tuner", "from dist_autotune.kernels import symm", "dist_autotune.kernels"),
+        ("timing", "from .. import cli", "dist_autotune.cli"),
+        ("", "from .tuner.session import Session", "dist_autotune.tuner.session"),
+    ],
+)
+def test_a_breach_is_found(room: str, source: str, breach: str) -> None:
+    assert breaches(source, room) == [breach]
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("search", "from .messages import Payload\nfrom ..errors import TuningError"),
+        ("tuner", "from ..ranks.group import Group\nimport torch"),
+        ("cli", "from ..doctor import facts"),
+    ],
+)
+def test_what_stands_below_may_be_imported(room: str, source: str) -> None:
+    assert breaches(source, room) == []
