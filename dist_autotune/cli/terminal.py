@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..errors import CacheWarning, TuningError
+from ..formatting import Table
 from ..logs.analysis import History, SessionHistory
 from ..logs.writer import describe_skipped
 from . import replay_tables, tables
