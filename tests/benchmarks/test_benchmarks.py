@@ -1,0 +1,377 @@
+"""The benchmarks: only right results are timed, in turns; what cannot run is told; records become pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from operation_runs import INTERPRETER
+
+import common
+import render
+from common import Arm, Plan, Ranks, Timed, Unsupported, measure, quantiles
+from ranks import assert_all_ok, run_ranks, store_server
+
+AG_GEMM = Path(__file__).parents[2] / "benchmarks" / "ag_gemm.py"
+QUICK = ("--json", "record.json", "--commit", "0ff1ce", "--warm-ups", "1", "--iterations", "1")
+PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)
+
+
+# ---- whole programs
+
+
+def torchrun(program: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, "--", program, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def become(rank: int, program: Path, arguments: tuple[str, ...], port: int) -> None:
+    """Be that program on this rank, with the variables that torchrun would set; it ends the process."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def case_of(name: str, *arguments: str) -> dict[str, Any]:
+    """Return the only case of the record that a program leaves on two forked ranks.
+
+    They have imported torch already, for which ranks of torchrun take longer than for all the rest.
+    """
+    program = AG_GEMM.with_name(f"{name}.py")
+    with store_server(2) as port:
+        assert_all_ok(run_ranks(become, 2, program, (*QUICK, *arguments), port, init="none", timeout_s=240))
+    (case,) = json.loads(Path("record.json").read_text())["cases"]
+    return case
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Path) -> None:
+    result = torchrun(AG_GEMM, "--json", "record.json", "--m", "96", "--commit", "0ff1ce")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "All-gather + GEMM, 2 x CPU, Triton's interpreter, ms (median, slowest rank)" in lines
+    assert common.INTERPRETER_NOTE in lines
+    assert any(line.split()[:1] == ["ours"] for line in lines)
+    assert "torch fused: n/a: torch's symmetric memory needs GPUs" in lines
+    record = json.loads((tmp_path / "record.json").read_text())
+    (case,) = record["cases"]
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    timed = {name for name, arm in arms.items() if "unavailable" not in arm}
+    ours = {"ours", "ours, copied", "ours, push", "ours, no overlap"}
+    assert timed == ours | {"gloo + GEMM", "GEMM", "copies", "gloo gather"}
+    assert all(arms[name]["ms"] > 0 and len(arms[name]["ranks_ms"]) == 2 for name in timed)
+    assert max(arms[name]["error"] for name in timed) < 8e-3  # one bfloat16 rounding
+    assert (record["commit"], record["figures"]) == ("0ff1ce", common.INTERPRETER_NOTE)
+    assert record["command"] == "./launch.sh --cpu --nproc 2 benchmarks/ag_gemm.py --m 96"
+    tuned = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
+    assert tuned["all_gather_gemm"] == tuned["ag_gemm consumer"] == "tuned"
+    render_page(tmp_path, record)
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
+    result = torchrun(AG_GEMM.with_name("ag_gemm_host.py"), "--json", "record.json", ranks=1)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["table"]["columns"] == ["consumer", "call", "host us", "launch", "exchange", "rest"]
+    figures = {tuple(row[:2]): [float(us) for us in row[2:]] for row in record["table"]["rows"]}
+    assert {consumer for consumer, _ in figures} == {"specialized", "plain", "matmul", "any"}
+    for call_us, *parts_us in figures.values():
+        assert call_us > 0
+        assert abs(call_us - sum(parts_us)) < 0.3  # they are rounded
+    assert "1 x CPU, a pretended Hopper" in render.page(record)
+
+
+def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
+    stem = f"ag_gemm_2xCPU-Triton-s-interpreter_{record['date'][:10]}"
+    command = [sys.executable, AG_GEMM.with_name("render.py"), "record.json", "--directory", "pages"]
+    subprocess.run(command, check=True, timeout=60)
+    page = (tmp_path / "pages" / f"{stem}.md").read_text()
+    for part in (
+        "# All-gather + GEMM, 2 x CPU",
+        "commit 0ff1ce",
+        "torch 2.",
+        f"**{common.INTERPRETER_NOTE}**",
+    ):
+        assert part in page
+    assert "| 96 x 48 x 32 | ours |" in page
+    assert f"({stem}.svg)" in page
+    assert "96 x 48 x 32" in (tmp_path / "pages" / f"{stem}.svg").read_text()
+    assert json.loads((tmp_path / "pages" / f"{stem}.json").read_text()) == record
+
+
+@INTERPRETER
+def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
+    case = case_of("overlap")
+    names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in ("alone", "kernel", "run")]
+    assert [arm["name"] for arm in case["arms"]] == [*names, "torch, step", "all-reduce"]
+    assert all(arm["ms"] > 0 for arm in case["arms"])
+    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"] * 3
+
+
+@INTERPRETER
+def test_gemm_rs_times_what_is_right() -> None:
+    case = case_of("gemm_rs")
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    timed = {name for name, arm in arms.items() if "unavailable" not in arm}
+    assert timed == {"ours", "GEMM + gloo", "GEMM", "gloo scatter"}
+    assert arms["torch fused"]["unavailable"] == "torch's symmetric memory needs GPUs"
+    assert arms["GEMM + gloo, graph"]["unavailable"] == "CUDA graphs need a GPU"
+    ratios = json.loads(Path("record.json").read_text())["ratios"]
+    assert {"name": "graph: GEMM + gloo / ours", "of": "GEMM + gloo, graph", "to": "ours, graph"} in ratios
+    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"]
+
+
+@INTERPRETER
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("ag_moe", {"gloo + grouped_mm", "gloo gather"}),
+        ("moe_rs", {"grouped_mm + gloo", "gloo scatter"}),
+    ],
+)
+def test_benchmarks_over_experts_time_what_is_right(name: str, others: set[str]) -> None:
+    case = case_of(name, "--hidden", "16", "--ffn", "32", "--experts", "2")
+    ratios = json.loads(Path("record.json").read_text())["ratios"]
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    timed = {arm for arm in arms if "unavailable" not in arms[arm]}
+    assert timed == {"ours", "ours, tokens not given", "grouped_mm", "grouped GEMM, ours"} | others
+    assert arms["ours, graph"]["unavailable"] == "CUDA graphs need a GPU"
+    assert all(ratio["of"] in timed and ratio["to"] in timed for ratio in ratios)
+    for tuned in ("tuned", "tuned_alone"):
+        assert [context["status"] for context in case[tuned]["contexts"]] == ["tuned"]
+
+
+@pytest.mark.gpu(devices=2)
+def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
+    sizes = ("--m", "2048", "--n", "512", "--k", "1024")
+    result = torchrun(AG_GEMM, *sizes, "--json", "record.json", "--iterations", "5")
+    assert result.returncode == 0, result.stderr
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    graphs = ("ours, graph", "ours, copied, graph")
+    nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL gather")
+    for name in ("ours", "ours, copied", *graphs, *nccl, "GEMM", "copies"):
+        assert 0 < arms[name]["ms"] < 50, arms[name]
+
+
+# ---- timing
+
+
+class OneRank:
+    """Stands for the ranks where there is one."""
+
+    def gather(self, value: object) -> list[object]:
+        return [value]
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CallsOnly:
+    """A clock that takes no time."""
+
+    def time(self, call: Any) -> tuple[float, float]:
+        call()
+        return 1.0, 0.5
+
+
+def test_arms_take_turns_each_behind_another_arm_and_every_second_round_is_reversed() -> None:
+    out: list[str] = []
+    calls = [lambda name=name: out.append(name) for name in "abc"]
+    times = common._rounds(calls, CallsOnly(), lambda: out.append("new inputs"), OneRank(), 3)
+    new = ["new inputs"]
+    assert out == [*new, "c", "a", "b", "c", *new, "a", "c", "b", "a", *new, "c", "a", "b", "c"]
+    assert times == [[(1.0, 0.5)] * 3] * 3
+
+
+@pytest.mark.parametrize(("late", "told"), [([0, 0], False), ([0, 1], False), ([0, 2], True), ([4, 0], True)])
+def test_an_arm_for_which_the_device_waits_often_on_some_rank_is_marked(late, told) -> None:
+    class Gathering:  # of two ranks, of which this is the last
+        def gather(self, value: Any) -> list[Any]:
+            median, host, _, found = value
+            return [(median, host, late[0] / 10, found), value]
+
+    times = [Timed(0.1 * i, 0.05, 0.31 if i < late[1] else 0.29) for i in range(10)]
+    arm = Arm(name="a", prepare=lambda: lambda: torch.zeros(1), error=lambda _: 0.0, limit=1.0)
+    row = common._row(arm, times, 0.0, 0.3, Gathering())  # type: ignore[arg-type]
+    assert row["host_bound"] is told
+    assert (row["ms"], row["host_ms"]) == (pytest.approx(0.45), 0.05)
+
+
+def test_quantiles_interpolate() -> None:
+    assert quantiles([3.0]) == [3.0] * len(common.QUANTILES)
+    assert quantiles([5.0, 1.0, 2.0, 4.0, 3.0]) == [1.0, 1.4, 2.0, 3.0, 4.0, 4.6, 5.0]
+
+
+class Inputs:
+    """One number on each rank, new at every refresh; an arm is right if it returns it doubled."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(1)
+        self.refreshes = 0
+
+    def refresh(self) -> None:
+        self.refreshes += 1
+        self.x.fill_(float(self.refreshes))
+
+    def arm(self, name: str, call: Any, **options: Any) -> Arm:
+        def error(result: torch.Tensor) -> float:
+            return abs(float(result / (2 * self.x)) - 1)
+
+        return Arm(name=name, prepare=lambda: call, error=error, limit=0.01, **options)
+
+
+def measured(rank: int) -> dict[str, Any]:
+    inputs, out = Inputs(), torch.zeros(1)
+    first: list[torch.Tensor] = []
+
+    def stale() -> torch.Tensor:
+        first.append(2 * inputs.x)
+        return first[0]
+
+    def unsupported() -> Any:
+        raise Unsupported("not here")
+
+    def raises_on_one() -> torch.Tensor:
+        if rank == 1:
+            raise RuntimeError("out of memory\nmore")
+        return 2 * inputs.x
+
+    def poison() -> None:
+        out.fill_(float("nan"))
+
+    refuses = inputs.arm("refuses", None)
+    arms = [
+        inputs.arm("right", lambda: 2 * inputs.x, work=1.0, rate="GB/s"),
+        Arm(name="refuses", prepare=unsupported, error=refuses.error, limit=0.0),
+        inputs.arm("raises", raises_on_one),
+        inputs.arm("wrong", lambda: (3 if rank == 1 else 2) * inputs.x),
+        inputs.arm("does nothing", lambda: out, poison=poison),
+        inputs.arm("stale", stale),
+    ]
+    found = measure(arms, Ranks(), inputs.refresh, PLAN)
+    return {arm["name"]: arm for arm in found["arms"]}
+
+
+def test_only_arms_that_are_right_on_all_ranks_and_all_inputs_have_a_time() -> None:
+    zero, one = assert_all_ok(run_ranks(measured, 2))
+    assert zero == one  # what a record holds is the same on all ranks
+    assert zero["right"]["error"] == 0
+    assert zero["right"]["rate"] == pytest.approx(1 / zero["right"]["ms"])
+    assert len(zero["right"]["ranks_ms"]) == 2
+    reasons = {name: arm["unavailable"] for name, arm in zero.items() if "unavailable" in arm}
+    assert reasons.pop("stale").startswith("wrong result: relative error")
+    assert reasons == {
+        "refuses": "not here",
+        "raises": "rank 1: RuntimeError: out of memory",
+        "wrong": "rank 1: wrong result: relative error 5.0e-01, at most 1.0e-02 is explained",
+        "does nothing": "wrong result: relative error nan, at most 1.0e-02 is explained",
+    }
+
+
+# ---- pages
+
+
+def record(*cases: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "op": "ag_gemm", "title": "Title", "figures": "CUDA events", "date": "2026-01-02T03:04:05+00:00",
+        "hardware": {"world_size": 8, "device": "NVIDIA H200"}, "versions": {"torch": "2.11.0"},
+        "variables": {"NCCL_NVLS_ENABLE": "0"}, "commit": "abc", "command": "./launch.sh x", "warm_ups": 120,
+        "iterations": 40, "quantiles": list(common.QUANTILES), "case_title": "M",
+        "ratios": [{"name": "a / b", "of": "a", "to": "b"}], "cases": list(cases),
+    }  # fmt: skip
+
+
+def case(name: str, *, a_ms: float, b: dict[str, Any]) -> dict[str, Any]:
+    a = {
+        "name": "a", "ms": a_ms, "host_ms": 0.05, "host_bound": False, "rate": 700.25,
+        "rate_unit": "TFLOP/s", "error": 0.001,
+        "ranks_ms": [[1.0] * 7, [a_ms + i / 10 for i in range(-3, 4)]],
+    }  # fmt: skip
+    context = {"config": "BLOCK: 1", "timed": 12, "status": "tuned"}
+    return {
+        "case": name, "arms": [a, {"name": "b", **b}], "clocks": {"clocks.sm": "1980 MHz"},
+        "tuned": {"contexts": [context], "runs": 40}, "trouble_at_closing": [],
+    }  # fmt: skip
+
+
+def test_a_page_holds_times_ratios_reasons_and_where_they_come_from() -> None:
+    timed = {**case("", a_ms=1.5, b={})["arms"][0], "ms": 1.5, "host_bound": True}
+    del timed["name"]
+    page = render.page(
+        record(case("64", a_ms=3.0, b=timed), case("32", a_ms=2.0, b={"unavailable": "no GPU"}))
+    )
+    for part in (
+        "# Title, 8 x NVIDIA H200",
+        "2026-01-02, `./launch.sh x`, commit abc.\ntorch 2.11.0.\nNCCL_NVLS_ENABLE=0\n"
+        "NCCL ran without NVLink multicast: these variables switch it off.\n\n",
+        "Times by CUDA events.",
+        "| 64 | 3.000 | 1.500* | 2.000 |",
+        "| 32 | 2.000 | n/a | n/a |",
+        "* b: n/a for 32: no GPU\n* *: the device waited for the host",
+        "| 64 | a | 3.000 | 2.800 | 3.200 | 700.2 TFLOP/s | 0.050 | 1.0e-03 |",
+        "| 64 | BLOCK: 1 | 12 | 40 | tuned | clocks.sm 1980 MHz |",
+    ):
+        assert part in page
+    assert render.file_stem(record()) == "ag_gemm_8xH200_2026-01-02"
+
+
+def test_the_terminal_shows_cases_side_by_side() -> None:
+    text = render.summary(
+        record(*(case(name, a_ms=3.0, b={"unavailable": "no GPU"}) for name in ("64", "32")))
+    )
+    assert text.splitlines() == [
+        "Title, 8 x NVIDIA H200, ms (median, slowest rank)",
+        "NCCL ran without NVLink multicast: these variables switch it off.",
+        "M         64     32",
+        "a      3.000  3.000",
+        "b        n/a    n/a",
+        "a / b    n/a    n/a",
+        "b: n/a: no GPU",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "said"),
+    [
+        ({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, 2, "NCCL and torch's symmetric"),
+        ({"NCCL_NVLS_ENABLE": "0"}, 2, "NCCL ran"),
+        ({"NCCL_NVLS_ENABLE": "0"}, 1, ""),
+        ({"NCCL_NVLS_ENABLE": "1"}, 2, ""),
+        ({}, 2, ""),
+    ],
+)
+def test_a_page_says_who_did_without_multicast(variables, ranks, said) -> None:
+    line = render.without_multicast({"variables": variables, "hardware": {"world_size": ranks}})
+    assert line.startswith(said)
+    assert bool(line) == bool(said)
+
+
+def test_a_record_holds_the_variables_that_switch_multicast_off(monkeypatch) -> None:
+    class TwoRanks:
+        world_size = 2
+
+    set_to = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    made = common.describe_run(TwoRanks(), op="x", title="X", commit="0ff1ce", plan=PLAN)  # type: ignore[arg-type]
+    assert set_to.items() <= made["variables"].items()
+    assert "multicast" in render.page({**made, "table": {"columns": ["a"], "rows": [], "notes": []}})

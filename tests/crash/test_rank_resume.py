@@ -1,0 +1,144 @@
+"""One of several ranks ends in the middle of tuning: what all of them ban and resume at the next start."""
+
+import signal
+
+import pytest
+from crash_programs import EXHAUSTIVE, MS, die, journals, program, scripted, summary
+from kernels_for_tests import Bench, launch, numbers
+from rank_programs import TIMEOUT_S, ending, raise_, tune, wait_for
+
+from dist_autotune import TuningError
+from ranks import assert_all_ok, run_ranks
+
+DEADLY = [signal.SIGKILL, signal.SIGSEGV]
+
+
+def ranks_program(rank, cache, dies=None, timeout_s=TIMEOUT_S, leave=lambda: die(signal.SIGKILL)):
+    bench, x = Bench(), numbers()
+    ms = {block: value + rank / 10 for block, value in MS.items()}
+    events = {dies[1]: leave} if dies is not None and dies[0] == rank else {}
+    kernel = bench.kernel(scripted(bench, ms, events))
+
+    def thunk():
+        return launch(kernel, x)
+
+    step = tune(bench, thunk, cache=cache, timeout_s=timeout_s, **EXHAUSTIVE)
+    text = ending(step)
+    if dies is not None:
+        return text
+    return {**summary(bench, step, rank), "text": text}
+
+
+@pytest.mark.parametrize("number", DEADLY, ids=lambda number: number.name)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_after_one_rank_has_crashed_all_ban_its_candidate_and_resume(tmp_cache, dying, number):
+    leave = lambda: die(number)  # noqa: E731
+    results = run_ranks(ranks_program, 2, tmp_cache, (dying, (32, 1)), 3.0, leave, init="tcp")
+    survivor = results[1 - dying]
+    assert results[dying].signal == number
+    assert survivor.value.startswith("AgreementTimeout: ")
+    assert len(journals(tmp_cache)) == 2
+    zero, one = assert_all_ok(run_ranks(ranks_program, 2, tmp_cache))
+    for found in (zero, one):
+        assert found["blocks"] == [16] + [64] * 4  # the first run of a process is no trial
+        assert found["winners"] == {"add64": 64}
+        assert list(found["banned"]) == ["add BLOCK: 32"]
+        assert (
+            f"when rank {dying}'s process ended without a word (run 3 of " in found["banned"]["add BLOCK: 32"]
+        )
+        assert found["timings"] == {"add": [1.1, 3.1]}
+    assert zero["notes"] == one["notes"]
+    assert journals(tmp_cache) == []
+
+
+def test_an_exception_on_one_rank_bans_nothing_anywhere_and_is_resumed(tmp_cache):
+    leave = lambda: raise_(ArithmeticError("no"))  # noqa: E731
+    one, zero = run_ranks(ranks_program, 2, tmp_cache, (1, (32, 2)), TIMEOUT_S, leave)
+    assert {one.value.partition(":")[0], zero.value.partition(":")[0]} == {"ArithmeticError", "PeerFailed"}
+    for found in assert_all_ok(run_ranks(ranks_program, 2, tmp_cache)):
+        assert found["blocks"] == [16] + [32] * 2 + [64] * 4
+        assert found["banned"] == {}
+
+
+def test_ranks_that_are_killed_because_another_raised_ban_nothing(tmp_cache, tmp_path):
+    def killed_or_failing(rank):
+        def leave():
+            if rank == 1:
+                raise ArithmeticError("no")
+            wait_for((tmp_path / "raised").exists)
+            die(signal.SIGTERM)  # as a launcher does when a rank has failed
+
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel(MS)
+
+        def thunk():
+            launch(kernel, x)
+            if len(bench.blocks()) == 5 and not (tmp_path / "second").exists():
+                leave()
+
+        step = tune(bench, thunk, cache=tmp_cache, timeout_s=TIMEOUT_S, **EXHAUSTIVE)
+        text = ending(step)
+        (tmp_path / "raised").touch()
+        return text if text.startswith("ArithmeticError") else summary(bench, step, rank)
+
+    zero, one = run_ranks(killed_or_failing, 2, init="tcp")
+    assert (zero.signal, one.value) == (signal.SIGTERM, "ArithmeticError: no")
+    (tmp_path / "second").touch()
+    for found in assert_all_ok(run_ranks(killed_or_failing, 2)):
+        assert found["banned"] == {}
+        assert found["blocks"] == [16] + [32] * 2 + [64] * 4
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_without_a_journal_follows_the_others(tmp_cache, lost):
+    run_ranks(ranks_program, 2, tmp_cache, (1, (64, 1)), 3.0, init="tcp")
+    (path,) = [path for path in journals(tmp_cache) if f"-rank-{lost}-" in path.name]
+    path.unlink()
+    zero, one = assert_all_ok(run_ranks(ranks_program, 2, tmp_cache))
+    assert zero["winners"] == one["winners"] == {"add64": 32 if lost == 0 else 64}
+    for rank, found in enumerate((zero, one)):
+        assert found["blocks"] == ([32] if lost == 0 else [16] + [64] * 4)
+        assert list(found["banned"]) == (["add BLOCK: 64"] if lost == 0 else [])
+        assert ("no samples of its own" in found["notes"][0]) is (rank == lost)
+    assert journals(tmp_cache) == []
+
+
+def twice(rank, cache, event, timeout_s):
+    """Call a tuned function, and once more where the first call raised; `event` happens on one rank."""
+    bench, x = Bench(), numbers()
+    failing, when, what = event
+    kernel = bench.kernel(scripted(bench, MS, {when: what} if failing == rank else {}))
+
+    def thunk():
+        return launch(kernel, x)
+
+    step = tune(bench, thunk, cache=cache, timeout_s=timeout_s, **EXHAUSTIVE)
+    first = ending(step)
+    if first.startswith("AgreementTimeout"):
+        return None
+    bench.forget()
+    step()
+    return first.partition(":")[0], summary(bench, step, rank)
+
+
+def test_after_a_dropped_session_the_next_of_these_processes_starts_anew_but_keeps_bans(tmp_cache):
+    dying = (1, (32, 1), lambda: die(signal.SIGKILL))
+    assert run_ranks(twice, 2, tmp_cache, dying, 3.0, init="tcp")[1].signal == signal.SIGKILL
+    failing = (0, (64, 1), lambda: raise_(TuningError("no")))  # drops the session, unlike the user's own
+    zero, one = assert_all_ok(run_ranks(twice, 2, tmp_cache, failing, TIMEOUT_S))
+    assert (zero[0], one[0]) == ("TuningError", "PeerFailed")
+    for _, found in (zero, one):
+        assert found["blocks"] == [16] * 3 + [64] * 4
+        assert list(found["banned"]) == ["add BLOCK: 32"]
+    assert journals(tmp_cache) == []
+
+
+def test_ranks_whose_configs_have_changed_on_one_of_them_agree_on_those_that_all_have(tmp_cache):
+    def each(rank, of_rank, events):
+        return program(rank, events if rank == 1 else None, {**EXHAUSTIVE, "is_dist": True}, of_rank[rank])
+
+    ended = run_ranks(each, 2, [MS, MS], {(64, 1): lambda: raise_(ValueError("edit the configs"))})
+    assert [result.error_type for result in ended] == ["PeerFailed", "ValueError"]
+    again = assert_all_ok(run_ranks(each, 2, [MS, {16: 3.0, 64: 1.0, 128: 0.5}], {}))
+    assert [rank["winners"] for rank in again] == [{"add64": 64}] * 2
+    assert again[0]["blocks"][1:] == again[1]["blocks"][1:]

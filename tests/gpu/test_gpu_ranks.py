@@ -1,0 +1,234 @@
+"""The tuner on two GPUs: one rank's device refuses a config, a rank dies, autograd's threads, captures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from ag_gemm_runs import call_and_compare, tensors
+from operation_runs import GPU_BACKENDS, results, values
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.timing.stream_filler import CYCLES_PER_MS
+from ranks import assert_killed, describe, meet
+
+pytestmark = pytest.mark.gpu(devices=2)
+
+SIZE = 1 << 22
+PATIENCE_S = 5.0
+
+
+def make_scale() -> Any:
+    @triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 1024, 4096)], key=["n"])
+    @triton.jit
+    def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) * factor, mask=offs < n)
+
+    return scale
+
+
+def launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.full_like(x, float("nan"))
+    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel(), 2.0)
+    return y
+
+
+def tune(thunk: Any = None, **options: Any) -> Any:
+    return contextual_autotune(
+        thunk, **{"is_dist": True, "cache": False, "log_dir": None, "n_warmup": 0, "n_repeat": 2, **options}
+    )
+
+
+# ---- a config that fits one device only
+
+
+def with_a_small_device(rank: int, backend: str) -> tuple[list[float], list[str], str, int]:
+    """Let rank 1's device have little shared memory, as far as loading asks for it."""
+    torch.manual_seed(rank)
+    if rank == 1:
+        triton.compiler.compiler.max_shared_mem = lambda device: 120_000
+    all_gather_gemm.configs = CANDIDATES
+    errors: list[float] = []
+    sms = torch.cuda.get_device_properties(rank).multi_processor_count
+    fixed = {"consumer": "plain", "pieces": 1, "programs": sms}  # the kernel alone is tuned
+    with AllGatherGemm(512, 1024, torch.bfloat16, backend=backend, timeout_s=60.0, **fixed) as op:
+
+        @tune
+        def step() -> None:
+            errors.append(call_and_compare(op, 512, 1024))
+
+        step()
+    (context,) = step.report.contexts
+    reasons = sorted({reason.partition(", Required")[0] for reason in context.banned.values()})
+    return errors, reasons, str(context.config), step.report.runs
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_config_that_does_not_fit_one_of_the_devices_is_banned_on_both(backend: str) -> None:
+    first, second = values(with_a_small_device, 2, backend, timeout_s=240)
+    for errors, reasons, _, runs in (first, second):
+        assert max(errors) < 1
+        assert len(errors) == runs
+        assert reasons
+        assert all(
+            reason.startswith("rank 1: OutOfResources: out of resource: shared memory") for reason in reasons
+        )
+    assert first[1:] == second[1:]
+
+
+# ---- what a sample times
+
+LATE_MS = 0.3
+
+
+def agreed_beside_a_late_peer(rank: int, late_ms: float) -> float:
+    """Return the agreed time of the GEMM that waits; rank 1 comes to each call so much later."""
+    torch.manual_seed(rank)
+    all_gather_gemm.configs = CANDIDATES[:3]
+    sms = torch.cuda.get_device_properties(rank).multi_processor_count
+    fixed = {"consumer": "plain", "pieces": 1, "programs": sms, "backend": "torch"}
+    with AllGatherGemm(1024, 4096, torch.bfloat16, timeout_s=60.0, **fixed) as op:
+        a_shard, weight = tensors(1024, 2048, 4096, torch.bfloat16)
+
+        @tune(n_warmup=2, n_repeat=9)
+        def step() -> None:
+            if rank == 1 and late_ms:
+                torch.cuda._sleep(int(late_ms * CYCLES_PER_MS))
+            op(a_shard, weight)
+
+        step()
+    (context,) = step.report.contexts
+    return float(min(context.timings.values()))
+
+
+def test_the_agreed_time_of_a_kernel_that_waits_holds_how_late_the_peer_is() -> None:
+    in_time, late = (values(agreed_beside_a_late_peer, 2, ms, timeout_s=240) for ms in (0.0, LATE_MS))
+    assert in_time[0] == in_time[1]
+    assert late[0] == late[1]
+    assert (
+        0.8 * LATE_MS <= late[0] - in_time[0] <= 1.6 * LATE_MS
+    )  # of a sleep by cycles, at lower clocks longer
+
+
+# ---- a rank dies while the other's kernel waits for it
+
+
+def killed_while_tuning(rank: int, backend: str) -> tuple[str, float, bool, float]:
+    torch.manual_seed(rank)
+    all_gather_gemm.configs = CANDIDATES[:6]
+    op = AllGatherGemm(512, 1024, torch.bfloat16, backend=backend, timeout_s=PATIENCE_S)
+    stock, runs = Autotuner.run, 0
+
+    def step() -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 4:
+            meet()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        op(*tensors(512, 1024, 1024, torch.bfloat16))
+        op.check()
+
+    began = time.monotonic()
+    try:
+        tune(step, timeout_s=30.0)()
+        end = "nothing was raised"
+    except Exception as error:
+        end = f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - began
+    op.abandon()
+    free = torch.ones(1 << 20, device="cuda").sum()  # a kernel that runs to its end: nothing spins any more
+    torch.cuda.synchronize()
+    return end, took_s, Autotuner.run is stock, float(free)
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_rank_that_is_killed_while_tuning_leaves_the_other_with_an_error_and_a_free_gpu(
+    backend: str,
+) -> None:
+    survivor, dead = results(killed_while_tuning, 2, backend, timeout_s=200)
+    assert_killed(dead)
+    assert survivor.ok, describe(survivor)
+    end, took_s, is_stock, total = survivor.value
+    assert end.startswith("PeerTimeout: AllGatherGemm, rank 0: ")
+    assert "rank 1 did not offer chunk 1 of call 4 in time" in end
+    assert took_s < 120
+    assert is_stock
+    assert total == 1 << 20
+
+
+# ---- kernels that backward launches, from autograd's own thread
+
+
+class Scale(torch.autograd.Function):
+    kernel: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return launch(Scale.kernel, grad.contiguous())
+
+
+def tuned_in_backward(rank: int) -> tuple[list[bool], str, int]:
+    Scale.kernel = make_scale()
+    x = torch.randn(SIZE, device="cuda", requires_grad=True)
+    right: list[bool] = []
+
+    @tune
+    def step() -> None:
+        x.grad = None
+        Scale.apply(x).sum().backward()
+        assert x.grad is not None
+        right.append(bool((x.grad == 2).all()))
+
+    step()
+    return right, str(step.report.contexts[0].config), step.report.runs
+
+
+def test_kernels_launched_from_autograds_thread_are_tuned_alike_on_both_ranks() -> None:
+    first, second = values(tuned_in_backward, 2)
+    assert first == second
+    right, _, runs = first
+    assert right == [True] * 7
+    assert runs == 7
+
+
+# ---- captures
+
+
+def captured(rank: int) -> tuple[bool, bool, str]:
+    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
+    step = tune(lambda: launch(kernel, x))
+    launch_first = kernel.configs[0].all_kwargs()
+    # Loads it: a capture may not. With the same n, as another one would be another binary.
+    kernel.fn[(1,)](x, torch.empty_like(x), x.numel(), 2.0, **launch_first)
+    right = []
+    for _ in range(2):  # before anything is tuned, and after
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = step()
+        x.normal_()
+        graph.replay()
+        right.append(torch.equal(y, 2 * x))
+        step()
+    return right[0], right[1], str(step.report.contexts[0].config)
+
+
+def test_a_call_under_capture_launches_the_incumbent_on_both_ranks_and_replays_right() -> None:
+    first, second = values(captured, 2)
+    assert first == second
+    assert first[:2] == (True, True)

@@ -1,0 +1,75 @@
+"""AllGatherMoE and MoEReduceScatter on GPUs: shapes, candidates, backends, graphs among eager calls.
+
+All cases of an operation run in one process a rank, which costs the start of CUDA once.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ag_moe_runs import GATHERING
+from gpu_cases import shapes_and_candidates
+from moe_rs_runs import SCATTERING, same_call_twice
+from moe_runs import (
+    HALF,
+    SHAPES,
+    many_calls,
+    replays_among_eager_calls,
+    three_calls,
+    tuned_with_other_token_counts,
+)
+from operation_runs import GPU_BACKENDS, message_of, run_cases, values
+
+PATIENCE_S = 60.0  # less than a test has
+LARGE = {"large": ((1000, 900), 512, 1024, 60, 4)}
+
+
+def one_candidate(rank, runs, index, backend):
+    runs.begin(rank, index)
+    of_operation, of_call = runs.sizes(256, 520)
+    with runs.open(700, of_operation, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+        runs.poison(op)
+        return [runs.call_and_compare(op, [700, 333][:: 1 - 2 * call], of_call, 8, 2) for call in range(2)]
+
+
+def capture_without_tokens(rank, runs, backend):
+    with runs.open(8, 16, HALF, backend=backend) as op:
+        runs.fresh_call(op, [4, 4], told=False)
+        operands = runs.operands(op, [4, 4], 16, 3, 2)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            message = message_of(lambda: op(*operands))
+            operands[0].add_(0)  # an empty capture warns
+        runs.fresh_call(op, [4, 4], told=False)
+        return message == (
+            f"RuntimeError: a captured call of {runs.name} needs tokens=, the number of tokens of each rank"
+        )
+
+
+def cases_on_gpus(rank, runs, backend):
+    cases = shapes_and_candidates(
+        rank,
+        SHAPES | LARGE,
+        lambda shape, dtype: three_calls(rank, runs, *shape, dtype, backend=backend, timeout_s=PATIENCE_S),
+        runs.candidates,
+        lambda index: one_candidate(rank, runs, index, backend),
+    )
+    if runs.name == SCATTERING.name:
+        cases["same bits"] = lambda: same_call_twice(rank)
+    else:
+        cases["a capture without tokens="] = lambda: capture_without_tokens(rank, runs, backend)
+    cases["late ranks"] = lambda: many_calls(rank, runs, "random")
+    cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, runs, backend)
+    cases["tuned in context"] = lambda: tuned_with_other_token_counts(rank, runs)[0]
+    return run_cases(cases)
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_products_of_the_gather_are_right_on_gpus(backend):
+    assert values(cases_on_gpus, 2, GATHERING, backend, timeout_s=300) == [[], []]
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_sums_of_the_scatter_are_right_on_gpus(backend):
+    assert values(cases_on_gpus, 2, SCATTERING, backend, timeout_s=300) == [[], []]

@@ -1,0 +1,173 @@
+"""What the instructions of a kernel do in the model, for the task whose turn it is; see `gluon_model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gluon_machine import drain, machine, now
+from gluon_memory import (
+    Barrier,
+    BarrierLayout,
+    Barriers,
+    Buffer,
+    Descriptor,
+    Layout,
+    Pointer,
+    Scalar,
+    Tensor,
+    TensorMemory,
+)
+
+TURN_NS = 10_000  # of the clock, so that there is time for the polls between two looks at it
+
+
+def allocate(dtype: object, shape: list[int], layout: Layout | None) -> Any:
+    cta = now().cta
+    if isinstance(layout, BarrierLayout):
+        return cta.allocate(lambda: Barriers(shape[0], layout))
+    each = (layout or Layout()).share(shape)
+    return Buffer(cta.allocate(lambda: np.full([len(cta.program.ctas), *each], np.nan)), cta.rank)
+
+
+def zeros(shape: tuple[int, ...], dtype: object, layout: Layout | None) -> Tensor:
+    return Tensor(np.zeros((layout or Layout()).share(shape)))
+
+
+def wait(bar: Barrier, parity: int, pred: bool = True) -> None:
+    now().cta.program.begin()
+    if pred and bar.cta is now().cta:
+        now().pause(lambda: bar.phase % 2 != parity, f"parity {parity} of an mbarrier in phase {bar.phase}")
+
+
+def init(bar: Barrier, count: int) -> None:
+    """Begin with a count from each CTA that has no mbarrier of its own."""
+    bar.count = bar.pending = count * bar.everywhere.count(bar)
+
+
+def arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
+    now().cta.program.begin()
+    if pred:
+        bar.arrive(count)
+    now().pause()
+
+
+def expect(bar: Barrier, nbytes: int, pred: bool = True) -> None:
+    now().cta.program.begin()
+    if pred:
+        bar.bytes += nbytes
+        bar.arrive(1)
+
+
+def _must_be_fenced(buf: Buffer, what: str) -> None:
+    fenced = all(buf.memory not in task.unfenced for task in machine().tasks)
+    assert fenced, f"a {what} needs a proxy fence first"
+
+
+def tma_load(
+    desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, *, multicast: bool = False
+) -> None:
+    now().cta.program.begin()
+    desc.may_load(coord)
+    if not multicast:
+        _copy(desc, coord, bar, buf)
+    elif now().cta.rank == 0:
+        for rank, of_cta in enumerate(bar.everywhere):  # there is no saying in which it arrives first
+            _copy(desc, coord, of_cta, buf.in_cta(rank))
+    now().pause()
+
+
+def _copy(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
+    """Start a load."""
+    _must_be_fenced(buf, "load")
+    assert buf.array.shape == tuple(desc.layout.share(desc.block_type.shape)), "it fills another buffer"
+    begin = desc.start_of(coord)
+
+    def copy() -> None:
+        bar.cta.must_be_there()
+        desc.read(begin, buf.array)
+        bar.transfer(-2 * buf.array.size)
+
+    buf.array[...] = np.nan  # from now on nobody may count on what was there
+    machine().copies.append(copy)
+
+
+def tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
+    _must_be_fenced(buf, "store")
+    begin = desc.start_of(coord)
+    now().storing.append(lambda: desc.write(begin, buf.array))
+    now().pause()
+
+
+def store_wait(pendings: int) -> None:
+    drain(now().storing, pendings)
+    now().pause()
+
+
+def multiply(a: Buffer | Tensor, b: Buffer, acc: Tensor, *, is_async: bool) -> Tensor:
+    assert is_async
+
+    def finish() -> None:
+        acc.array += a.array @ b.array
+        acc.in_flight -= 1
+
+    acc.in_flight += 1
+    now().multiplying.append(finish)
+    now().pause()
+    return acc
+
+
+def multiply_wait(num_outstanding: int, deps: tuple[Tensor, ...]) -> Any:
+    drain(now().multiplying, num_outstanding)
+    now().pause()
+    return deps[0] if len(deps) == 1 else deps
+
+
+def tcgen05(a: Buffer, b: Buffer, acc: TensorMemory, *, use_acc: bool) -> None:
+    def finish() -> None:
+        acc.array[...] = a.array @ b.array + (acc.array if use_acc else 0)
+
+    machine().queues.setdefault(now().cta, []).append(finish)
+    now().pause()
+
+
+def commit(bar: Barrier) -> None:
+    machine().queues.setdefault(now().cta, []).append(lambda: bar.arrive(1))
+    now().pause()
+
+
+def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
+    parent = now()
+    parent.cta.program.begin()
+    for (body, arguments), count in zip(partitions[1:], warps, strict=True):
+        name = f"{parent.name}/{body.__name__}{len(machine().tasks)}"
+        machine().start(name, parent.cta, count, lambda body=body, arguments=arguments: body(*arguments))
+    body, arguments = partitions[0]
+    body(*arguments)
+
+
+def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar:
+    before = pointer.get()
+    pointer.set(before + value)
+    now().order(sem)
+    if "acq" in sem:
+        now().acquired[pointer.address] = before
+    now().pause()
+    return before
+
+
+def atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> None:
+    pointer.set(value)
+
+
+def assembly(text: str, *arguments: Any, **options: Any) -> Scalar:
+    if "fence.proxy.async.global" in text:
+        now().visible.update(now().acquired)
+        return Scalar(0)
+    if "vote.sync.any" in text:  # of the lanes of one warp, which are one here
+        return Scalar(arguments[1][0])
+    if "%globaltimer" in text:
+        time_ns = machine().turns * TURN_NS
+        return Scalar(time_ns >> 20 if "shr.u64 now, now, 20" in text else time_ns)
+    assert "%smid" in text
+    return Scalar(now().program)

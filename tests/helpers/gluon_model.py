@@ -1,0 +1,270 @@
+"""Runs the source of a Gluon kernel on the CPU, to find its deadlocks and races; says nothing of its speed.
+
+Triton cannot interpret Gluon. The modules of a kernel are therefore loaded a second time, with stand-ins for
+Triton, and their functions run as the Python that they are. All programs and partitions of a launch take
+turns, one at a time, in an order drawn from a seed. What the hardware does on its own is done as late, as
+early or as much out of turn as it may be:
+
+    TMA load         writes its buffer at some time after it was started, then counts its bytes
+    TMA store        reads its buffer at some time before the `store_wait` that asks for it
+    wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
+    PTX of wgmma     the same; see `gluon_ptx`
+    tcgen05          the same, in order; `commit` arrives behind what was started before
+    mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
+    several CTAs     each has tasks and memory of its own; what all receive arrives in each at some time
+
+A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
+overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
+read that it overwrites without one, is an error of its own, and so is a read of what another program has
+written and not published. Words in global memory are read and written at once; what a task has acquired and
+fenced is known, so a test can say what it may load (`may_load`), and can let others change memory beside the
+launch. What the compiler makes of a program of several CTAs is done as it does it: layouts say what each CTA
+has of a tensor, CTA 0 starts the loads that all receive, and alone waits for an mbarrier that is of all; they
+meet before the first use of an mbarrier and at the end, and memory of a CTA that is gone must not be used.
+
+Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts otherwise, and
+integers that wrap around.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gluon_instructions as instructions
+import numpy as np
+from gluon_machine import Deadlock, Machine, Program, machine, now
+from gluon_memory import (
+    BarrierLayout,
+    Buffer,
+    Descriptor,
+    Layout,
+    Pointer,
+    Tensor,
+    TensorMemory,
+)
+from gluon_ptx import inline_asm
+
+__all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+LATE_TURNS = 30  # of a CTA's start, behind that of the other one
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Constant(int):
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+def _constexpr(value: Any) -> Any:
+    return Constant(value) if type(value) is int else value
+
+
+def _jit(function: Any = None, **options: Any) -> Any:
+    return function or _same
+
+
+def _aggregate(cls: Any) -> Any:
+    """Return a class whose constructor takes its fields in their order."""
+    names = [*cls.__annotations__]
+
+    def init(self: Any, *values: Any) -> None:
+        vars(self).update(zip(names, values, strict=True))
+
+    cls.__init__ = init
+    return cls
+
+
+def _check(condition: bool, message: str) -> None:
+    assert condition, message
+
+
+def _fakes() -> dict[str, types.ModuleType]:
+    """Return the modules that stand for Triton's, by their names."""
+
+    def module(name: str, **names: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(names)
+        return made
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        return None
+
+    mbarrier = module(
+        "mbarrier",
+        MBarrierLayout=BarrierLayout,
+        init=instructions.init,
+        wait=instructions.wait,
+        arrive=instructions.arrive,
+        expect=instructions.expect,
+    )
+    tma = module("tma", tensor_descriptor=None, store_wait=instructions.store_wait)
+    language = module(
+        "language",
+        constexpr=_constexpr,
+        tensor=None,
+        shared_memory_descriptor=None,
+        static_range=range,
+        static_assert=_check,
+        cdiv=lambda a, b: -(-a // b),
+        to_tensor=_same,
+        int32=None,
+        int64=None,
+        float32=None,
+        bfloat16="bfloat16",
+        tuple=None,
+        distributed_type=lambda dtype, shape, layout: types.SimpleNamespace(layout=layout),
+        zeros=instructions.zeros,
+        full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value)),
+        max=lambda tensor, axis: int(tensor.array.max()),
+        num_warps=lambda: now().warps,
+        num_ctas=lambda: len(now().cta.program.ctas),
+        program_id=lambda axis: now().program,
+        num_programs=lambda axis: machine().programs,
+        allocate_shared_memory=instructions.allocate,
+        warp_specialize=instructions.specialize,
+        BlockedLayout=nothing,
+        SliceLayout=nothing,
+        SwizzledSharedLayout=nothing,
+        NVMMADistributedLayout=lambda cga_layout=(), **options: Layout(cga_layout),
+        DotOperandLayout=nothing,
+        join=Tensor.join,
+        convert_layout=lambda tensor, layout: tensor,
+        atomic_add=instructions.atomic_add,
+        atomic_xchg=instructions.atomic_xchg,
+        load=lambda pointer: pointer.get(),
+        store=lambda pointer, value: pointer.set(value),
+        arange=lambda start, end, layout: Tensor(np.arange(start, end)),
+        where=lambda condition, a, b: a if condition else b,
+        cast=lambda value, dtype: value,
+        inline_asm_elementwise=instructions.assembly,
+    )
+    gluon = module("gluon", jit=_jit, constexpr_function=_same, language=language)
+    hopper = module(
+        "hopper",
+        mbarrier=mbarrier,
+        tma=tma,
+        fence_async_shared=lambda: now().unfenced.clear(),
+        warpgroup_mma=instructions.multiply,
+        warpgroup_mma_wait=instructions.multiply_wait,
+    )
+    blackwell = module(
+        "blackwell",
+        TensorMemoryLayout=nothing,
+        allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full([1, *shape], np.nan), 0),
+        tcgen05_commit=instructions.commit,
+        tcgen05_mma=instructions.tcgen05,
+        tensor_memory_descriptor=None,
+    )
+    triton = module(
+        "triton",
+        jit=_jit,
+        cdiv=language.cdiv,
+        next_power_of_2=lambda number: 1 << (number - 1).bit_length(),
+        language=language,
+    )
+    return {
+        "triton": triton,
+        "triton.language": language,
+        "triton.experimental": module("experimental", gluon=gluon),
+        "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": language,
+        "triton.experimental.gluon.language.nvidia": module("nvidia", hopper=hopper, blackwell=blackwell),
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
+        "triton.experimental.gluon.language.nvidia.blackwell": blackwell,
+    }
+
+
+@contextmanager
+def _in_place_of_triton() -> Iterator[None]:
+    fakes = _fakes()
+    before = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def load_kernel_module(name: str) -> Any:
+    """Return the module `kernels.<name>`, its source loaded with the stand-ins."""
+    root = "kernels_in_the_model"
+    for package in (root, *(f"{root}.{path.name}" for path in KERNELS.iterdir() if path.is_dir())):
+        if package not in sys.modules:  # without running its __init__, which wants torch and Triton
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = [str(KERNELS / package.removeprefix(root).removeprefix("."))]
+    sys.modules[f"{root}.compat"] = types.ModuleType(f"{root}.compat")
+    vars(sys.modules[f"{root}.compat"]).update(
+        aggregate=_aggregate,
+        compiled_for=lambda: "cuda",
+        leave_the_core=None,  # the interpreter's
+        inline_asm=inline_asm,
+        is_one_warp=lambda: now().warps == 1,
+        tma_load=instructions.tma_load,
+        tma_store=instructions.tma_store,
+        partition_barrier=lambda: now().barrier(),
+        reinterpret=Buffer.reinterpret,
+        load_accumulator=Buffer.load,
+    )
+    with _in_place_of_triton():
+        return importlib.import_module(f"{root}.{name}")
+
+
+@contextmanager
+def tma_begins_anywhere() -> Iterator[None]:
+    """Have tiles moved back to any column, for tests whose tiles are a few columns wide."""
+    problem = load_kernel_module("persistent_gemm.problem")
+    aligned = problem.ALIGNED
+    problem.ALIGNED = 1
+    try:
+        yield
+    finally:
+        problem.ALIGNED = aligned
+
+
+def launch(
+    kernel: Callable[..., None],
+    programs: int,
+    *args: Any,
+    seed: int,
+    warps: int = 4,
+    ctas: int = 1,
+    haste: float | None = None,
+    beside: Sequence[Callable[[], None]] = (),
+    **options: Any,
+) -> None:
+    """Run all programs of a launch, and what runs `beside` them, to their ends, in an order of that seed.
+
+    haste: how likely what the hardware does on its own goes on before a program does.
+    """
+    Machine.running = Machine(seed, haste)
+    machine().programs = programs
+    for body in beside:
+        machine().start(getattr(body, "__name__", "other"), Program(-1).ctas[0], 1, body)
+
+    def program() -> None:
+        late = machine().random.choice([0, LATE_TURNS]) if ctas > 1 else 0
+        for _ in range(late):
+            now().pause()
+        kernel(*args, **options)
+        now().cta.program.end()
+
+    for number in range(programs):
+        for cta in Program(number, ctas).ctas:
+            name = f"program {number}" + (f", CTA {cta.rank}" if ctas > 1 else "")
+            machine().start(name, cta, warps, program)
+    machine().run()

@@ -1,0 +1,159 @@
+"""Launches of the Gluon body in the model: what they must leave behind, and how to break its source."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import gluon_model
+import numpy as np
+import pytest
+from gluon_model import Deadlock, Descriptor, Pointer
+
+from dist_autotune.kernels.persistent_gemm.any_width import box_of
+
+BODY = gluon_model.load_kernel_module("persistent_gemm.body")
+ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve of a descriptor's block
+
+
+def multiply(
+    variant: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    programs: int = 2,
+    blocks: tuple[int, int, int] = (4, 8, 2),
+    buffers: int = 3,
+    extra_n: int = 0,
+    store: tuple[int, int] = (4, 1),
+    schedule: str = "grouped",
+    transposed: tuple[bool, bool] = (False, False),
+    tensor_memory: bool = False,
+    splits: int = 1,
+    stream_k: int = 0,
+    stagger: bool = False,
+    spread: bool = False,
+    joined: bool = False,
+    teams: int = 1,
+    ctas: int = 1,
+    swap_ab: bool = False,
+    loaded: tuple[int, int, int] | None = None,
+    warps: int = 4,
+    seed: int = 0,
+) -> None:
+    """Check one launch: that it ends, writes a @ b everywhere, and puts the counter back.
+
+    blocks: of a program, whatever its CTAs. loaded: how many rows of A, of B and of B's further columns come
+    of a block, if not all.
+    """
+    (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
+    numbers = np.random.default_rng(seed)
+    a = numbers.integers(-3, 4, (m, k)).astype(float)
+    b = numbers.integers(-3, 4, (k, n)).astype(float)
+    sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
+    split_rows = -(-m // block_m) * block_m if splits > 1 else m
+    c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
+    parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
+    if joined:
+        loaded = (block_m // teams, box_of(block_n), box_of(extra_n or block_n))
+    a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
+
+    def descriptor(array: np.ndarray, block: list[int], halved: tuple[int, int]) -> Descriptor:
+        return Descriptor(array, block, (halved,) * (ctas // 2))
+
+    if transposed[0]:
+        a_desc = descriptor(a.T.copy(), [block_k, block_m], COLUMNS)
+    else:
+        a_desc = descriptor(a, [a_rows, block_k], ROWS)
+    b_rows = b.T.copy() if transposed[1] else b
+
+    def b_descriptor(width: int, loaded: int) -> Descriptor:
+        return descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], NEITHER)
+
+    c_desc = descriptor(c, [block_m // teams, store_n], ROWS)
+    operands = [
+        a_desc,
+        b_descriptor(block_n, b_rows_loaded),
+        b_descriptor(extra_n or block_n, extra_rows),
+    ]
+    if swap_ab:
+        c_desc = descriptor(c, [store_n, block_m // teams], COLUMNS)
+        operands = [
+            descriptor(a, [b_rows_loaded, block_k], NEITHER),
+            descriptor(b_rows, [a_rows, block_k], ROWS),
+            descriptor(a, [extra_rows, block_k], NEITHER),
+        ]
+    tiles = -(-sides[0] // block_m) * -(-sides[1] // (block_n + extra_n)) * splits
+    gluon_model.launch(
+        BODY.gemm,
+        tiles if variant == "pipelined" else programs,
+        *operands,
+        c_desc,
+        Pointer(counter),
+        m,
+        n,
+        k,
+        splits,
+        split_rows,
+        0,
+        programs,
+        16,
+        16,
+        m,
+        n,
+        Pointer(parts),
+        seed=seed,
+        haste=(None, 0.05, 0.9)[seed % 3],
+        warps=warps,
+        ctas=ctas,
+        TRANS_A=transposed[0],
+        TRANS_B=transposed[1],
+        TENSOR_MEMORY=tensor_memory,
+        SCHEDULE=schedule,
+        OUT="fp16",
+        DTYPE="fp16",
+        VARIANT=variant,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        EXTRA_N=extra_n,
+        BLOCK_K=block_k,
+        NUM_BUFFERS=buffers,
+        STORE_N=store_n,
+        STORE_BUFFERS=store_buffers,
+        GROUP_M=2,
+        STREAM_K=stream_k,
+        STAGGER=stagger,
+        SPREAD=spread,
+        JOINED=joined,
+        TEAMS=teams,
+        CTAS=ctas,
+        SWAP_AB=swap_ab,
+    )
+    products = c.reshape(splits, split_rows, n)
+    np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
+    np.testing.assert_array_equal(np.nan_to_num(products[:, m:]), 0)
+    writes = c_desc.writes.reshape(products.shape)[:, :m]
+    most = 2 if (block_n + extra_n) % store_n else 1  # the last piece of a tile is moved back
+    if not (stagger or stream_k or (sides[0] % block_m == sides[1] % (block_n + extra_n) == 0)):
+        most *= 4  # and so are the last tiles
+    assert ((writes >= 1) & (writes <= most)).all() if k else not writes.any()
+    assert not counter.any()
+
+
+def fails(**options: Any) -> str:
+    """Return the first failure among a few launches in different orders; empty if there is none."""
+    options = {"m": 11, "n": 30, "k": 9} | options
+    for seed in range(40):
+        try:
+            multiply(**options, seed=seed)
+        except AssertionError as error:
+            return "deadlock" if isinstance(error, Deadlock) else str(error) or "assertion"
+    return ""
+
+
+def change(monkeypatch: pytest.MonkeyPatch, module: str, name: str, value: Any) -> None:
+    """Put something else into a module of the body, until the test ends."""
+    found = importlib.import_module(f"kernels_in_the_model.persistent_gemm.{module}")
+    target, _, attribute = name.rpartition(".")
+    monkeypatch.setattr(getattr(found, target) if target else found, attribute, value)

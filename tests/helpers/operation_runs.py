@@ -1,0 +1,160 @@
+"""What the tests of operations over symmetric memory share: how ranks start, run cases and are held up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_programs import wait_for
+
+from dist_autotune.kernels.operation import Operation
+from ranks import Result, assert_all_ok, run_ranks
+
+ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+TWO = [2, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")]
+# There a skip is a failure; that nvshmem4py is missing is told by test_symm.
+GPU_BACKENDS = ["torch", "nvshmem"] if importlib.util.find_spec("nvshmem") or not ON_GPUS else ["torch"]
+# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
+INTERPRETER = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+
+def results(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Result]:
+    """Return how fn(rank, *args) ended on each of `world` ranks."""
+    return run_ranks(
+        fn, world, *args, timeout_s=timeout_s, backend="cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
+    )
+
+
+def values(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Return what fn(rank, *args) returned on each of `world` ranks, all of which must end well."""
+    return assert_all_ok(results(fn, world, *args, timeout_s=timeout_s))
+
+
+def assert_right(errors_of_ranks: list[list[float]]) -> None:
+    """Fail unless the arithmetic explains all errors of all ranks; see `error_ratio` of each operation."""
+    __tracebackhide__ = True
+    for rank, errors in enumerate(errors_of_ranks):
+        assert errors, f"rank {rank} compared nothing"
+        assert max(errors) < 1, f"rank {rank}: {errors}"
+
+
+# ---- on a rank
+
+
+def device() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def seed_and_leave_one(rank: int, kernel: Any, candidates: list[Any], candidate: int | None) -> None:
+    """Seed this rank and leave its kernel one candidate: for None another one on each rank."""
+    torch.manual_seed(1000 + rank)
+    random.seed(rank)
+    kernel.configs = [candidates[(rank if candidate is None else candidate) % len(candidates)]]
+
+
+@contextlib.contextmanager
+def left_as_before(kernel: Any) -> Iterator[None]:
+    """Undo what `begin` does, where it is called in pytest's own process, of which later ranks are forks."""
+    configs = kernel.configs
+    yield
+    kernel.configs = configs
+    torch.set_deterministic_debug_mode("default")
+
+
+def synchronize() -> None:
+    """Wait for this rank's device, then for the other ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def tuned_in_context(call: Callable[[], float]) -> tuple[Any, list[float]]:
+    """Return `call` as a function that all ranks tune together, and a list of what its runs return."""
+    from dist_autotune import contextual_autotune
+
+    errors: list[float] = []
+
+    @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
+    def step() -> None:
+        errors.append(call())
+
+    return step, errors
+
+
+def message_of(call) -> str:
+    """Return what `call` raises, as "Type: message"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def ends(op: Operation, call: Callable[[], Any]) -> tuple[str, bool, bool]:
+    """Return how the call ended, and whether the next one and `close` end the same way."""
+
+    def checked() -> None:
+        call()
+        op.check()
+
+    first = message_of(checked)
+    return first, message_of(checked) == first, message_of(op.close) == first
+
+
+def run_cases(cases: dict[str, Callable[[], Any]]) -> list[str]:
+    """Run the cases in turn, all in this one process; return what was wrong, the same on all ranks.
+
+    A case is right when it returns what is true, or errors that are all below 1. After one that raises, on
+    any rank, the ranks may be apart and the rest is not run.
+    """
+    failed: list[str] = []
+    for name, case in cases.items():
+        text, raised = "", False
+        try:
+            value = case()
+            right = value if isinstance(value, bool) else max(value) < 1 and not math.isnan(sum(value))
+            text = "" if right else f"returned {value}"
+        except Exception:
+            text, raised = traceback.format_exc(), True
+        ends: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ends, (text, raised))
+        failed += [f"{name}, rank {rank}: {text}" for rank, (text, _) in enumerate(ends) if text]
+        if any(raised for _, raised in ends):
+            return [*failed, f"not run: all behind {name}"]
+    return failed
+
+
+def delay_copies(op: Operation, delay: Callable[[], None]) -> None:
+    """Run `delay` on the CPU's side stream before each copy."""
+    copy = op._memory.copy
+
+    def copy_late(dst, src, stream):
+        stream.enqueue(delay)
+        copy(dst, src, stream)
+
+    op._memory.copy = copy_late
+
+
+def hold_launch(op: Operation, until: Callable[[], Any]) -> None:
+    """Let each launch wait on the host for `until`; what a call does before its launch is not held up.
+
+    In the interpreter a kernel's patience is a number of polls: hold it until the peers that are to come have
+    come, or one that the machine has no time for is given up too.
+    """
+    launch = op._launch
+
+    def launch_then(*args, **kwargs):
+        wait_for(until, 100.0)
+        launch(*args, **kwargs)
+
+    op._launch = launch_then

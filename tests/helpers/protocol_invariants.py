@@ -1,0 +1,291 @@
+"""What must hold at every exchange and after every call, whatever the ranks of a random program do.
+
+`Witness` looks on at each exchange, when all ranks have posted and none has gone on; `check_endings`
+compares how the calls ended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from typing import Any
+
+from random_programs import Kernel, Program, having, true_winners, viable_blocks
+from virtual_ranks import Gone, VirtualAgreement
+from virtual_tuners import Boom, Ending, VirtualRank
+
+from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from dist_autotune.search.context_search import Context
+from dist_autotune.search.limits import RUNS_ALLOWED, planned_runs
+from dist_autotune.search.messages import Payload, merge
+from dist_autotune.search.rules import BY_LAUNCH
+from dist_autotune.search.state import ADMISSION_RUNS, Tuning
+from dist_autotune.tuner.function_state import UNDER_WAY
+
+SIZES_EVERY = 5  # exchanges
+MERGE_SLACK_BYTES = 200  # of one part: counts and sums get longer digits when ranks are merged
+
+
+def state_of(tuning: Tuning) -> tuple[Any, ...]:
+    """Return everything that steers what follows; equal on all ranks."""
+    contexts = {name: _state_of_context(context) for name, context in tuning.contexts.items()}
+    return (
+        list(contexts.items()),  # their order decides whose turn is next
+        tuning.runs,
+        tuning.done,
+        tuning.closing,
+        tuning.has_trial,
+        tuning.judged_run,
+        tuning.planned_runs,
+        tuning.contexts.digest_text(),
+        dict(tuning.kernels.aliases),
+    )
+
+
+def _state_of_context(context: Context) -> tuple[Any, ...]:
+    return (
+        context.digests,
+        context.status,
+        context.winner,
+        context.planned,
+        context.trial,
+        context.is_warmup,
+        context.waiting,
+        context.override,
+        context.judge,
+        context.count,
+        context.last_run,
+        dict(context.banned),
+        dict(context.times.ms),
+    )
+
+
+class Witness:
+    """Checks the ranks' states and payloads at each exchange, and counts what it sees."""
+
+    def __init__(self, program: Program, counts: Counter[str]) -> None:
+        self.program = program
+        self.counts = counts
+        self.ranks: list[VirtualRank] = []
+        self._statuses: dict[str, str] = {}
+        self._runs_at_open: list[int] = []
+        self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
+
+    def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
+        told = [Payload.decode(data) for data in payloads]
+        of_one = sequence % len(payloads)  # each rank's in turn
+        assert told[of_one].encode() == payloads[of_one], "a payload does not survive its journey"
+        kinds = {payload.kind for payload in told}
+        self.counts["exchanges"] += 1
+        self.counts["sessions"] += kinds == {"open"}
+        self.counts["runs"] += kinds == {"run"}
+        if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
+            self._check_states()
+        if kinds == {"open"}:
+            states = {state for payload in told for state in payload.facts[UNDER_WAY]}
+            goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
+            self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
+            if not goes_on:
+                self._unmeasured.clear()
+        else:
+            self._check_launches()
+        if kinds == {"run"}:
+            self._check_runs()
+            self._note_samples(functools.reduce(Payload.merged, told))
+            if sequence % SIZES_EVERY == 1:  # the first run, the one that announces, among them
+                self._check_sizes(told, payloads)
+        for rank in self.ranks:
+            rank.attempts.clear()
+
+    @staticmethod
+    def _known_runs(rank: VirtualRank) -> int:
+        return 0 if rank.domain is None else rank.domain.tuning.runs
+
+    # -- the state -----------------------------------------------------------------------------------------
+
+    def _check_states(self) -> None:
+        tunings = [rank.domain.tuning for rank in self.ranks if rank.domain is not None]
+        first, *others = (state_of(tuning) for tuning in tunings)
+        for rank, other in enumerate(others, 1):
+            assert other == first, f"rank {rank} holds another state than rank 0:\n{other}\n{first}"
+        for context in tunings[0].contexts.values():
+            self._check_context(context)
+        self._statuses = {name: context.status for name, context in tunings[0].contexts.items()}
+
+    def _check_context(self, context: Context) -> None:
+        usable = set(range(len(context.digests))) - context.banned.keys()
+        assert usable, "a context goes on without a candidate"
+        for what in ("winner", "planned", "incumbent"):
+            index = getattr(context, what)
+            assert index in usable or index is None, f"{what} of {context.title} is banned"
+        digest = context.digests[context.incumbent]
+        if context.settled:
+            for rank in self.ranks:
+                local = None if rank.domain is None else rank.domain.local_contexts.by_name.get(context.name)
+                if local is not None and local.announced:
+                    assert digest in dict(local.order), f"{context.title}: the winner is no candidate of all"
+        if context.status and self._statuses.get(context.name) == "":
+            self.counts[context.status] += 1
+            is_timed = context.judge == BY_LAUNCH and context.winner in context.times.ms
+            if context.status == "tuned" and is_timed:
+                assert not self._unmeasured.get((context.name, digest)), (
+                    f"{context.title}: the winner has no sample on some rank that launched it"
+                )
+
+    def _note_samples(self, merged: Payload) -> None:
+        """Note which candidates have no sample on a rank that launched them when they were on trial."""
+        assert self.ranks[0].domain is not None
+        for name, context in self.ranks[0].domain.tuning.contexts.items():
+            part = merged.parts.get(name)
+            if part is None or context.trial is None or context.is_warmup or part.pending:
+                continue
+            digest = context.digests[context.trial]
+            if part.ran == digest:
+                self._unmeasured[name, digest] = part.unmeasured > 0
+
+    def _check_runs(self) -> None:
+        """A session ends within what its options and its contexts allow."""
+        assert self.ranks[0].domain is not None
+        tuning, options = self.ranks[0].domain.tuning, self.program.options
+        made = tuning.runs + 1  # with the one that is being told
+        since = {rank.runs - before for rank, before in zip(self.ranks, self._runs_at_open, strict=True)}
+        assert since == {made}, f"ranks have made {since} runs of this session, {made} are known"
+        if options["max_runs"] is not None:
+            assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
+        elif options["mode"] == "replay":
+            searches = [(context, 0) for context in tuning.contexts.values()]
+            bound = RUNS_ALLOWED * (ADMISSION_RUNS + planned_runs(tuning.rules, searches))
+            assert made <= bound, f"{made} runs of a session that plans at most {bound}"
+
+    # -- launches ------------------------------------------------------------------------------------------
+
+    def _check_launches(self) -> None:
+        for rank in self.ranks:
+            assert rank.domain is not None
+            worked: dict[str, set[str]] = defaultdict(set)
+            failed: dict[str, set[str]] = defaultdict(set)
+            for kernel, n, block, has_worked in rank.attempts:
+                name, digest = _context_of(rank, kernel, n, block)
+                (worked if has_worked else failed)[name].add(digest)
+                self.counts["launches"] += 1
+            for name in worked.keys() | failed.keys():
+                self._check_attempts(rank, name, worked[name], failed[name])
+
+    def _check_attempts(self, rank: VirtualRank, name: str, worked: set[str], failed: set[str]) -> None:
+        assert rank.domain is not None
+        context = rank.domain.tuning.contexts.get(name)
+        if context is None:
+            return
+        banned = {context.digests[index] for index in context.banned}
+        assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
+        planned = context.digests[context.planned]
+        local = rank.domain.local_contexts.by_name[name]
+        if planned in dict(local.order) and planned not in local.bans.keys() | failed:
+            assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
+
+    # -- payloads ------------------------------------------------------------------------------------------
+
+    def _check_sizes(self, told: list[Payload], payloads: list[bytes]) -> None:
+        """Bytes grow with contexts, and with what is found wrong, but not with ranks."""
+        largest: dict[str, int] = defaultdict(int)
+        bans: dict[str, dict[str, int]] = defaultdict(dict)
+        rest = 0
+        for payload, data in zip(told, payloads, strict=True):
+            rest = max(rest, len(data))
+            for name, part in payload.parts.items():
+                largest[name] = max(largest[name], len(Payload("run", parts={name: part}).encode()))
+                for candidate, (_, reason) in part.bans.items():
+                    bans[name][candidate] = len(candidate) + len(reason) + 20
+                    self.counts["bans"] += 1
+        allowed = rest + sum(
+            size + sum(bans[name].values()) + MERGE_SLACK_BYTES for name, size in largest.items()
+        )
+        assert len(merge(*payloads)) <= allowed + MERGE_SLACK_BYTES, "the merged payload grows with ranks"
+
+
+def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:
+    tuner = rank.tuners[rank.program.kernels.index(kernel)]
+    assert rank.domain is not None
+    (binding,) = (b for key, b in rank.domain.launches._admission._bindings[tuner].items() if key[0] == n)
+    (digest,) = (d for d, config in binding.configs.items() if config.kwargs["BLOCK"] == block)
+    return binding.local.name, digest
+
+
+# ---- how calls end
+
+
+def check_endings(program: Program, ranks: list[VirtualRank], counts: Counter[str]) -> None:
+    """Compare the ranks' calls, one after another."""
+    for call in range(program.calls):
+        endings = {rank.agreement.rank: r[call] for rank in ranks if len(r := rank.endings) > call}
+        if len(endings) < len(ranks):
+            counts["calls after a departure"] += 1
+        _check_call(program, call, endings, counts)
+
+
+def _check_call(program: Program, call: int, endings: dict[int, Ending], counts: Counter[str]) -> None:
+    errors = {rank: ending.error for rank, ending in endings.items() if ending.error is not None}
+    for error in errors.values():
+        counts[type(error).__name__] += 1
+    own = {rank for rank, error in errors.items() if isinstance(error, Boom)}
+    faults = {event.kind: event.rank for event in program.faults()}
+    if any(isinstance(error, Gone) for error in errors.values()):
+        counts["departures"] += 1
+    if not errors:
+        _check_agreement(endings)
+        return
+    if not program.options["watch"] or program.events_of("cached"):
+        return  # settled calls exchange nothing then, and one rank's failure is its own
+    assert len(errors) == len(endings), f"call {call} ends well on some ranks only: {errors}"
+    for rank, error in errors.items():
+        if isinstance(error, AgreementTimeout):
+            culprits = {event.rank for event in program.faults() if event.kind in ("leave", "late")}
+            assert set(error.missing_ranks) <= culprits, f"rank {rank} gives up who is there: {error}"
+        elif isinstance(error, PeerFailed):
+            peer = errors.get(error.rank)
+            assert not isinstance(peer, PeerFailed | None), f"rank {rank}: {error}"
+            assert type(peer).__name__ in error.error
+        elif not isinstance(error, (Boom, Gone)):
+            assert isinstance(error, TuningError), f"rank {rank} ends with {error!r}"
+            assert _is_expected(program, call, error), f"rank {rank} ends with {error!r}"
+    others = {
+        rank: error for rank, error in errors.items() if rank not in own and not isinstance(error, Gone)
+    }
+    if not own and not faults and any(isinstance(error, NoValidConfig) for error in others.values()):
+        assert all(isinstance(error, NoValidConfig) for error in others.values()), f"not alike: {others}"
+
+
+def _is_expected(program: Program, call: int, error: TuningError) -> bool:
+    if isinstance(error, NoValidConfig):
+        return True
+    if isinstance(error, RankMismatch):
+        return any(event.at <= call for event in program.events if event.kind in ("retune some",))
+    return program.search in ("stubborn", "raising", "endless") and "search=" in str(error)
+
+
+def _check_agreement(endings: dict[int, Ending]) -> None:
+    if not endings:
+        return  # every rank has left
+    first = next(iter(endings.values()))
+    for rank, ending in endings.items():
+        assert ending.runs == first.runs, f"rank {rank} made {ending.runs} runs, rank 0 {first.runs}"
+        assert ending.is_settled == first.is_settled
+
+
+def check_winners(program: Program, endings: list[Ending], counts: Counter[str]) -> None:
+    """Check the first call of a plain program against the winners that follow from its script."""
+    if any(isinstance(ending.error, NoValidConfig) for ending in endings):
+        assert any(not viable_blocks(kernel, n) for kernel, n in program.contexts()), (
+            "a config works everywhere"
+        )
+        counts["programs without a config"] += 1
+        return
+    functions = Counter(kernel.function for kernel in program.kernels)
+    for kernel, n in program.contexts():
+        if functions[kernel.function] > 1:
+            continue  # Autotuners of one function with different configs are kernels of their own
+        expected = true_winners(kernel, n, program.options["rank_reduce"])
+        for rank in having(kernel, n):
+            block = endings[rank].winners[kernel.function, n]
+            assert block in expected, f"kernel {kernel.function} [{n}], rank {rank}: {block}, not {expected}"
+        counts["winners known beforehand"] += 1

@@ -1,0 +1,463 @@
+"""GPUs with hosts, streams, copies and peers in one virtual time: nothing runs, nothing waits.
+
+    gpus = VirtualGpus(2).install(monkeypatch)
+
+    def program(gpu):                                  # the program of a rank, on its GPU and host
+        side, runs = torch.cuda.Stream(), itertools.count()
+        def step():
+            mine, peers = (gpus.flag(run, rank) for run in [next(runs)] for rank in (gpu.rank, 1 - gpu.rank))
+            side.wait_stream(torch.cuda.current_stream())                     # fork
+            gpu.launch(0.2, on=side, sets=mine)                               # a copy to the peer
+            kernel = autotuned(ms, lambda block: gpu.launch(peers, ms[block]))
+            kernel[(1,)](0, 0, 64)                                            # waits for the peer's copy
+        tuned = gpus.tuned(step)
+        tuned()
+        return tuned.report
+
+    reports = gpus.run(program)
+
+The device. A stream works off its commands in order, none before the host has queued it, nor before the
+events that it waits for. A command is a row of ms and flags: it takes so long, then waits, on the device,
+until a flag is set, and goes on. Flags are set when a command ends. Streams do not slow each other down.
+What a command waits for may be still to come, from a peer that is behind: its times are known once that is.
+
+The host. Its time passes by what a scenario says (`pass_ms`, `host_ms=`), by `time.sleep` and by what calls
+of torch.cuda cost; `time.perf_counter` and `time.monotonic` read it. Ranks take turns (`virtual_ranks`): when
+one asks for what a peer may still decide, those whose hosts are behind go on first, so the answer is that of
+the moment. An exchange ends for all of them `EXCHANGE_MS` after the last has come to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from kernels_for_tests import add
+from triton.runtime.autotuner import Autotuner
+from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
+
+from dist_autotune import EventClock, contextual_autotune
+from dist_autotune.ranks.exchange import Merge
+from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.timing.stream_filler import CYCLES_PER_MS
+from dist_autotune.triton_api.interception import INTERCEPTION
+
+CALL_MS = 0.002  # of the host, for each call of torch.cuda that does something
+LAUNCH_MS = 0.01  # of the host, for a launch
+EXCHANGE_MS = 0.1  # from the last rank's part of an exchange to its end
+TIMEOUT_S = 1.0  # of a launch, in virtual time
+
+# `INTERCEPTION` between two calls
+NOBODYS = {"active": False, "tuning": False, "chooser": None, "_replaced": ()}
+
+
+@dataclass(eq=False)
+class Flag:
+    """Set once, by the command that ends then."""
+
+    name: str = ""
+    at_ms: float | None = None
+
+
+@dataclass(eq=False)
+class Command:
+    """What a stream is to do: `work` in order, after other commands, not before it was queued."""
+
+    work: tuple[float | Flag, ...]
+    queued_ms: float
+    after: list[Command]
+    sets: tuple[Flag, ...] = ()
+    begin_ms: float | None = None  # None: not known yet
+    end_ms: float | None = None
+
+    @property
+    def ms(self) -> float:
+        assert self.begin_ms is not None
+        assert self.end_ms is not None, f"nobody has set {self.waits_for}"
+        return self.end_ms - self.begin_ms
+
+    @property
+    def waits_for(self) -> list[str]:
+        return [flag.name for flag in self.work if isinstance(flag, Flag) and flag.at_ms is None]
+
+    def resolve(self) -> bool:
+        """Find out when it begins and ends; return whether that is known."""
+        if any(command.end_ms is None for command in self.after):
+            return False
+        self.begin_ms = max([self.queued_ms, *(command.end_ms or 0.0 for command in self.after)])
+        at_ms = self.begin_ms
+        for part in self.work:
+            if not isinstance(part, Flag):
+                at_ms += part
+            elif part.at_ms is None:
+                return False
+            else:
+                at_ms = max(at_ms, part.at_ms)
+        self.end_ms, self.after = at_ms, []
+        for flag in self.sets:
+            assert flag.at_ms is None, f"flag {flag.name} is set twice"
+            flag.at_ms = at_ms
+        return True
+
+
+class VirtualStream:
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self.gpu = gpu
+        self.last = Command((), 0.0, [], begin_ms=0.0, end_ms=0.0)
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        self.gpu.call()
+        self.gpu.queue(on=self, after=[event.command])
+
+    def wait_stream(self, stream: VirtualStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        event = event or VirtualEvent(self.gpu)
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self.gpu.has_done(self.last)
+
+    def synchronize(self) -> None:
+        self.gpu.wait_for(self.last)
+
+
+class VirtualEvent:
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self.gpu = gpu
+        self.command = Command((), 0.0, [], begin_ms=0.0, end_ms=0.0)  # done, as long as it is not recorded
+
+    @property
+    def at_ms(self) -> float:
+        assert self.command.end_ms is not None
+        return self.command.end_ms
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        self.gpu.events += 1
+        self.gpu.call()
+        self.command = self.gpu.queue(on=stream)
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        (stream or self.gpu.stream).wait_event(self)
+
+    def query(self) -> bool:
+        return self.gpu.has_done(self.command)
+
+    def synchronize(self) -> None:
+        self.gpu.wait_for(self.command)
+
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        return end.at_ms - self.at_ms + self.gpu.event_cost_ms
+
+
+@dataclass(eq=False)
+class VirtualGpu:
+    """One GPU and the host of its rank. Times are ms."""
+
+    gpus: VirtualGpus
+    rank: int
+    host_ms: float = 0.0
+    fillers_ms: list[float] = field(default_factory=list)  # of torch.cuda._sleep
+    events: int = 0  # recorded
+    synchronized: int = 0
+    event_cost_ms: float = 0.0  # what two events read beyond what is between them
+    awaits: Command | None = None  # the host waits for its end
+    trouble: Callable[[], BaseException] | None = None  # raised by every question and command ...
+    breaks_ms: float = 0.0  # ... from this time of the host's on
+
+    def __post_init__(self) -> None:
+        self.streams: list[VirtualStream] = []
+        self.stream = self.new_stream()  # the current one
+        self._used: set[Any] = set()
+
+    # -- what a scenario does ------------------------------------------------------------------------------
+
+    def pass_ms(self, ms: float) -> None:
+        """Let the host be busy with something else."""
+        self.host_ms += ms
+
+    def launch(
+        self,
+        *work: float | Flag,
+        host_ms: float = LAUNCH_MS,
+        on: VirtualStream | None = None,
+        sets: Flag | Sequence[Flag] = (),
+    ) -> Command:
+        """Spend `host_ms` on preparing a kernel or a copy, then queue it, on the current stream or `on`."""
+        self.pass_ms(host_ms)
+        return self.queue(*work, on=on, sets=(sets,) if isinstance(sets, Flag) else sets)
+
+    def first_use(self, what: Any, *host_ms: float) -> None:
+        """Let the first use of something take the first of `host_ms`, its second the second, and so on."""
+        for count, ms in enumerate(host_ms):
+            if (what, count) not in self._used:
+                self._used.add((what, count))
+                self.pass_ms(ms)
+                return
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        for stream in self.streams:
+            self.wait_for(stream.last)
+
+    @property
+    def idle_ms(self) -> float:
+        """When all is done that is queued; all of it must be known by now."""
+        return max(stream.last.end_ms or 0.0 for stream in self.streams)
+
+    # -- what torch.cuda does ------------------------------------------------------------------------------
+
+    def call(self) -> None:
+        self.pass_ms(CALL_MS)
+
+    def new_stream(self) -> VirtualStream:
+        self.streams.append(VirtualStream(self))
+        return self.streams[-1]
+
+    def queue(
+        self,
+        *work: float | Flag,
+        on: VirtualStream | None = None,
+        after: Iterable[Command] = (),
+        sets: Sequence[Flag] = (),
+    ) -> Command:
+        self._check()
+        stream = on or self.stream
+        command = Command(tuple(work), self.host_ms, [stream.last, *after], tuple(sets))
+        stream.last = command
+        self.gpus.take_in(command)
+        return command
+
+    def has_done(self, command: Command) -> bool:
+        """Ask, at a cost, whether the device has come so far."""
+        self.call()
+        self._check()
+        if command.end_ms is None:
+            self.gpus.let_catch_up(self)
+        return command.end_ms is not None and self.host_ms >= command.end_ms
+
+    def wait_for(self, command: Command) -> None:
+        """Block the host until the device has come so far."""
+        self.awaits = command
+        if command.end_ms is None:
+            self.gpus.let_catch_up(self)
+        assert command.end_ms is not None, f"rank {self.rank} waits for ever: {self.gpus.why}"
+        self.awaits = None
+        self.host_ms = max(self.host_ms, command.end_ms)
+
+    def sleep(self, cycles: int) -> None:
+        """Take the place of torch.cuda._sleep."""
+        self.call()
+        self.fillers_ms.append(cycles / CYCLES_PER_MS)
+        self.queue(cycles / CYCLES_PER_MS)
+
+    def _check(self) -> None:
+        if self.trouble is not None and self.host_ms >= self.breaks_ms:
+            raise self.trouble()
+
+    @contextlib.contextmanager
+    def on(self, stream: VirtualStream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+
+class VirtualGpus(list[VirtualGpu]):
+    """The GPUs of all ranks.
+
+    lag_ms: how much later than others a rank gets to know that an exchange is over.
+    """
+
+    def __init__(self, count: int, *, lag_ms: Callable[[int], float] = lambda rank: 0.0) -> None:
+        super().__init__(VirtualGpu(self, rank) for rank in range(count))
+        self.lag_ms = lag_ms
+        self.group: TimedGroup | None = None
+        self._flags: dict[Any, Flag] = {}
+        self._unknown: list[Command] = []
+        self._thread = threading.local()
+
+    @property
+    def here(self) -> VirtualGpu:
+        """The GPU of the rank whose thread asks."""
+        gpu: VirtualGpu = getattr(self._thread, "gpu", self[0])
+        return gpu
+
+    @property
+    def why(self) -> str:
+        """Say what nobody has set."""
+        return f"nobody sets {[name for command in self._unknown for name in command.waits_for]}"
+
+    def flag(self, *name: Any) -> Flag:
+        """Return the flag of that name, the same for all ranks."""
+        return self._flags.setdefault(name, Flag(str(name)))
+
+    def tuned(self, thunk: Callable[..., Any], **options: Any) -> Any:
+        """Decorate this rank's function, for all ranks."""
+        chosen = {"clock": EventClock(TIMEOUT_S), "cache": False, "log_dir": None, "progress": False}
+        if self.group is not None:
+            chosen |= {"is_dist": True, "group": self.group.agreements[self.here.rank]}
+        return contextual_autotune(thunk, **{**chosen, **options})
+
+    def run(self, program: Callable[[VirtualGpu], Any]) -> list[Any]:
+        """Return what `program` returned on each rank. Raises what it raised on one."""
+
+        def main(agreement: VirtualAgreement) -> Any:
+            self._thread.gpu = self[agreement.rank]
+            return program(self.here)
+
+        self.group = TimedGroup(self, Random(0))
+        with (
+            mock.patch.object(AGREEMENTS, "of", lambda group: group),
+            mock.patch.object(INTERCEPTION, "turn", EverybodysTurn()),  # ranks never run at once
+        ):
+            try:
+                return self.group.run(main)
+            finally:
+                self.group = None
+
+    def take_in(self, command: Command) -> None:
+        """Find out all times that are known with a new command."""
+        self._unknown.append(command)
+        before = len(self._unknown) + 1
+        while len(self._unknown) < before:
+            before = len(self._unknown)
+            self._unknown = [command for command in self._unknown if not command.resolve()]
+
+    def let_catch_up(self, gpu: VirtualGpu) -> None:
+        """Let peers go on that are behind this rank's host; all of them, if it waits."""
+        if self.group is not None:
+            self.group.pass_on(self.group.agreements[gpu.rank])
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> VirtualGpus:
+        """Take the place of torch.cuda and of Python's clocks; this thread is the first rank's."""
+        self.install_device(monkeypatch)
+        self._thread.gpu = self[0]
+        for name in ("perf_counter", "monotonic"):
+            monkeypatch.setattr(time, name, lambda: self.here.host_ms * 1e-3)
+            monkeypatch.setattr(time, f"{name}_ns", lambda: round(self.here.host_ms * 1e6))
+        sleep = time.sleep
+
+        def pass_s(seconds: float) -> None:
+            if hasattr(self._thread, "gpu"):
+                self.here.pass_ms(seconds * 1e3)
+            else:  # a thread that acts for a rank
+                sleep(seconds)
+
+        monkeypatch.setattr(time, "sleep", pass_s)
+        return self
+
+    def install_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take the place of torch.cuda."""
+        for name, value in (
+            ("is_available", lambda: True),
+            ("current_device", lambda: self.here.rank),
+            ("device", lambda index: nullcontext()),
+            ("current_stream", lambda device=None: self.here.stream),
+            ("Stream", lambda *options, **more: self.here.new_stream()),
+            ("stream", lambda stream: self.here.on(stream)),
+            ("Event", lambda enable_timing=False, **options: VirtualEvent(self.here)),
+            ("_sleep", lambda cycles: self.here.sleep(cycles)),
+            ("synchronize", lambda device=None: self.here.synchronize()),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+# ---- ranks
+
+
+class TimedAgreement(VirtualAgreement):
+    """One rank's `Agreement`; its exchanges take time."""
+
+    group: TimedGroup
+
+    def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
+        gpu, posted_ms = self.gpu, self.group.posted_ms.setdefault(self.sequence, [])
+        posted_ms.append(gpu.host_ms)
+        merged = super().exchange(payload, merge, timeout_s, what)
+        gpu.host_ms = max(posted_ms) + EXCHANGE_MS + self.group.gpus.lag_ms(self.rank)
+        return merged
+
+    @property
+    def gpu(self) -> VirtualGpu:
+        return self.group.gpus[self.rank]
+
+    @property
+    def can_go_on(self) -> bool:
+        awaits = self.gpu.awaits
+        return super().can_go_on and (awaits is None or awaits.end_ms is not None)
+
+
+class TimedGroup(VirtualGroup):
+    """Ranks of which the one goes on whose host is furthest behind."""
+
+    def __init__(self, gpus: VirtualGpus, random: Random) -> None:
+        self.gpus = gpus
+        self.posted_ms: dict[int, list[float]] = {}  # exchange -> when ranks have come to it
+        super().__init__(len(gpus), random)
+
+    def make_agreement(self, rank: int) -> VirtualAgreement:
+        return TimedAgreement(self, rank)
+
+    def chosen(self, ready: Sequence[VirtualAgreement]) -> VirtualAgreement:
+        return min(ready, key=lambda agreement: (self.gpus[agreement.rank].host_ms, agreement.rank))
+
+    def give_up(self, alive: Sequence[VirtualAgreement]) -> None:
+        waiting = [agreement.rank for agreement in alive if self.gpus[agreement.rank].awaits is not None]
+        if waiting:
+            self.broken = AssertionError(f"the hosts of ranks {waiting} wait for ever: {self.gpus.why}")
+        else:
+            super().give_up(alive)
+
+    def pass_on(self, agreement: VirtualAgreement) -> None:
+        with another_rank():
+            super().pass_on(agreement)
+
+
+@contextlib.contextmanager
+def another_rank() -> Iterator[None]:
+    """Leave `Autotuner.run`, of which there is one, to another rank; each may be amid a call."""
+    before, state = Autotuner.run, {name: getattr(INTERCEPTION, name) for name in NOBODYS}
+    Autotuner.run = dict(INTERCEPTION._replaced).get(Autotuner, before)
+    vars(INTERCEPTION).update(NOBODYS)
+    try:
+        yield
+    finally:
+        Autotuner.run = before
+        vars(INTERCEPTION).update(state)
+
+
+# ---- kernels
+
+
+class VirtualKernel:
+    """Stands between an Autotuner and its `@jit` function."""
+
+    def __init__(self, launch: Callable[[int], Any], function: Any) -> None:
+        self.fn = function
+        self.arg_names = list(function.arg_names)
+        self.__name__ = function.__name__
+        self._launch = launch
+
+    def run(self, *args: Any, grid: Any, warmup: bool, BLOCK: int, **kwargs: Any) -> None:
+        if not warmup:
+            self._launch(BLOCK)
+
+
+def autotuned(blocks: Iterable[int], launch: Callable[[int], Any], function: Any = add) -> Any:
+    """Return an autotuned kernel of configs that differ in BLOCK: `launch(block)` queues what a launch is."""
+    configs = [triton.Config({"BLOCK": block}) for block in blocks]
+    return triton.autotune(configs, ["n"])(VirtualKernel(launch, function))

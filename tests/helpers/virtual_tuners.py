@@ -1,0 +1,331 @@
+"""One rank of a random program: real tuner, real Autotuners; kernels, clock and disk are made up.
+
+What a rank sends is made by the very code that makes it in production. Replaced are only the exchange
+(`virtual_ranks`), the kernels under the Autotuners, the clock, the disk entries and the preflight, which
+would need a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import triton
+from kernels_for_tests import accumulate, add, double, out_of_resources
+from random_programs import Kernel, Program
+from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
+
+import dist_autotune.compilation.preflight
+from dist_autotune import contextual_autotune, settings, tunable
+from dist_autotune.compilation.preflight import Preflight
+from dist_autotune.logs.writer import SessionLog
+from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.search.strategies import Warmup
+from dist_autotune.storage.winners import DiskCache, Entry
+from dist_autotune.triton_api import identity, interception
+from dist_autotune.triton_api.interception import INTERCEPTION
+from dist_autotune.tuner.function_state import Domain
+from dist_autotune.tuner.recorder import Chronicle
+
+FUNCTIONS = (add, double, accumulate)
+HERE = threading.local()  # .rank: the VirtualRank whose thread this is
+
+
+class Boom(Exception):
+    """A rank's own exception."""
+
+
+class VirtualClock:
+    """Reads the scripted times of the launches between start and stop; ready some looks later."""
+
+    def __init__(self, rank: VirtualRank) -> None:
+        self._rank = rank
+        self.launched_last = 0  # the BLOCK
+        self._took_ms: list[float | None] = []
+        self._looks: dict[int, int] = {}
+
+    def spend(self, ms: float | None) -> None:
+        self._took_ms.append(ms)
+
+    def start(self) -> list[int]:
+        return [len(self._took_ms)]
+
+    def stop(self, mark: list[int]) -> None:
+        mark.append(len(self._took_ms))
+
+    def ready(self, mark: list[int]) -> bool:
+        looks = self._looks[mark[0]] = self._looks.get(mark[0], -1) + 1
+        return looks >= self.lateness(self._rank.agreement.rank, mark[0])
+
+    def lateness(self, rank: int, mark: int) -> int:
+        """Return how many looks at a mark come too early."""
+        return zlib.crc32(f"{rank} {mark}".encode()) % (self._rank.program.late_clock + 1)
+
+    def read_ms(self, mark: list[int]) -> Any:
+        took_ms = self._took_ms[mark[0] : mark[1]]
+        return took_ms[0] if len(took_ms) == 1 else sum(ms or 0.0 for ms in took_ms)
+
+
+class VirtualDisk:
+    """The disk entries of one rank."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+
+    def load_all(self, match: Callable[[Entry], bool]) -> dict[str, Entry]:
+        return {name: entry for name, entry in self.entries.items() if match(entry)}
+
+    def put(self, entry: Entry) -> None:
+        self.entries[entry.key.digest] = entry
+
+
+class VirtualKernel:
+    """Stands between an Autotuner and its `@jit` function."""
+
+    def __init__(self, rank: VirtualRank, kernel: Kernel) -> None:
+        self.fn = FUNCTIONS[kernel.function]
+        self.arg_names = list(self.fn.arg_names)
+        self.__name__ = self.fn.__name__
+        self._rank = rank
+        self._kernel = kernel
+        self._launches = 0
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        rank, block = self._rank, kwargs["BLOCK"]
+        failure = self._kernel.failures.get((rank.agreement.rank, block))
+        rank.attempts.append((self._kernel, args[2], block, failure is None))
+        if failure is not None:
+            raise out_of_resources()
+        rank.clock.launched_last = block
+        rank.clock.spend(self._ms(block))
+
+    def _ms(self, block: int) -> float | None:
+        self._launches += 1
+        rank = self._rank.agreement.rank
+        noise = zlib.crc32(f"{rank} {block} {self._launches}".encode())
+        bad = self._kernel.bad_samples
+        if (rank, block) in bad and (not self._kernel.is_sometimes_bad or noise % 2):
+            return bad[rank, block]
+        return self._kernel.ms[rank, block] * (1 + self._rank.program.is_noisy * (noise % 100) / 200)
+
+
+class VirtualRank:
+    """Lives through one program."""
+
+    def __init__(self, program: Program, agreement: VirtualAgreement) -> None:
+        self.program = program
+        self.agreement = agreement
+        self.clock = VirtualClock(self)
+        self.disk = VirtualDisk()
+        self.mode = "tune"
+        self.runs = 0  # of the thunk, in all calls
+        self.call = 0
+        self.attempts: list[
+            tuple[Kernel, int, int, bool]
+        ] = []  # since the last exchange, and whether it worked
+        self.endings: list[Ending] = []
+        self.is_dirty = False  # an error ended the last call
+        self.start_process()
+
+    def start_process(self) -> None:
+        """Forget what memory holds, as a new process does."""
+        program, rank = self.program, self.agreement.rank
+        self.tuners = [self._tuner(kernel, rank) for kernel in program.kernels]
+        options = {name: value for name, value in program.options.items() if value is not None}
+        search = FLOWS.get(program.search, program.search)
+        self.tuned = contextual_autotune(
+            self._thunk,
+            is_dist=True,
+            search=search,
+            name="step",
+            clock=self.clock,
+            group=self.agreement,
+            cache=False,  # no directory, so no journal; see VirtualDisk
+            log_dir=None,
+            progress=False,
+            **options,
+        )
+
+    @property
+    def domain(self) -> Domain | None:
+        calls = self.tuned._calls
+        known: Domain | None = None if calls is None else calls.domain
+        return known
+
+    def elapsed_s(self, chronicle: Chronicle) -> float:
+        """Return the scripted seconds since the session of `chronicle` began."""
+        began = vars(chronicle).setdefault("began_at_run", self.runs)
+        return self.program.seconds_a_run * (self.runs - began)
+
+    def live(self) -> list[Ending]:
+        """Make all calls; return how each ended."""
+        HERE.rank = self
+        for event in self.program.faults():
+            if event.rank == self.agreement.rank and event.kind == "leave":
+                self.agreement.leaves_at = event.number
+            elif event.rank == self.agreement.rank and event.kind == "late":
+                self.agreement.is_late_at = event.number
+        for call in range(self.program.calls):
+            self.call = call
+            self._meet_events()
+            before = self.runs
+            try:
+                value, error = self.tuned(), None
+                assert value == self.runs, "the call returned another run's result than the last"
+            except Gone:
+                self.endings.append(Ending(self, Gone(), before))
+                raise
+            except Exception as caught:
+                error = caught
+            assert not INTERCEPTION.active, "Autotuner.run is left replaced"
+            self.attempts.clear()
+            self.endings.append(Ending(self, error, before))
+        return self.endings
+
+    def preflight(self, tuner: Any, configs: dict[str, Any]) -> dict[str, str]:
+        kernel = self.program.kernels[self.tuners.index(tuner)]
+        rank = self.agreement.rank
+        blocks = {digest: config.kwargs["BLOCK"] for digest, config in configs.items()}
+        return {
+            digest: "does not load"
+            for digest, block in blocks.items()
+            if kernel.failures.get((rank, block)) == "preflight"
+        }
+
+    def _tuner(self, kernel: Kernel, rank: int) -> Any:
+        def hook(named: dict[str, Any]) -> None:
+            self.attempts.append((kernel, named["n"], named["BLOCK"], False))
+            raise out_of_resources()
+
+        configs = [
+            triton.Config(
+                {"BLOCK": block}, pre_hook=hook if kernel.failures.get((rank, block)) == "hook" else None
+            )
+            for block in kernel.candidates[rank]
+        ]
+        return triton.autotune(configs, ["n"])(VirtualKernel(self, kernel))
+
+    def _meet_events(self) -> None:
+        program, rank = self.program, self.agreement.rank
+        for event in program.events_at(self.call, "retune", "retune some", "restart", "cached"):
+            if event.kind == "retune" or (event.kind == "retune some" and rank >= event.rank):
+                self.tuned.retune()
+            elif event.kind == "cached":
+                self.mode = "cached" if self.mode == "tune" else "tune"
+            elif event.kind == "restart":
+                if rank in program.lost_disks:
+                    self.disk.entries.clear()
+                if rank in program.changed_disks:
+                    for name, entry in self.disk.entries.items():
+                        self.disk.entries[name] = replace(entry, winner=entry.key.candidates[-1])
+                self.start_process()
+
+    def _thunk(self) -> int:
+        program, rank, run = self.program, self.agreement.rank, self.runs
+        self.runs += 1
+        fails = [event for event in program.faults() if event.kind == "raise" and event.rank == rank]
+        if any(event.number == run and run % 2 for event in fails):
+            raise Boom
+        for kernel, tuner in zip(program.kernels, self.tuners, strict=True):
+            for n, pattern in kernel.launches[rank]:
+                for _ in range(pattern.launches(run)):
+                    tuner[(1,)](0, 0, n)
+        for choice in program.choices:
+            for _ in range(choice.launches[rank].launches(run)):
+                self.clock.spend(choice.ms[tunable(choice.name, choice.options)])
+        if any(event.number == run for event in fails):
+            raise Boom
+        return self.runs
+
+
+class Ending:
+    """How one call ended on one rank."""
+
+    def __init__(self, rank: VirtualRank, error: BaseException | None, runs_before: int) -> None:
+        self.error = error
+        self.runs = rank.runs - runs_before
+        self.is_settled = rank.tuned.settled
+        self.report = rank.tuned.report
+        self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
+        if error is None and rank.domain is not None:
+            for name, local in rank.domain.local_contexts.by_name.items():
+                context = rank.domain.tuning.contexts.get(name)
+                if context is not None and context.settled and local.announced and not local.is_choice:
+                    binding = local.bindings[0]
+                    kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
+                    config = binding.configs[context.digests[context.incumbent]]
+                    self.winners[kernel.function, local.key[0]] = config.kwargs["BLOCK"]
+
+
+# ---- strategies of a user's own
+
+
+def shuffled(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    """Try candidates in an order of its own; end at the first that is twice as fast as another."""
+    agreed_ms: dict[int, float] = {}
+    for index in sorted(candidates, key=lambda index: zlib.crc32(str(index).encode())):
+        if n_warmup:
+            yield Warmup(index)
+        agreed_ms[index] = yield index
+        if 2 * min(agreed_ms.values()) < max(agreed_ms.values()):
+            break
+    return min(agreed_ms, key=agreed_ms.__getitem__)
+
+
+def endless(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    for index in itertools.cycle(candidates):  # noqa: UP028  a cycle has no send()
+        yield index
+
+
+def stubborn(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    """Ask for the last candidate until its time is known, banned or not; return it in any case."""
+    for _ in range(3):
+        yield candidates[-1]
+    return candidates[-1]
+
+
+def raising(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    for index in candidates:
+        if (yield index) > 5:
+            raise ValueError("too slow for this strategy")
+    return candidates[0]
+
+
+FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raising": raising}
+
+
+# ---- the world in which virtual ranks live
+
+
+@contextlib.contextmanager
+def virtual_world() -> Iterator[None]:
+    """Let every rank of this process have its own turn, disk, log, mode and preflight."""
+
+    def preflight(tuner: Any, configs: dict[str, Any], *rest: Any) -> Preflight:
+        return Preflight(HERE.rank.preflight(tuner, configs))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".* gave no time that can be used")  # made so on purpose
+        for place, name, value in (
+            (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
+            (AGREEMENTS, "of", lambda group: group),
+            (SessionLog, "write", lambda log, record: None),
+            (DiskCache, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
+            (DiskCache, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
+            (settings, "run_mode", lambda: HERE.rank.mode),
+            (identity, "function_digest", lambda function: "the same on all ranks"),
+            (interception, "is_interpreted", lambda: False),
+            (dist_autotune.compilation.preflight, "current_device", lambda: -1),
+            (dist_autotune.compilation.preflight, "preflight", preflight),
+            (Chronicle, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
+        ):
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield

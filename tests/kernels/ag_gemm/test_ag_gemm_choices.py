@@ -1,0 +1,402 @@
+"""That AllGatherGemm is right whatever each rank chooses for itself, and that the choices are tuned."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from ag_gemm_runs import (
+    begin,
+    call_and_compare,
+    call_in_lane,
+    choose_at_random,
+    error_ratio,
+    force,
+    gathered_by_torch,
+    operands_of,
+    poison,
+    tensors,
+)
+from operation_runs import GPU_BACKENDS, INTERPRETER, delay_copies, device, message_of, run_cases, values
+from rank_programs import wait_for
+
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, choices
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.choices import options_for
+from dist_autotune.kernels.ag_gemm.matmul import runs_of
+from dist_autotune.kernels.ag_gemm.pieces import BLOCK_ROWS, piece_counts, piece_ends
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+
+pytestmark = INTERPRETER
+HALF = torch.float16
+CONSUMERS = ["plain", "matmul"]
+PRODUCERS = ["pull", "push"]
+PATIENCE_S = 60.0  # less than a test has
+
+
+# ---- in pieces
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 48, 63, 64, 65, 200, 1000])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4])
+def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
+    ends = piece_ends(rows, pieces)
+    assert ends[-1] == rows
+    assert list(ends) == sorted(set(ends))
+    assert len(ends) <= pieces
+    assert all(end % BLOCK_ROWS == 0 for end in ends[:-1])
+    if pieces in piece_counts(rows):
+        sizes = [end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
+        assert len(sizes) == pieces
+        assert min(sizes) >= min(BLOCK_ROWS, rows)
+
+
+def in_pieces(rank, pieces_of_rank, producer):
+    """Call with m that changes and is no multiple of anything, candidates that differ, and N that differs."""
+    begin(rank)
+    with AllGatherGemm(77, 24, HALF, producer=producer, timeout_s=PATIENCE_S) as op:
+        force(op, consumer="plain", pieces=pieces_of_rank[rank])
+        poison(op)
+        return [call_and_compare(op, m, 20 + 8 * rank, in_place=m == 61) for m in (77, 5, 61, 33, 77)]
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("pieces_of_rank", [(4, 4), (2, 1, 4, 3)], ids=str)
+def test_ranks_may_copy_in_different_numbers_of_pieces(pieces_of_rank, producer):
+    for errors in values(in_pieces, len(pieces_of_rank), pieces_of_rank, producer):
+        assert max(errors) < 1
+
+
+def late_pieces(rank, call, producer):
+    """Copy each piece late on rank 0, and note what the first tiles of its peer's chunk can have found."""
+    begin(rank)
+    with AllGatherGemm(64, 16, HALF, producer=producer, timeout_s=PATIENCE_S) as op:
+        force(op, consumer="plain", pieces=4)
+        poison(op)
+        if rank == 0:
+            delay_copies(op, lambda: time.sleep(0.1))
+        return [call_and_compare(op, 64, 16, call=call) for _ in range(2)]
+
+
+@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_in_lane], ids=["eager", "lane"])
+def test_tiles_wait_for_pieces_that_are_late(call):
+    for errors in values(late_pieces, 2, call, "pull"):
+        assert max(errors) < 1
+
+
+def first_tiles_first(rank):
+    """Hold the second half of the peer's chunk back until the kernel has written tiles of the first."""
+    begin(rank, 0)  # tiles of 16 rows
+    with AllGatherGemm(32, 16, HALF, timeout_s=PATIENCE_S) as op:
+        force(op, consumer="plain", pieces=2, programs=1)
+        a_shard, weight = tensors(32, 16, 16, HALF)
+        out = torch.full((64, 16), float("nan"), dtype=HALF, device=device())
+        written = out[32:48] if rank == 0 else out[:16]
+        copy, copies = op._memory.copy, []
+
+        def copy_second_late(dst, src, stream):
+            copies.append(dst)
+            if len(copies) % 2 == 0:
+                stream.enqueue(lambda: wait_for(lambda: not written.isnan().any(), 60.0))
+            copy(dst, src, stream)
+
+        op._memory.copy = copy_second_late
+        op(a_shard, weight, out)
+        return [error_ratio(out, gathered_by_torch(a_shard), weight)], len(copies)
+
+
+def test_the_first_tiles_of_a_chunk_do_not_wait_for_its_last_piece():
+    for errors, copies in values(first_tiles_first, 2):
+        assert max(errors) < 1
+        assert copies == 2
+
+
+def across_the_wrap(rank):
+    """Let the count of rows pass 2**31 in the middle of a chunk."""
+    begin(rank)
+    with AllGatherGemm(40, 16, torch.float32, timeout_s=PATIENCE_S) as op:
+        force(op, pieces=2 - rank)
+        op._fetched_rows = 2**31 - 60
+        poison(op)
+        return [call_and_compare(op, m, 16) for m in (40, 40, 7, 40)]
+
+
+def test_the_count_of_rows_wraps():
+    for errors in values(across_the_wrap, 2):
+        assert max(errors) < 1
+
+
+# ---- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("consumer", "asked"), [("plain", ["consumer", "pieces", "programs"]), ("matmul", ["consumer", "pieces"])]
+)
+def test_a_number_of_programs_is_asked_for_where_the_consumer_has_programs(consumer, asked, monkeypatch):
+    names = []
+
+    def choose(name, options, *, key):
+        names.append(name.removeprefix("ag_gemm "))
+        return consumer if consumer in options else options[-1]
+
+    monkeypatch.setattr(choices, "tunable", choose)
+    choice = options_for(64, 132, world_size=2, specialized=True, key=()).choose()
+    assert names == asked
+    assert choice.consumer == consumer
+    assert choice.programs == choices.INTERPRETED_PROGRAMS[-1 if consumer == "plain" else 0]
+
+
+# ---- everything at once
+
+
+def anything(rank, producer, seed, calls=10, backend="auto"):
+    """Choose at random on each rank, back to back, delayed at random; results are looked at in the end."""
+    begin(rank)
+    order, own, kept = random.Random(seed), random.Random(f"{seed}, {rank}"), []
+    with AllGatherGemm(50, 16, HALF, backend=backend, producer=producer, timeout_s=PATIENCE_S) as op:
+        choose_at_random(op, f"{seed}, {rank}")
+        poison(op)
+        for _ in range(calls):
+            m, n = order.choice((50, 33, 16, 7)), own.choice((16, 24, 33))
+            kind, copied = order.choice((call_in_lane, AllGatherGemm.__call__)), own.random() < 0.5
+            if order.randrange(op.world_size) == rank:
+                time.sleep(own.random() / 20)
+            a_shard, weight = tensors(m, n, 16, HALF)
+            given = a_shard if copied else op.shard[:m].copy_(a_shard)
+            out = torch.full((m * op.world_size, n), float("nan"), dtype=HALF, device=device())
+            kept.append((kind(op, given, weight, out), a_shard, weight))
+        op.check()
+    return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
+
+
+@pytest.mark.parametrize(
+    ("world", "seed", "producer"),
+    [(1, 0, "pull"), (2, 1, "pull"), (2, 1, "push"), (3, 2, "pull"), (3, 2, "push"), (4, 3, "push")],
+)
+def test_ranks_may_choose_differently_in_each_call(world, seed, producer):
+    for errors in values(anything, world, producer, seed):
+        assert max(errors) < 1
+
+
+def without_overlap(rank, producer, consumers, capacity):
+    begin(rank)
+    with AllGatherGemm(capacity, 40, torch.bfloat16, producer=producer, timeout_s=PATIENCE_S) as op:
+        force(op, consumer=consumers[rank])
+        poison(op)
+        errors = [call_and_compare(op, m, 24, in_place=m == 30) for m in (30, 11, 30)]
+        a_shard, weight = (tensor.requires_grad_() for tensor in tensors(9, 24, 80, torch.bfloat16))
+        out = torch.full((9 * op.world_size, 50), float("nan"), dtype=torch.bfloat16, device=device())
+        with torch.no_grad():
+            op(a_shard[:, 3:43], weight[:, 5:45], out[:, 1:25])
+        full = gathered_by_torch(a_shard.detach()[:, 3:43])
+        errors.append(error_ratio(out[:, 1:25], full, weight.detach()[:, 5:45]))
+        untouched = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
+        return errors, bool(untouched) and not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("consumers", "producer", "capacity"),  # slots are whole with a capacity of 30, and parts with 41
+    [
+        (("matmul", "plain"), "pull", 30),
+        (("matmul", "plain"), "push", 41),
+        (("matmul",) * 3, "pull", 41),
+        (("matmul",) * 3, "push", 30),
+    ],
+    ids=str,
+)
+def test_a_rank_may_wait_first_and_multiply_then_beside_peers_that_overlap(consumers, producer, capacity):
+    for errors, beside in values(without_overlap, len(consumers), producer, consumers, capacity):
+        assert max(errors) < 1
+        assert beside
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("pushed", [False, True])
+def test_the_runs_of_chunks_are_all_chunks_in_their_slots(world, pushed):
+    for rank in range(world):
+        found = {}
+        for slot, chunk, count in runs_of(rank, world, pushed=pushed):
+            found |= {chunk + step: slot + step for step in range(count)}
+        steps = [(chunk - rank) % world for chunk in range(world)]
+        slots = [world - 1 + step if pushed and step else chunk for chunk, step in enumerate(steps)]
+        assert found == dict(enumerate(slots))
+
+
+# ---- who copies
+
+
+def gathered_by_pushes(rank):
+    begin(rank)
+    right = []
+    with AllGatherGemm(20, 16, HALF, producer="push", graphs=False) as op:
+        before = message_of(lambda: op.gathered)
+        for m in (20, 9, 20):
+            a_shard, weight = tensors(m, 8, 16, HALF)
+            op(a_shard, weight)
+            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
+    return before, right
+
+
+def test_chunks_that_were_pushed_are_gathered_too():
+    for before, right in values(gathered_by_pushes, 3):
+        assert before.startswith("RuntimeError: nothing has been gathered yet")
+        assert right == [True] * 3
+
+
+def open_differently(rank):
+    return message_of(lambda: AllGatherGemm(8, 16, HALF, producer=PRODUCERS[rank]))
+
+
+def test_ranks_that_copy_in_different_ways_are_told_so_when_they_open():
+    text = "ValueError: the ranks pass different values of producer: rank 0: 'pull'; rank 1: 'push'."
+    for message in values(open_differently, 2):
+        assert message.startswith(text)
+
+
+def test_a_producer_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="producer is 'shove'; it is one of pull, push"):
+        AllGatherGemm(8, 16, HALF, backend="shm", producer="shove")
+
+
+# ---- what the caller fixes
+
+
+def fixed(rank):
+    """Fix other choices on each rank, in a tuned function: there is nothing left to tune but the kernel."""
+    from dist_autotune import contextual_autotune
+
+    begin(rank)
+    chosen = ({"consumer": "matmul", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
+    with AllGatherGemm(64, 16, HALF, timeout_s=PATIENCE_S, **chosen) as op:
+        errors = []
+
+        @contextual_autotune(is_dist=True, cache=False, log_dir=None)
+        def step():
+            errors.append(call_and_compare(op, 64, 24))
+
+        step()
+        weight = tensors(64, 24, 16, HALF)[1]
+        choice = op._choose(operands_of(op, weight, weight.new_empty(128, 24), 64))
+        found = {context.kernel for context in step.report.contexts if context.kernel.startswith("ag_gemm ")}
+    return errors, found, (choice.consumer, choice.pieces, choice.programs)
+
+
+def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently():
+    (errors, found, choice), (other_errors, other_found, other_choice) = values(fixed, 2)
+    assert max(errors + other_errors) < 1
+    assert (found, choice) == (set(), ("matmul", 3, 5))
+    assert other_found == {"ag_gemm pieces"}
+    assert (other_choice[0], other_choice[2]) == ("plain", 1)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"consumer": "fast"}, "consumer is 'fast'; it is one of specialized, plain, matmul, or None"),
+        ({"pieces": 0}, "pieces is 0; it is at least 1, or None"),
+        ({"programs": -1}, "programs is -1; it is at least 1, or None"),
+    ],
+    ids=str,
+)
+def test_a_choice_that_does_not_exist_is_refused(chosen, message):
+    with pytest.raises(ValueError, match=message):
+        AllGatherGemm(8, 16, HALF, backend="shm", **chosen)
+
+
+def test_a_consumer_that_cannot_run_here_says_what_it_needs():
+    with AllGatherGemm(8, 16, HALF, backend="shm", consumer="specialized") as op:
+        a_shard, weight = tensors(8, 24, 16, HALF)
+        for call in (op, op.trace):
+            with pytest.raises(
+                ValueError, match="cannot take this call, plain and matmul can: it needs a Hopper"
+            ):
+                call(a_shard, weight)
+
+
+def test_only_the_specialized_consumer_can_be_traced():
+    with AllGatherGemm(8, 16, HALF, backend="shm") as op:
+        a_shard, weight = tensors(8, 24, 16, HALF)
+        with pytest.raises(
+            ValueError, match="consumer is None; to trace, open an operation with 'specialized'"
+        ):
+            op.trace(a_shard, weight)
+        assert op(a_shard, weight).shape == (8, 24)
+
+
+# ---- tuned
+
+
+def test_a_choice_with_one_option_asks_no_tuner(monkeypatch):
+    asked = []
+    monkeypatch.setattr(choices, "tunable", lambda name, options, *, key: asked.append(name) or options[-1])
+    options = options_for(BLOCK_ROWS, 0, world_size=1, specialized=False, key=())
+    chosen = options.choose()
+    assert (chosen.consumer, chosen.pieces) == ("matmul", 1)
+    assert "ag_gemm pieces" not in asked
+    options = options_for(4 * BLOCK_ROWS, 0, world_size=2, specialized=True, key=())
+    assert options.consumers == ("specialized", "plain", "matmul")
+    assert options.choose().pieces == 4
+    assert asked.count("ag_gemm pieces") == 1
+
+
+def tune(rank, producer, columns_of_rank):
+    from dist_autotune import contextual_autotune
+
+    begin(rank)
+    all_gather_gemm.configs = CANDIDATES[:2]
+    errors = []
+    with AllGatherGemm(48, 16, HALF, producer=producer, timeout_s=PATIENCE_S) as op:
+
+        @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
+        def step():
+            errors.append(call_and_compare(op, 48, columns_of_rank[rank]))
+
+        step()
+        tuned_runs = len(errors)
+        step()
+        found = sorted(context.kernel for context in step.report.contexts)
+        _, weight = tensors(48, columns_of_rank[rank], 16, HALF)
+        outside = op._choose(operands_of(op, weight, weight.new_empty(96, columns_of_rank[rank]), 48))
+        settled = {context.kernel: context.config for context in step.report.contexts}
+    mine = [settled[f"ag_gemm {name}"] for name in ("consumer", "pieces", "programs")]
+    return errors, tuned_runs, found, [outside.consumer, outside.pieces, outside.programs] == mine
+
+
+@pytest.mark.parametrize(
+    ("columns", "producer"), [((24, 24), "pull"), ((24, 40), "push")], ids=["equal N", "N that differs"]
+)
+def test_the_choices_are_tuned_and_hold_outside_of_the_tuned_function(columns, producer):
+    ends = values(tune, 2, producer, columns, timeout_s=200)
+    assert len({runs for _, runs, _, _ in ends}) == 1
+    for errors, tuned_runs, found, holds in ends:
+        assert max(errors) < 1
+        assert len(errors) == tuned_runs + 1
+        assert found == ["ag_gemm consumer", "ag_gemm pieces", "ag_gemm programs", "all_gather_gemm"]
+        assert holds
+
+
+# ---- on GPUs
+
+
+def cases_on_gpus(rank, backend):
+    cases = {
+        f"{producer}, anything, seed {seed}": lambda producer=producer, seed=seed: anything(
+            rank, producer, seed, 40, backend
+        )
+        for producer in PRODUCERS
+        for seed in (1, 2)
+    }
+    for producer in PRODUCERS:
+        cases[f"{producer}, pieces"] = lambda producer=producer: in_pieces(rank, (4, 2), producer)
+        cases[f"{producer}, no overlap"] = lambda producer=producer: without_overlap(
+            rank, producer, ("matmul", "plain"), 41
+        )[0]
+    return run_cases(cases)
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_all_of_the_above_is_so_on_gpus(backend):
+    assert values(cases_on_gpus, 2, backend, timeout_s=300) == [[], []]

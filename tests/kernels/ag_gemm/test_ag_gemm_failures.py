@@ -1,0 +1,380 @@
+"""That AllGatherGemm tells what went wrong, on every rank, and that every wait ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from ag_gemm_runs import call_and_compare, call_in_lane, error_ratio, force, tensors
+from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
+from rank_programs import wait_for
+
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.words import READY
+from dist_autotune.kernels.signals import as_patience
+from ranks import assert_all_ok, assert_killed, meet
+
+pytestmark = INTERPRETER
+HALF = torch.float16
+CONSUMERS = ["plain", "matmul"]
+PRODUCERS = ["pull", "push"]
+
+
+def lose_patience(op: AllGatherGemm) -> None:
+    """Let the next calls give up after a second; those that are to succeed have had minutes."""
+    op._patience_ticks = as_patience(1.0)
+
+
+# ---- the caller's mistakes
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=HALF)
+
+
+A, W = zeros(4, 8), zeros(6, 8)
+MISTAKES = {
+    "m = 0": (lambda op: (zeros(0, 8), W), "a_shard has 0 rows; this operation takes 1 to m_per_rank=4"),
+    "m too large": (
+        lambda op: (zeros(5, 8), W),
+        "a_shard has 5 rows; this operation takes 1 to m_per_rank=4",
+    ),
+    "K of a": (
+        lambda op: (zeros(4, 9), W),
+        r"a_shard \[4, 9\] and weight \[6, 8\] must both have K=8 columns",
+    ),
+    "weight [K, N]": (lambda op: (A, zeros(8, 6)), r"K=8 columns; the weight is \[N, K\], not \[K, N\]"),
+    "N = 0": (lambda op: (A, W[:0]), "weight has no rows; there is nothing to compute"),
+    "dtype": (
+        lambda op: (A.float(), W),
+        "a_shard is torch.float32 on cpu; .* opened for torch.float16 on cpu",
+    ),
+    "device": (lambda op: (A.to("meta"), W), "a_shard is torch.float16 on meta"),
+    "weight not 2-D": (lambda op: (A, W[None]), r"weight has shape \[1, 6, 8\]; two dimensions are needed"),
+    "columns first": (
+        lambda op: (zeros(8, 4).T, W),
+        r"rows of a_shard are not contiguous \(strides \(1, 4\)\)",
+    ),
+    "shape of out": (lambda op: (A, W, zeros(3, 6)), r"out has shape \[3, 6\]; the result has \[4, 6\]"),
+    "dtype of out": (lambda op: (A, W, zeros(4, 6).float()), "out is torch.float32"),
+    "middle of op.shard": (lambda op: (op.shard[1:3], W), r"overlaps op.shard .* pass op.shard\[:m\]"),
+    "no tensor": (lambda op: (A.tolist(), W), "a_shard is a list; a tensor is needed"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told_with_its_values_and_costs_nothing(arguments, message):
+    with AllGatherGemm(4, 8, HALF, backend="shm") as op:
+        with pytest.raises((ValueError, TypeError), match=message):
+            op(*arguments(op))
+        a_shard, weight = tensors(4, 6, 8, HALF)
+        assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
+
+
+@pytest.mark.parametrize(
+    ("m_per_rank", "k", "dtype", "message"),
+    [
+        pytest.param(
+            0, 8, HALF, "m_per_rank=0 rows and k=8 columns: both must be at least 1", id="m_per_rank=0"
+        ),
+        pytest.param(8, 0, HALF, "m_per_rank=8 rows and k=0 columns: both must be at least 1", id="k=0"),
+        pytest.param(8, 8, torch.float64, "torch.float64 is not supported on cpu; use one of", id="dtype"),
+    ],
+)
+def test_an_operation_that_cannot_be_is_refused(m_per_rank, k, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        AllGatherGemm(m_per_rank, k, dtype, backend="shm")
+
+
+def open_differently(rank):
+    return message_of(lambda: AllGatherGemm(8, 16 + rank, torch.float16))
+
+
+def test_operations_opened_differently_raise_on_every_rank():
+    for message in values(open_differently, 2):
+        assert "rank 0: [3, 8, 16] torch.float16; rank 1: [3, 8, 17] torch.float16" in message
+
+
+def test_a_closed_operation_says_so_and_closes_twice():
+    op = AllGatherGemm(4, 8, HALF, backend="shm")
+    op.close()
+    op.close()
+    for use in (lambda: op(A, W), lambda: op.shard, lambda: op.gathered, op.check):
+        with pytest.raises(RuntimeError, match="this AllGatherGemm is closed; open another on all ranks"):
+            use()
+
+
+def test_nothing_is_gathered_before_the_first_call():
+    with (
+        AllGatherGemm(4, 8, HALF, backend="shm") as op,
+        pytest.raises(RuntimeError, match="nothing has been gathered yet"),
+    ):
+        _ = op.gathered
+
+
+# ---- what goes wrong between ranks; every wait of the others ends
+
+
+def have_offered(op: AllGatherGemm, call: int, *peers: int) -> bool:
+    """Return whether these peers have told this rank that they have come to the call."""
+    return all(int(op._words.local[READY.value, peer]) >= call for peer in peers)
+
+
+def different_rows(rank):
+    op = AllGatherGemm(8, 16, torch.float16)
+    call_and_compare(op, 4, 16)
+    m = 4 if rank == 0 else 7
+
+    def call():
+        op(*tensors(m, 16, 16, torch.float16))
+        op.check()
+
+    first = message_of(call)
+    again = message_of(call)
+    return first, again == first, message_of(op.close) == first
+
+
+@pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
+def test_different_rows_raise_on_every_rank(world):
+    for rank, (message, again, at_close) in enumerate(values(different_rows, world)):
+        peer, rows = (1, 7) if rank == 0 else (0, 4)
+        wanted = f"ValueError: AllGatherGemm, rank {rank}: in call 2 rank {peer} passed {rows} rows"
+        assert message.startswith(wanted)
+        assert "Close it on all ranks and open another" in message
+        assert again
+        assert at_close
+
+
+def dead_peer(rank, last):
+    op = AllGatherGemm(8, 16, torch.float16)
+    call_and_compare(op, 8, 16)
+    meet()
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lose_patience(op)
+    hold_launch(op, lambda: have_offered(op, 2, *(peer for peer in range(last) if peer != rank)))
+
+    def call():
+        op(*tensors(8, 16, 16, torch.float16))
+        op.check()
+
+    message = message_of(call)
+    return message, message_of(call) == message, message_of(op.close) == message
+
+
+@pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
+def test_a_dead_peer_is_named_and_the_wait_ends(world):
+    *survivors, dead = results(dead_peer, world, world - 1)
+    assert_killed(dead)
+    for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
+        lost = f"rank {world - 1} did not offer chunk {world - 1} of call 2 in time (its last: call 1)"
+        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
+        assert lost in message
+        assert message.count("did not offer") == 1
+        assert again
+        assert at_close
+
+
+def die_before_fetching(rank):
+    op = AllGatherGemm(8, 16, torch.float16)
+    if rank == 0:
+        lose_patience(op)
+        hold_launch(op, lambda: have_offered(op, 1, 1))
+    else:
+        op._memory.copy = lambda dst, src, stream: stream.enqueue(
+            lambda: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+
+
+def test_a_peer_that_dies_before_it_has_fetched_is_named():
+    survivor, dead = results(die_before_fetching, 2)
+    assert_killed(dead)
+    (message,) = assert_all_ok([survivor])
+    assert message.startswith(
+        "PeerTimeout: AllGatherGemm, rank 0: rank 1 did not fetch chunk 0 of call 1 in time"
+    )
+
+
+def stuck_copy(rank):
+    """Hold rank 0's copy back until its kernel has given up."""
+    op = AllGatherGemm(8, 16, torch.float16)
+    if rank == 0:
+        lose_patience(op)
+        hold_launch(op, lambda: have_offered(op, 1, 1))
+        delay_copies(op, lambda: wait_for(op._error_words.any, 100.0))
+    return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+
+
+def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come():
+    stuck, unharmed = values(stuck_copy, 2)
+    text = (
+        "PeerTimeout: AllGatherGemm, rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time."
+    )
+    assert stuck.startswith(text)
+    assert unharmed == "nothing was raised"
+
+
+def failing_launch(rank):
+    """Break rank 1's launch after its peers have heard of the call."""
+    op = AllGatherGemm(8, 16, torch.float16)
+    if rank == 1:
+        all_gather_gemm.configs = []
+    first = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+    lose_patience(op)
+    again = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
+    return first, again, message_of(op.close)
+
+
+def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
+    peer, failed = values(failing_launch, 2)
+    assert failed[0].startswith("IndexError")
+    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: call 1 was not carried out: IndexError")
+    assert failed[2] == failed[1]
+    assert peer[0] == "nothing was raised"
+    assert peer[1].startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1 did not offer chunk 1 of call 2")
+    assert peer[2] == peer[1]
+
+
+# ---- what goes wrong in the middle of a chunk, whatever the ranks choose
+
+
+def die_in_the_middle(rank, consumer, producer):
+    """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
+    op = AllGatherGemm(32, 16, HALF, producer=producer)
+    force(op, consumer=consumer, pieces=2)
+    call_and_compare(op, 32, 16)
+    if rank == 1:
+        copy, copies = op._memory.copy, []
+
+        def die_at_the_second(dst, src, stream):
+            copies.append(dst)
+            if len(copies) == 2:
+                stream.enqueue(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            copy(dst, src, stream)
+
+        op._memory.copy = die_at_the_second
+    else:
+        launch = op._launch
+
+        def launch_when_half_is_there(*args):
+            # What has come of rank 1's chunk; of ours it has not all.
+            words = op._lane.words if producer == "push" else op._words.local
+            arrived, base = words[4], 0 if producer == "push" else 32
+            wait_for(lambda: int(arrived[1]) - base >= 16, 60.0)
+            launch(*args)
+
+        lose_patience(op)
+        op._launch = launch_when_half_is_there
+    a_shard, weight = tensors(32, 16, 16, HALF)
+    message = message_of(lambda: op(a_shard, weight))
+    return message, message_of(lambda: op(a_shard, weight)) == message, message_of(op.close) == message
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(consumer, producer):
+    survivor, dead = results(die_in_the_middle, 2, consumer, producer)
+    assert_killed(dead)
+    ((message, again, at_close),) = assert_all_ok([survivor])
+    what = "did not push chunk 1" if producer == "push" else "did not fetch chunk 0 of call 2"
+    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
+    assert what in message
+    assert again
+    assert at_close
+
+
+def stuck_in_the_middle(rank, consumer):
+    """Hold the second piece that rank 0 fetches back until its kernel has given up."""
+    op = AllGatherGemm(32, 16, HALF)
+    force(op, consumer=consumer, pieces=2)
+    if rank == 0:
+        lose_patience(op)
+        copy, copies = op._memory.copy, []
+
+        def copy_second_late(dst, src, stream):
+            copies.append(dst)
+            if len(copies) == 2:
+                stream.enqueue(lambda: wait_for(op._error_words.any, 100.0))
+            copy(dst, src, stream)
+
+        op._memory.copy = copy_second_late
+        launch = op._launch
+
+        def launch_when_half_is_there(*args):
+            wait_for(lambda: int(op._words.local[4, 1]) >= 16, 60.0)
+            launch(*args)
+
+        op._launch = launch_when_half_is_there
+    return message_of(lambda: op(*tensors(32, 16, 16, HALF)))
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_copy_that_stops_in_the_middle_of_a_chunk_is_told(consumer):
+    stuck, unharmed = values(stuck_in_the_middle, 2, consumer)
+    text = (
+        "PeerTimeout: AllGatherGemm, rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time."
+    )
+    assert stuck.startswith(text)
+    assert unharmed == "nothing was raised"
+
+
+def never_comes(rank, consumer, producer):
+    op = AllGatherGemm(16, 16, HALF, producer=producer)
+    force(op, consumer=consumer)
+    call_and_compare(op, 16, 16)
+    if rank == 1:
+        return "stayed away"
+    lose_patience(op)
+    a_shard, weight = tensors(16, 16, 16, HALF)
+    message = message_of(lambda: op(a_shard, weight))
+    return message if message_of(op.close) == message else "closed"
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_peer_that_never_comes_is_named_by_every_consumer(consumer, producer):
+    message, away = values(never_comes, 2, consumer, producer)
+    what = "did not push chunk 1" if producer == "push" else "rank 1 did not offer chunk 1 of call 2"
+    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: ")
+    assert what in message
+    assert away == "stayed away"
+
+
+def different_rows_in_pieces(rank, consumers, call, rows):
+    """No rank has the patience to wait for what does not come: patience outlasts the test."""
+    op = AllGatherGemm(64, 16, HALF, timeout_s=3000.0)
+    force(op, consumer=consumers[rank], pieces=1 + rank)
+    return message_of(lambda: call(op, *tensors(rows[rank], 16, 16, HALF)))
+
+
+@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_in_lane], ids=["eager", "lane"])
+@pytest.mark.parametrize("consumers", [("plain", "plain"), ("matmul", "plain")], ids=str)
+@pytest.mark.parametrize("rows", [(20, 64), (64, 20)], ids=str)
+def test_different_rows_are_told_at_once_whatever_the_pieces(consumers, call, rows):
+    for rank, message in enumerate(values(different_rows_in_pieces, 2, consumers, call, rows)):
+        told = f"rank {1 - rank} pushed {rows[1 - rank]} rows, not as many as this rank passed"
+        if call is AllGatherGemm.__call__:
+            told = f"in call 1 rank {1 - rank} passed {rows[1 - rank]} rows, not as many as this rank"
+        assert message.startswith(f"ValueError: AllGatherGemm, rank {rank}: {told}")
+
+
+def launch_that_fails(rank, producer):
+    op = AllGatherGemm(16, 16, HALF, producer=producer)
+    force(op, consumer="plain")
+    if rank == 1:
+        all_gather_gemm.configs = []
+    first = message_of(lambda: op(*tensors(16, 16, 16, HALF)))
+    lose_patience(op)
+    return first, message_of(lambda: op(*tensors(16, 16, 16, HALF)))
+
+
+def test_a_launch_that_fails_lets_the_pushes_of_its_call_through():
+    peer, failed = values(launch_that_fails, 2, "push")
+    assert failed[0].startswith("IndexError")
+    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: a call was not carried out: IndexError")
+    assert peer[0] == "nothing was raised"
+    assert "did not push chunk 1 in time" in peer[1]

@@ -1,0 +1,304 @@
+"""That AllGatherGemm may be captured in CUDA graphs and replayed among eager calls.
+
+CPU ranks have no graphs: there the captured calls' own lane (see `ag_gemm.lane`) is called eagerly.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ag_gemm_graphs import HALF, PATIENCE_S, Captured, errors_of, graph_of, replays_among_eager_calls
+from ag_gemm_runs import (
+    begin,
+    call_and_compare,
+    call_in_lane,
+    error_ratio,
+    gathered_by_torch,
+    operands_of,
+    poison,
+    tensors,
+)
+from operation_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    delay_copies,
+    device,
+    hold_launch,
+    message_of,
+    results,
+    run_cases,
+    values,
+)
+
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.words import ARRIVED
+from dist_autotune.kernels.signals import as_patience
+from ranks import assert_all_ok, assert_killed, meet
+
+pytestmark = INTERPRETER
+in_lane = functools.partial(call_and_compare, call=call_in_lane)
+
+
+def lane_calls(rank, m, n, k, capacity, backend="auto"):
+    begin(rank)
+    with AllGatherGemm(capacity, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+        poison(op)
+        return [in_lane(op, m, n, in_place=call == 1) for call in range(3)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_lane_of_captured_calls_is_right_when_ranks_run_different_candidates(world):
+    for errors in values(lane_calls, world, 19, 24, 16, 24):
+        assert max(errors) < 1
+
+
+@pytest.mark.parametrize(("m", "capacity"), [(64, 64), (1, 1), (5, 64)])
+def test_the_lane_takes_the_same_shapes(m, capacity):
+    for errors in values(lane_calls, 2, m, 40, 32, capacity):
+        assert max(errors) < 1
+
+
+def mixed(rank, seed, calls=14, backend="auto"):
+    """Mix both kinds of calls at random; no rank waits for another, results are looked at in the end."""
+    begin(rank)
+    order, k, kept = random.Random(seed), 16, []
+    with AllGatherGemm(24, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+        poison(op)
+        for _ in range(calls):
+            m, n = order.choice((24, 7, 16)), order.choice((24, 33))
+            kind, copied = order.choice((call_in_lane, AllGatherGemm.__call__)), order.random() < 0.5
+            if order.randrange(op.world_size) == rank:
+                time.sleep(random.random() / 10)
+            a_shard, weight = tensors(m, n, k, HALF)
+            given = a_shard if copied else op.shard[:m].copy_(a_shard)
+            out = torch.full((m * op.world_size, n), float("nan"), dtype=HALF, device=device())
+            kept.append((kind(op, given, weight, out), a_shard, weight))
+        op.check()
+        kept = [(out.clone(), a_shard, weight) for out, a_shard, weight in kept]
+    return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
+
+
+@pytest.mark.parametrize(("world", "seed", "calls"), [(2, 1, 14), (3, 3, 11), (4, 4, 8)])
+def test_both_lanes_mix_in_any_order_when_ranks_are_late(world, seed, calls):
+    for errors in values(mixed, world, seed, calls):
+        assert max(errors) < 1
+
+
+def late_pushes(rank):
+    begin(rank)
+    with AllGatherGemm(16, 16, torch.float32) as op:
+        poison(op)
+        if rank == 0:
+            delay_copies(op, lambda: time.sleep(0.2))
+        return [in_lane(op, 16, 16) for _ in range(3)]
+
+
+def test_the_kernel_waits_for_a_chunk_that_is_pushed_late():
+    for errors in values(late_pushes, 3):
+        assert max(errors) < 1
+
+
+def last_gathered(rank):
+    begin(rank)
+    right = []
+    with AllGatherGemm(16, 16, HALF) as op:
+        for call, m in (
+            (call_in_lane, 16),
+            (AllGatherGemm.__call__, 9),
+            (call_in_lane, 5),
+            (call_in_lane, 16),
+        ):
+            a_shard, weight = tensors(m, 8, 16, HALF)
+            call(op, a_shard, weight)
+            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
+    return right
+
+
+def test_gathered_is_of_the_last_call_in_whichever_lane():
+    assert values(last_gathered, 3) == [[True] * 4] * 3
+
+
+def test_an_operation_without_graphs_needs_less_memory_and_refuses_captures():
+    with AllGatherGemm(4, 8, HALF, backend="shm", graphs=False) as op:
+        a_shard, weight = tensors(4, 6, 8, HALF)
+        assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
+        with pytest.raises(RuntimeError, match="opened with graphs=False and cannot be captured"):
+            call_in_lane(op, a_shard, weight)
+
+
+# ---- what goes wrong between ranks
+
+
+def dead_peer(rank, last):
+    op = AllGatherGemm(8, 16, HALF)
+    in_lane(op, 8, 16)
+    meet()
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    op._patience_ticks = as_patience(1.0)
+    # Chunks are pushed in order: a survivor's may be held up by the dead peer's slot until its own kernel has
+    # given that up. Whose kernel is as impatient may give up the survivor too, and then these two would wait
+    # for each other once more. So each begins when what can come has come: rank 0, rank 1, ...
+    arrived = op._lane.words[ARRIVED.value]
+    hold_launch(op, lambda: all(arrived[peer] for peer in range(last) if peer != rank))
+    a_shard, weight = tensors(8, 16, 16, HALF)
+    message = message_of(lambda: call_in_lane(op, a_shard, weight))
+    del op._launch
+    out = torch.empty(8 * op.world_size, 16, dtype=HALF)
+    op._patience_ticks = as_patience(600.0)
+    for _ in range(2):  # what graphs that are enqueued already would do
+        operands = operands_of(op, weight, out, 8)
+        op._run_in_lane(weight, out, operands, op._choose(operands))
+    return message, message_of(op.check) == message
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(world):
+    *survivors, dead = results(dead_peer, world, world - 1)
+    assert_killed(dead)
+    for rank, (message, again) in enumerate(assert_all_ok(survivors)):
+        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
+        assert f"did not push chunk {world - 1} in time" in message
+        assert message.count("did not push") == 1
+        assert again
+
+
+def different_rows(rank):
+    op = AllGatherGemm(8, 16, HALF)
+    return message_of(lambda: call_in_lane(op, *tensors(4 if rank == 0 else 7, 16, 16, HALF)))
+
+
+def test_different_rows_raise_on_every_rank():
+    first, second = values(different_rows, 2)
+    assert first.startswith("ValueError: AllGatherGemm, rank 0: rank 1 pushed 7 rows")
+    assert second.startswith("ValueError: AllGatherGemm, rank 1: rank 0 pushed 4 rows")
+
+
+# ---- graphs
+
+
+def replays(rank, backend, *, in_place):
+    """Replay back to back with new inputs each; the ranks are late by turns, and run different candidates."""
+    begin(rank)
+    kept = []
+    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+        call = Captured(op, 130, 200, in_place=in_place)
+        poison(op)
+        graph = graph_of(call)
+        for replay in range(20):
+            if replay % 3 == rank:
+                torch.cuda._sleep(2_000_000)
+            call.refresh()
+            graph.replay()
+            kept.append(call.results())
+        op.check()
+        return errors_of(kept)
+
+
+def gathered_from_outside(rank, backend):
+    begin(rank)
+    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+        call = Captured(op, 130, 200, in_place=False)
+        graph, right = graph_of(call), []
+        for replayed in (False, True, True, False, True):
+            call.refresh()
+            if replayed:
+                graph.replay()
+            else:
+                call.call(call.a_shard, call.weight, call.out)
+            right.append(torch.equal(op.gathered, gathered_by_torch(call.a_shard)))
+        return all(right)
+
+
+def two_operations_in_one_graph(rank, backend):
+    begin(rank)
+    kept = []
+    with (
+        AllGatherGemm(64, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as first,
+        AllGatherGemm(40, 32, torch.bfloat16, backend=backend, timeout_s=PATIENCE_S) as second,
+    ):
+        calls = [
+            Captured(first, 64, 96, in_place=True),
+            Captured(second, 33, 40, in_place=False),
+            Captured(first, 17, 96, in_place=False),  # writes the shard of the one above
+        ]
+        for op in (first, second):
+            poison(op)
+        graph = graph_of(*calls)
+        for replay in range(10):
+            if replay % 2 == rank:
+                torch.cuda._sleep(1_000_000)
+            for call in calls:
+                call.refresh()
+            shard = calls[0].a_shard.clone()
+            graph.replay()
+            kept += [(shard, *calls[0].results()[1:]), calls[1].results(), calls[2].results()]
+        return errors_of(kept)
+
+
+def settled_and_captured(rank, backend):
+    from dist_autotune import contextual_autotune
+
+    begin(rank)
+    all_gather_gemm.configs = CANDIDATES[:4] + CANDIDATES[-3:]
+    kept = []
+    with AllGatherGemm(64, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+
+        @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
+        def thunk(a_shard, weight, out):
+            return op(a_shard, weight, out)
+
+        call = Captured(op, 64, 128, in_place=False, call=thunk)
+        for _ in range(5):
+            if thunk.settled:
+                break
+            thunk(call.a_shard, call.weight, call.out)
+        assert thunk.settled
+        graph = graph_of(call)
+        for _ in range(10):
+            call.refresh()
+            graph.replay()
+            kept.append(call.results())
+        return errors_of(kept)
+
+
+def cases_on_gpus(rank, backend):
+    return run_cases(
+        {
+            "the lane, called eagerly": lambda: lane_calls(rank, 19, 24, 16, 24, backend),
+            "the lane, mixed with eager calls": lambda: mixed(rank, 5, 40, backend),
+            "replays in place": lambda: replays(rank, backend, in_place=True),
+            "replays, copied": lambda: replays(rank, backend, in_place=False),
+            "replays among eager calls": lambda: replays_among_eager_calls(rank, backend),
+            "gathered": lambda: gathered_from_outside(rank, backend),
+            "two operations in one graph": lambda: two_operations_in_one_graph(rank, backend),
+            "settled and captured": lambda: settled_and_captured(rank, backend),
+        }
+    )
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_graphs_replay_right_products(backend):
+    assert values(cases_on_gpus, 2, backend, timeout_s=200) == [[], []]
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_the_soak_finds_nothing_wrong_on_cpu_ranks():
+    soak = Path(__file__).parents[2] / "helpers" / "soak_ag_gemm.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    done = subprocess.run([*command, soak, "--calls", "24"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "calls=24 wrong=0 hung=0 seconds=" in done.stdout.splitlines()[-1]

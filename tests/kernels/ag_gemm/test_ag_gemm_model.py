@@ -1,0 +1,345 @@
+"""The source of AllGatherGemm's warp-specialised kernel, run on the CPU beside late and dead ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import gluon_model
+import numpy as np
+import pytest
+from gluon_machine import Task, machine, now
+from gluon_memory import Descriptor, Pointer
+from gluon_model import Deadlock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+
+KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
+WORDS = importlib.import_module("kernels_in_the_model.ag_gemm.words")
+SIGNALS = importlib.import_module("kernels_in_the_model.signals")
+GIVEN_UP = 1 << 30
+BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
+EPOCH = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_tiles() -> Iterator[None]:
+    with gluon_model.tma_begins_anywhere():
+        yield
+
+
+class GatherBuffer(Descriptor):
+    """Raises when rows are loaded that this task cannot know to be there, and whose rank is not given up."""
+
+    scene: Scene
+
+    def may_load(self, coord: list[int]) -> None:
+        slot, row = divmod(coord[0], self.scene.capacity)
+        assert row + BLOCK_M <= self.scene.m, "rows behind the chunk's last one are loaded"
+        chunk = self.scene.chunk_in(slot)
+        if chunk != self.scene.rank and not self.scene.errors[chunk]:
+            seen = now().visible.get(self.scene.word("ARRIVED", chunk).address, self.scene.base)
+            assert row + BLOCK_M <= seen - self.scene.base, f"row {row} of chunk {chunk} has not arrived"
+
+
+@dataclass
+class Scene:
+    """One call on one rank, its peers, and what is in memory."""
+
+    world: int
+    rank: int
+    m: int
+    n: int
+    k: int
+    pushed: bool
+    seed: int
+    dead: int | None = None
+    rows_of_dead: int = 0  # so many come before it stops
+    programs: int = 2
+    patience_ticks: int = 10_000
+    pieces: tuple[int, ...] = (1, 3)
+    random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        numbers = np.random.default_rng(self.seed)
+        self.capacity = self.m + 3
+        self.base = 0 if self.pushed else 7 * self.m
+        self.a = numbers.integers(-3, 4, (self.world, self.m, self.k)).astype(float)
+        self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
+        self.gather = np.full(((2 * self.world - 1) * self.capacity, self.k), np.nan)
+        self.c = np.full((self.world * self.m, self.n), -99.0)
+        self.words = np.zeros(WORDS.WORDS * self.world, dtype=np.int64)
+        self.errors = np.zeros(self.world, dtype=np.int64)
+        self.put(self.rank, 0, self.m)
+        for peer in self.peers():
+            self.word("ARRIVED", peer).set(self.base)
+            if not self.pushed and peer != self.dead:
+                self.word("READY", peer).set(EPOCH)
+                self.words[(WORDS.ROWS + EPOCH % 2) * self.world + peer] = self.m
+
+    def peers(self) -> list[int]:
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def slot_of(self, chunk: int) -> int:
+        step = (chunk - self.rank) % self.world
+        return self.world - 1 + step if self.pushed and step else chunk
+
+    def chunk_in(self, slot: int) -> int:
+        return next(chunk for chunk in range(self.world) if self.slot_of(chunk) == slot)
+
+    def word(self, row: str, peer: int) -> Pointer:
+        return Pointer(self.words, getattr(WORDS, row) * self.world + peer)
+
+    def put(self, chunk: int, start: int, end: int) -> None:
+        first = self.slot_of(chunk) * self.capacity
+        self.gather[first + start : first + end] = self.a[chunk, start:end]
+
+    # ---- what the peers and the copy engines do, each a task of the machine
+
+    def arrivals(self) -> list[Callable[[], None]]:
+        """Return who puts chunks here: each peer for itself, in any order, in pieces, late."""
+
+        def peer_task(peer: int) -> Callable[[], None]:
+            def arrive() -> None:
+                rows = self.m if peer != self.dead else self.rows_of_dead
+                self.word("ANNOUNCED", peer).set(self.m) if self.pushed else None
+                done = 0
+                while done < rows:
+                    for _ in range(self.random.choice([0, 4, 24])):
+                        now().pause()
+                    end = min(rows, done + self.random.choice([*self.pieces, self.m]))
+                    self.put(peer, done, end)
+                    now().pause()
+                    if self.word("ARRIVED", peer).get() < GIVEN_UP:
+                        self.word("ARRIVED", peer).set(self.base + end)
+                    done = end
+                if not self.pushed and peer != self.dead:
+                    if self.random.random() < 0.5:  # when only load warps are left, which have loaded all
+                        now().pause(lambda: all(t.done for t in kernel_tasks() if "_load" not in t.name))
+                    ended = all(task.done for task in kernel_tasks())
+                    assert not ended, f"the kernel ended before rank {peer} had fetched our chunk"
+                    self.word("FETCHED", peer).set(EPOCH)
+
+            return arrive
+
+        return [peer_task(peer) for peer in self.peers()]
+
+
+def kernel_tasks() -> list[Task]:
+    return [task for task in machine().tasks if task.program >= 0]
+
+
+def gather_and_multiply(
+    scene: Scene,
+    variant: str = "cooperative",
+    *,
+    buffers: int = 3,
+    extra_n: int = 0,
+    store: tuple[int, int] = (4, 1),
+    tensor_memory: bool = False,
+    stamps: bool = False,
+) -> np.ndarray:
+    """Run the call to its end, check what it wrote, and return the stamps."""
+    width = BLOCK_N + extra_n
+    a_desc = GatherBuffer(scene.gather, [BLOCK_M, BLOCK_K])
+    a_desc.scene = scene
+    b_desc = Descriptor(scene.b, [BLOCK_N, BLOCK_K])
+    extra_desc = Descriptor(scene.b, [extra_n or BLOCK_N, BLOCK_K])
+    c_desc = Descriptor(scene.c, [BLOCK_M, store[0]])
+    tiles_m = -(-scene.m // BLOCK_M)
+    written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
+    launch = functools.partial(
+        gluon_model.launch,
+        KERNEL.specialized_all_gather_gemm,
+        scene.programs,
+        a_desc,
+        b_desc,
+        extra_desc,
+        c_desc,
+        Pointer(scene.words),
+        Pointer(scene.errors),
+        Pointer(written.reshape(-1)),
+        scene.world * scene.m,
+        scene.n,
+        scene.k,
+        scene.capacity,
+        scene.rank,
+        1 if scene.pushed else EPOCH,
+        scene.base,
+        int(scene.pushed),
+        scene.patience_ticks,
+        seed=scene.seed,
+        beside=scene.arrivals(),
+        WORLD=scene.world,
+        TENSOR_MEMORY=tensor_memory,
+        DTYPE="bf16",
+        STAMPS=stamps,
+        VARIANT=variant,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        EXTRA_N=extra_n,
+        BLOCK_K=BLOCK_K,
+        NUM_BUFFERS=buffers,
+        STORE_N=store[0],
+        STORE_BUFFERS=store[1],
+        GROUP_M=2,
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
+        launch()
+    product = scene.c.reshape(scene.world, scene.m, scene.n)
+    alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
+    np.testing.assert_array_equal(product[alive], scene.a[alive] @ scene.b.T)
+    # What the last tiles share with those before them is stored twice, with the same values; nothing else.
+    rows, columns = np.ones((scene.m, 1), dtype=int), np.ones((1, scene.n), dtype=int)
+    rows[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
+    columns[:, max(scene.n - width, 0) : (-(-scene.n // width) - 1) * width] = 2
+    writes = c_desc.writes.reshape(scene.world, scene.m, scene.n)
+    np.testing.assert_array_equal(writes, np.broadcast_to(rows * columns, writes.shape))
+    failed = {chunk for chunk in range(scene.world) if scene.errors[chunk]}
+    assert failed == ({scene.dead} if scene.dead is not None else set())
+    return written
+
+
+KINDS = pytest.mark.parametrize(
+    ("variant", "tensor_memory"),
+    [("cooperative", False), ("pingpong", False), ("cooperative", True)],
+    ids=["cooperative", "pingpong", "blackwell"],
+)
+LANES = pytest.mark.parametrize("pushed", [False, True], ids=["pulled", "pushed"])
+
+
+@KINDS
+@LANES
+@settings(max_examples=10)
+@given(
+    world=st.integers(1, 4),
+    sizes=st.tuples(st.integers(BLOCK_M, 11), st.integers(2, 17), st.integers(1, 5)),
+    programs=st.integers(1, 4),
+    buffers=st.integers(2, 4),
+    store=st.sampled_from([(4, 1), (4, 2), (8, 1)]),
+    seed=st.integers(0, 10**6),
+)
+def test_no_row_is_read_before_it_is_here_and_the_sums_are_right(
+    variant, tensor_memory, pushed, world, sizes, programs, buffers, store, seed
+):
+    scene = Scene(world, seed % world, *sizes, pushed=pushed, programs=programs, seed=seed)
+    gather_and_multiply(scene, variant, buffers=buffers, store=store, tensor_memory=tensor_memory)
+
+
+@KINDS
+@LANES
+@settings(max_examples=8)
+@given(
+    world=st.integers(2, 4),
+    m=st.integers(BLOCK_M, 11),
+    rows_of_dead=st.integers(0, 10),
+    programs=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_a_peer_that_stops_is_given_up_and_everything_ends(
+    variant, tensor_memory, pushed, world, m, rows_of_dead, programs, seed
+):
+    rank = seed % world
+    dead = {"dead": (rank + 1) % world, "rows_of_dead": min(rows_of_dead, m - 1), "patience_ticks": 1}
+    scene = Scene(world, rank, m, 14, 3, pushed=pushed, seed=seed, programs=programs, **dead)
+    gather_and_multiply(scene, variant, tensor_memory=tensor_memory)
+
+
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_a_tile_of_two_widths_and_programs_without_a_tile(variant):
+    for seed in range(8):
+        scene = Scene(2, 1, 9, 29, 5, pushed=bool(seed % 2), seed=seed, programs=15)
+        gather_and_multiply(scene, variant, extra_n=4)
+
+
+@KINDS
+def test_stamps_tell_of_each_tile_when_it_waited_and_when_it_was_stored(variant, tensor_memory):
+    scene = Scene(3, 1, 10, 20, 5, pushed=False, seed=3)
+    stamps = gather_and_multiply(scene, variant, tensor_memory=tensor_memory, stamps=True)
+    before, after, stored, where = stamps.T
+    assert (before >= 0).all()
+    assert (before <= after).all()
+    assert (after < stored).all()
+    assert set(where) == {0, 1}
+    own = slice(0, len(stamps) // 3)
+    assert (before[own] == after[own]).all()  # no turn of anybody else's: no wait
+    assert (after - before).max() > 0
+
+
+def test_without_stamps_nothing_is_written():
+    scene = Scene(2, 0, 5, 9, 3, pushed=False, seed=1)
+    assert (gather_and_multiply(scene) == -1).all()
+
+
+# ---- that the model finds what it is there to find
+
+
+def fails(*, pushed: bool = False) -> str:
+    """Return the first failure among a few launches in different orders; empty if there is none."""
+    for seed in range(12):
+        scene = Scene(3, 1, 11, 20, 5, pushed=pushed, seed=seed, pieces=(1,) * 9)
+        try:
+            gather_and_multiply(scene)
+        except (AssertionError, ZeroDivisionError) as error:
+            return "deadlock" if isinstance(error, Deadlock) else str(error)
+    return ""
+
+
+@LANES
+def test_nothing_is_found_in_the_kernel_as_it_is(pushed):
+    assert fails(pushed=pushed) == ""
+
+
+Wait = Callable[..., int]
+WAIT: Wait = KERNEL.wait_for_rows
+
+
+def wrong(change: Callable[..., tuple[int, int]]) -> Wait:
+    """Return a wait for another chunk or other rows."""
+    return lambda chunk, rows, *rest: WAIT(*change(chunk, rows), *rest)
+
+
+@LANES
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(lambda chunk, rows, *rest: rows, id="none"),
+        pytest.param(wrong(lambda chunk, rows: (chunk, max(rows - 1, 1))), id="a-row-less"),
+        pytest.param(wrong(lambda chunk, rows: ((chunk + 1) % 3 if chunk != 0 else 2, rows)), id="chunk"),
+        pytest.param(lambda *args: WAIT(*args[:-1], False), id="no-fence"),
+        pytest.param(lambda *args: WAIT(*args) + BLOCK_M, id="remembers-too-much"),
+    ],
+)
+def test_a_wait_that_does_not_cover_the_load_is_found(monkeypatch, pushed, wait):
+    monkeypatch.setattr(KERNEL, "wait_for_rows", wait)
+    assert "has not arrived" in fails(pushed=pushed)
+
+
+def test_a_poll_that_acquires_nothing_is_found(monkeypatch):
+    signals = importlib.import_module("kernels_in_the_model.signals")
+    add = signals.tl.atomic_add
+    relaxed = type("tl", (), {**vars(signals.tl)})
+
+    def add_relaxed(pointer, value, *, sem, scope):
+        return add(pointer, value, sem="relaxed", scope=scope)
+
+    relaxed.atomic_add = staticmethod(add_relaxed)
+    monkeypatch.setattr(signals, "tl", relaxed)
+    assert "has not arrived" in fails()
+
+
+def test_a_ragged_tile_that_is_not_moved_back_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL, "min", lambda a, b: a, raising=False)
+    assert "behind the chunk's last one" in fails()
+
+
+def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL.Chunks, "loaded", lambda self: None)
+    assert "the kernel ended before" in fails()

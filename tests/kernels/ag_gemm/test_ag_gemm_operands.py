@@ -1,0 +1,149 @@
+"""What an `AllGatherGemm` takes for known, and that nothing is taken for known that is not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ag_gemm_runs import error_ratio
+
+from dist_autotune.kernels import places
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, operation
+from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
+
+CAPACITY, K, N = 16, 32, 24
+
+
+@pytest.fixture
+def op() -> Iterator[AllGatherGemm]:
+    """An operation of this process alone."""
+    with AllGatherGemm(CAPACITY, K, torch.float32, consumer="matmul") as opened:
+        yield opened
+
+
+def weight_of(columns: int = N) -> torch.Tensor:
+    return torch.randn(columns, K)
+
+
+def is_right(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, **options: torch.Tensor) -> bool:
+    out = op(a_shard, weight, **options)
+    return error_ratio(out, a_shard, weight) < 1
+
+
+def test_what_is_known_is_not_checked_again(op, monkeypatch):
+    a_shard, weight, out = torch.randn(8, K), weight_of(), torch.empty(8, N)
+    assert is_right(op, a_shard, weight, out=out)
+    assert is_right(op, a_shard, weight)
+    monkeypatch.setattr(operation, "check_tensors", lambda *args: pytest.fail("checked again"))
+    for elements in (a_shard, weight):
+        elements.normal_()
+        assert is_right(op, a_shard, weight, out=out)
+        assert is_right(op, a_shard, weight)
+
+
+CHANGES = {
+    "another type": (lambda tensor: tensor.view(torch.int32), ValueError, "was opened for torch.float32"),
+    "another shape": (lambda tensor: tensor.view(K, -1), ValueError, "must both have K=32 columns"),
+    "other strides": (lambda tensor: tensor.as_strided((N, K), (1, N)), ValueError, "are not contiguous"),
+    "three dimensions": (lambda tensor: tensor[None], ValueError, "two dimensions are needed"),
+    "no tensor": (lambda tensor: tensor.tolist(), TypeError, "weight is a list; a tensor is needed"),
+    "nothing": (lambda tensor: None, TypeError, "weight is a NoneType; a tensor is needed"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "text"), CHANGES.values(), ids=CHANGES)
+def test_what_lies_in_the_same_place_in_another_way_is_checked(op, change, error, text):
+    a_shard, weight = torch.randn(8, K), weight_of()
+    for _ in range(2):
+        assert is_right(op, a_shard, weight)
+        with pytest.raises(error, match=text):
+            op(a_shard, change(weight))
+
+
+def test_a_result_that_is_no_tensor_is_told_though_the_call_without_one_is_known(op):
+    a_shard, weight = torch.randn(8, K), weight_of()
+    op(a_shard, weight)
+    for out, error in (("text", TypeError), (torch.empty(9, N), ValueError), (torch.empty(8, N), None)):
+        if error is None:
+            assert is_right(op, a_shard, weight, out=out)
+        else:
+            with pytest.raises(error, match="out "):
+                op(a_shard, weight, out)
+
+
+def test_calls_with_other_rows_weights_and_results_are_each_their_own(op):
+    weights, shards = [weight_of(), weight_of(), weight_of(40)], [torch.randn(16, K), torch.randn(5, K)]
+    for _ in range(2):
+        for weight in weights:
+            for a_shard in shards:
+                assert is_right(op, a_shard, weight)
+                assert is_right(op, a_shard, weight, out=torch.empty(len(a_shard), len(weight)))
+                assert is_right(op, a_shard[:3], weight[:7])
+
+
+def count_loading(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that grows whenever kernels of a call are loaded."""
+    loaded: list[None] = []
+    monkeypatch.setattr(MatmulConsumer, "load", lambda *args: loaded.append(None))
+    return loaded
+
+
+def test_kernels_are_loaded_once_for_all_tensors_that_are_alike(op, monkeypatch):
+    loaded, a_shard = count_loading(monkeypatch), torch.randn(8, K)
+    for _ in range(3):
+        op(a_shard, weight_of())
+    assert len(loaded) == 1
+    op(a_shard, weight_of(40))
+    assert len(loaded) == 2
+
+
+def test_weight_and_result_that_swap_their_alignment_are_not_alike(op, monkeypatch):
+    """A kernel may be compiled for the alignment of either: another one is not loaded with it."""
+    loaded, a_shard = count_loading(monkeypatch), torch.randn(8, K)
+    for weight_shift, out_shift in ((0, 1), (1, 0), (0, 1), (1, 1), (0, 0)):
+        weight = torch.randn(N * K + 1)[weight_shift:][: N * K].view(N, K)
+        out = torch.empty(8 * N + 1)[out_shift:][: 8 * N].view(8, N)
+        assert is_right(op, a_shard, weight, out=out)
+    assert len(loaded) == 4
+
+
+def test_a_call_that_is_traced_has_a_kernel_of_its_own_to_load(op, monkeypatch):
+    loaded, tensors = count_loading(monkeypatch), (torch.randn(8, K), weight_of(), torch.empty(8, N))
+    for stamps in (torch.empty(0), None, torch.empty(0), None):
+        op._stamps = stamps  # as `trace` does
+        op(*tensors)
+    assert len(loaded) == 2
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_room_for_a_result_that_is_thrown_away_lies_as_the_result_does(shift):
+    for out in (
+        torch.zeros(200, dtype=torch.float16)[shift:].as_strided((6, 5), (24, 1)),
+        torch.zeros(200, dtype=torch.float16)[shift:].as_strided((1, 5), (1, 1)),
+    ):
+        room = room_like(out)
+        assert (room.shape, room.stride(), room.dtype) == (out.shape, out.stride(), out.dtype)
+        assert room.data_ptr() % 16 == out.data_ptr() % 16
+        assert room.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+
+
+def test_no_tensor_of_a_caller_is_kept(op):
+    tensors = [torch.randn(8, K), weight_of(), torch.empty(8, N)]
+    for _ in range(2):
+        op(*tensors)
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    tensors.clear()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+
+
+def test_what_is_known_is_bounded(op, monkeypatch):
+    monkeypatch.setattr(places, "KEPT", 2)
+    a_shard, weights = torch.randn(8, K), [weight_of(columns) for columns in (8, 16, 24, 32)]
+    for weight in (*weights, weights[-1], weights[0]):
+        assert is_right(op, a_shard, weight, out=torch.empty(8, len(weight)))
+        known = (op._known, op._operands._operands, op._operands._kinds)
+        assert all(len(entries) <= 2 for entries in known)

@@ -1,0 +1,306 @@
+"""That operations which scatter end beside a kernel of another stream that holds SMs until its peers come.
+
+Such a kernel, an all-reduce of the other dimension of a mesh, keeps programs of a launch out on one rank, and
+is kept out itself by a launch that holds all SMs of another. On the CPU the interpreter is the strictest
+device there is: one program runs at a time, and the next one starts when it has ended; here the last one does
+not before the collective has. Ranks 0 and 2 are peers in the collective, as are 1 and 3; 0 and 1 in the
+operation, as are 2 and 3:
+
+    rank 0    collective holds an SM  ->  last program of the launch starts  ->  launch ends
+    rank 2    launch ends  ->  collective starts
+    rank 3    as rank 0                           rank 1    as rank 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import ag_gemm_graphs
+import gemm_rs_runs
+import moe_runs
+import pytest
+import torch
+import torch.distributed as dist
+from ag_moe_runs import GATHERING
+from moe_rs_runs import SCATTERING
+from moe_runs import HALF
+from operation_runs import GPU_BACKENDS, INTERPRETER, device, message_of, values
+from triton.runtime import interpreter
+
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+
+pytestmark = INTERPRETER
+
+PROGRAMS = 3
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How an operation that scatters is opened, with several programs, called and checked."""
+
+    name: str
+    done_row: int  # of the words
+
+    def open(self, group: dist.ProcessGroup | None = None, *, large: bool = False) -> Any:
+        rows, n = (4096, 4096) if large else (64, 48)
+        if self.name == "gemm_rs":
+            gemm_rs_runs.begin(dist.get_rank(), 0 if large else None)
+            op: Any = GemmReduceScatter(rows, n, HALF, group, timeout_s=PATIENCE_S)
+            if not large:
+                op._product._programs = PROGRAMS
+            return op
+        SCATTERING.begin(dist.get_rank(), 0 if large else None)
+        op = MoEReduceScatter(rows // 2, n, HALF, group, timeout_s=PATIENCE_S)
+        if not large:
+            op._sms = PROGRAMS
+        return op
+
+    @property
+    def kernel(self) -> Any:
+        return gemm_reduce_scatter if self.name == "gemm_rs" else SCATTERING.kernel
+
+    def inputs(self, op: Any, tokens: list[int], group: Any = None) -> tuple[torch.Tensor, ...]:
+        """Return fresh operands; `tokens`, of each rank, count for experts alone."""
+        k = 1024 if device() != "cpu" else 32
+        if self.name == "gemm_rs":
+            return gemm_rs_runs.operands(op._m, op._n, k, HALF)
+        return SCATTERING.operands(op, tokens, k, 3, 2, group=group)
+
+    def call(self, op: Any, given: Any, tokens: list[int], *, in_steps: bool = False) -> torch.Tensor:
+        """Call; in_steps: as a captured call does."""
+        if self.name == "gemm_rs":
+            return op._call(*given, None, in_steps=True) if in_steps else op(*given)
+        return op._call(*given, None, tokens, in_steps=True) if in_steps else op(*given, tokens=tokens)
+
+    def error(self, out: torch.Tensor, given: tuple[torch.Tensor, ...], group: Any = None) -> float:
+        ratio = gemm_rs_runs.error_ratio if self.name == "gemm_rs" else SCATTERING.error_ratio
+        return ratio(out, *given, group=group)
+
+
+OPERATIONS = [Sums("gemm_rs", done_row=2), Sums("moe_rs", done_row=3)]
+EACH = pytest.mark.parametrize("sums", OPERATIONS, ids=[each.name for each in OPERATIONS])
+
+
+@contextlib.contextmanager
+def last_program_held_until(kernel: Any, until: Callable[[], object], started: list[int]) -> Iterator[None]:
+    """Let the last program of each launch of `kernel` start when `until` has returned; note who starts."""
+    execute, set_idx = interpreter.GridExecutor.__call__, interpreter.interpreter_builder.set_grid_idx
+    running: list[str] = []
+
+    def run(executor: Any, *args: Any, **kwargs: Any) -> None:
+        running.append(executor.fn.__name__)
+        try:
+            execute(executor, *args, **kwargs)
+        finally:
+            running.pop()
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        if running and running[-1] == kernel.fn.__name__:
+            started.append(x)
+            if x == PROGRAMS - 1:
+                until()
+        set_idx(x, y, z)
+
+    with (
+        mock.patch.object(interpreter.GridExecutor, "__call__", run),
+        mock.patch.object(interpreter.interpreter_builder, "set_grid_idx", set_grid_idx),
+    ):
+        yield
+
+
+def in_a_mesh(rank, sums):
+    across = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]
+    beside = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][rank % 2]
+    op, tokens = sums.open(across), [24, 17]
+    held, started = torch.ones(1), []
+    given = sums.inputs(op, tokens, across)
+    if rank in (0, 3):
+        collective = dist.all_reduce(held, group=beside, async_op=True)
+        with last_program_held_until(sums.kernel, collective.wait, started):
+            out = sums.call(op, given, tokens)
+    else:
+        out = sums.call(op, given, tokens)
+        dist.all_reduce(held, group=beside)
+    error = sums.error(out, given, across)
+    op.close()
+    return error, float(held), started
+
+
+@EACH
+def test_nobody_waits_for_a_program_that_a_collective_of_the_other_dimension_keeps_out(sums):
+    for rank, (error, held, started) in enumerate(values(in_a_mesh, 4, sums)):
+        assert error < 1
+        assert held == 2
+        assert started == ([0, 1, 2] if rank in (0, 3) else [])
+
+
+def late_programs(rank, sums):
+    """Let the peer's call return before the last program of this rank's launch starts, three times."""
+    op, tokens = sums.open(), [24, 17]
+    store = dist.distributed_c10d._get_default_store()
+    errors, started = [], []
+    for call in range(3):
+        given = sums.inputs(op, tokens)
+        if rank == 0:
+            until = functools.partial(store.wait, [f"ended {call}"])
+            with last_program_held_until(sums.kernel, until, started):
+                out = sums.call(op, given, tokens)
+        else:
+            out = sums.call(op, given, tokens)
+            store.set(f"ended {call}", "")
+        errors.append(sums.error(out, given))
+    op.close()
+    return errors, started
+
+
+@EACH
+def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_later_call(sums):
+    for rank, (errors, started) in enumerate(values(late_programs, 2, sums)):
+        assert max(errors) < 1
+        assert started == ([0, 1, 2] * 3 if rank == 0 else [])
+
+
+# ---- captured calls: what a graph enqueues has no order but that of its edges
+
+
+def calls_in_steps(rank, sums):
+    """Return errors of calls, in steps by turns, and for how many DONE a stream waited in each."""
+    op, world = sums.open(), dist.get_world_size()
+    done = {word.data_ptr() for word in op._words.local[sums.done_row]}
+    waits, wait_signal = [], op._memory.wait_signal
+
+    def noted(word, value, stream):
+        waits.append(word.data_ptr())
+        wait_signal(word, value, stream)
+
+    op._memory.wait_signal = noted
+    errors, waited = [], []
+    for call in range(4):
+        tokens = [(24, 17, 0, 5)[(p + call) % 4] for p in range(world)]
+        given = sums.inputs(op, tokens)
+        waits.clear()
+        out = sums.call(op, given, tokens, in_steps=call % 2 == 0)
+        waited.append(len(done.intersection(waits)))
+        errors.append(sums.error(out, given))
+    op.close()
+    return errors, waited
+
+
+@EACH
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_stream_of_a_captured_call_waits_for_its_own_kernel(sums, world):
+    for errors, waited in values(calls_in_steps, world, sums):
+        assert max(errors) < 1
+        assert waited == [0, world - 1] * 2
+
+
+def forsaken_in_steps(rank, sums):
+    """Call as captured calls do, with a peer that never comes; and once more, as a replay would."""
+    op = sums.open()
+    if rank == 1:
+        op.abandon()
+        return "", 0, ""
+    op._patience_ticks = 2
+    waits, wait_signal = [], op._memory.wait_signal
+    op._memory.wait_signal = lambda *wait: (waits.append(wait), wait_signal(*wait))
+    call = functools.partial(sums.call, op, sums.inputs(op, [24, 17]), [24, 17], in_steps=True)
+    first = message_of(call)
+    op._errors.zero_()  # a replay does not look at what went wrong before
+    op._patience_ticks = 10**7
+    again = message_of(call)
+    op.abandon()
+    return first, len(waits), again
+
+
+def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_do_not_wait():
+    (first, waits, again), _ = values(forsaken_in_steps, 2, OPERATIONS[0])
+    assert first.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
+    assert "did not come to the call in time" in first
+    assert waits == 0  # what waited was a kernel, and kernels have patience
+    assert again == "nothing was raised"
+
+
+# ---- on GPUs
+
+REPEATS, REDUCTIONS, CALLS = 6, 100, 8
+
+
+def beside_an_all_reduce(rank, sums, captured):
+    """Call while another communicator's all-reduces follow each other on another stream without a pause.
+
+    By turns one rank enqueues its all-reduces first and the other its calls: the first all-reduce holds SMs
+    of one GPU until the calls of the other leave it some.
+    """
+    op, tokens = sums.open(large=True), [2048, 1900]
+    torch.set_deterministic_debug_mode("default")
+    given = sums.inputs(op, tokens)
+    beside, stream = dist.new_group([0, 1], backend="nccl"), torch.cuda.Stream()
+    field = torch.ones(1 << 22, device=device())
+    dist.all_reduce(field, group=beside)
+    out = sums.call(op, given, tokens)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = sums.call(op, given, tokens)
+
+    def reduce() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(REDUCTIONS):
+                dist.all_reduce(field, group=beside)
+
+    def call() -> None:
+        nonlocal out
+        for _ in range(CALLS):
+            if captured:
+                graph.replay()
+            else:
+                out = sums.call(op, given, tokens)
+
+    errors = []
+    for repeat in range(REPEATS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        for enqueue in (reduce, call) if repeat % 2 == rank else (call, reduce):
+            enqueue()
+        op.check()  # a PeerTimeout where the calls have not ended within their patience
+        errors.append(sums.error(out, given))
+    op.close()
+    return errors
+
+
+@EACH
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_calls_end_beside_all_reduces_that_never_pause(sums, captured):
+    for errors in values(beside_an_all_reduce, 2, sums, captured, timeout_s=240):
+        assert len(errors) == REPEATS
+        assert max(errors) < 1
+
+
+REPLAYS = {
+    "ag_gemm": (ag_gemm_graphs.replays_among_eager_calls, ()),
+    "gemm_rs": (gemm_rs_runs.replays_among_eager_calls, ()),
+    "ag_moe": (moe_runs.replays_among_eager_calls, (GATHERING,)),
+    "moe_rs": (moe_runs.replays_among_eager_calls, (SCATTERING,)),
+}
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("name", REPLAYS)
+def test_replays_among_eager_calls_are_right_where_all_streams_share_a_hardware_queue(
+    name, backend, monkeypatch
+):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of the ranks: before they start CUDA
+    replays, given = REPLAYS[name]
+    for errors in values(replays, 2, *given, backend, timeout_s=240):
+        assert errors
+        assert max(errors) < 1

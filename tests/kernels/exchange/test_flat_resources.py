@@ -1,0 +1,140 @@
+"""That calls, and operations that are opened and closed, leave nothing behind: memory, threads, files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+from pathlib import Path
+
+import ag_gemm_runs
+import gemm_rs_runs
+import pytest
+import torch
+import torch.distributed as dist
+from moe_runs import HALF
+from operation_runs import INTERPRETER, device, synchronize, values
+
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+
+pytestmark = INTERPRETER
+
+CALLS, WARM_UPS = 10_000, 1_000
+MOST_GROWN_BYTES = 3 * 2**20  # of 9,000 calls: 350 bytes a call would show
+
+
+def held() -> tuple[int, int, int]:
+    """Return the bytes that this process has in memory, its threads and its open files."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def many_calls(rank):
+    """Exchange chunks in 10,000 calls with tensors and shapes of their own; the product is left out."""
+    ag_gemm_runs.begin(rank)
+    with AllGatherGemm(8, 16, HALF) as op:
+        launched = []
+        op._launch = lambda *call: launched.append(1)
+        before = held()
+        for call in range(CALLS):
+            if call == WARM_UPS:
+                before = held()
+            rows = call % 8 + 1
+            op(torch.ones(rows, 16, dtype=HALF), torch.ones(call % 5 + 1, 16, dtype=HALF))
+            launched.clear()
+        after = held()
+        chunks = bool((op.gathered == 1).all())
+    return before, after, chunks
+
+
+def test_ten_thousand_calls_leave_memory_threads_and_files_as_they_were():
+    for before, after, chunks in values(many_calls, 2):
+        assert chunks
+        assert after[0] - before[0] < MOST_GROWN_BYTES
+        assert after[1:] == before[1:]
+
+
+def many_operations(rank):
+    """Open and close operations of each kind, and abandon some."""
+    kinds = [
+        lambda: AllGatherGemm(8, 16, HALF, timeout_s=20.0),
+        lambda: GemmReduceScatter(8, 16, HALF, timeout_s=20.0),
+        lambda: MoEReduceScatter(8, 16, HALF, timeout_s=20.0),
+    ]
+    for round in range(12):
+        if round == 2:
+            before = held()
+        for number, kind in enumerate(kinds):
+            op = kind()
+            if (round + number) % 3 == 0:
+                op.abandon()
+            else:
+                op.close()
+        dist.barrier()
+    return before, held()
+
+
+def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file():
+    for before, after in values(many_operations, 2):
+        assert all(now <= then for now, then in zip(after[1:], before[1:], strict=True)), (before, after)
+        assert after[0] - before[0] < MOST_GROWN_BYTES
+
+
+# ---- on GPUs
+
+
+def many_calls_on_gpus(rank):
+    """Make 10,000 calls of two operations with tensors of their own; return what was held, on both sides."""
+    ag_gemm_runs.begin(rank, 0)
+    gemm_rs_runs.begin(rank, 0)
+    found = []
+    with (
+        AllGatherGemm(256, 256, HALF, consumer="plain", pieces=1, timeout_s=60.0) as gather,
+        GemmReduceScatter(512, 256, HALF, timeout_s=60.0) as scatter,
+    ):
+        for call in range(CALLS + 1):
+            if call in (WARM_UPS, CALLS):
+                synchronize()
+                on_device = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+                found.append((held(), on_device))
+            a = torch.ones(256, 256, dtype=HALF, device=device())
+            weight = torch.ones(128 * (call % 3 + 1), 256, dtype=HALF, device=device())
+            product = gather(a, weight)
+            sums = scatter(product[:, :128].contiguous(), weight.new_full((256, 128), 2**-8))
+        gather.check()
+        scatter.check()
+        right = bool((sums == 2 * 128).all())
+    return found, right
+
+
+@pytest.mark.gpu(devices=2)
+def test_ten_thousand_calls_on_gpus_leave_memory_threads_and_files_as_they_were():
+    for found, right in values(many_calls_on_gpus, 2, timeout_s=240):
+        (host, (allocated, free)), (host_after, (allocated_after, free_after)) = found
+        assert right
+        assert host_after[0] - host[0] < MOST_GROWN_BYTES
+        assert host_after[1:] == host[1:]
+        assert allocated_after == allocated
+        assert free - free_after < 2**21  # what a driver allocates at a time
+
+
+def many_operations_on_gpus(rank, backend):
+    """Open and close operations; return what was held after two and after twenty."""
+    found = []
+    for round in range(20):
+        with GemmReduceScatter(512, 256, HALF, backend=backend, timeout_s=60.0) as op:
+            op._check_usable()
+        if round in (1, 19):
+            synchronize()
+            found.append((held()[1:], torch.cuda.memory_allocated()))
+    return found
+
+
+@pytest.mark.gpu(devices=2)
+def test_operations_on_gpus_that_are_closed_leave_no_thread_no_file_and_no_memory():
+    for before, after in values(many_operations_on_gpus, 2, "torch", timeout_s=240):
+        assert after == before

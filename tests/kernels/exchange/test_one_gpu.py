@@ -1,0 +1,356 @@
+"""The operations over symmetric memory on one GPU: rank 0 of two, whose peer is the host with pinned memory.
+
+Copy engines copy pinned memory as they copy a peer's, so a kernel meets what it meets on two GPUs: rows and
+words that arrive while it runs, written by streams. The host plays the peer by the protocols at the top of
+`ag_gemm.producer`, `ag_gemm.lane` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
+of another process, NVLink, and two ranks that wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ag_gemm_runs import error_ratio, force
+from operation_runs import message_of
+from rank_programs import wait_for
+
+from dist_autotune.kernels import operation
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized, words
+from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm.pieces import piece_ends
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs import kernel as rs
+from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.symm.base import SymmetricTensor
+from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
+from dist_autotune.kernels.symm.ranks import RankGroup
+from ranks import assert_all_ok, run_ranks
+
+pytestmark = pytest.mark.gpu
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+LATE_S = 0.003  # a kernel of these sizes takes a hundredth of that
+PATIENCE_S = 20.0  # of a kernel
+CONSUMERS = {  # with some of their candidates
+    "specialized": {"cooperative": 0, "ping-pong": 8, "small tiles": 12},
+    "plain": {"TMA": 0, "half a tile at a time": 7, "pointers": 14},
+    "matmul": {"any": 0},
+}
+SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chunk, N, K
+
+
+class TwoRanks(RankGroup):
+    """Rank 0 of two; the other one agrees with it."""
+
+    def __init__(self) -> None:
+        self.group, self.timeout_s = None, PATIENCE_S
+        self.rank, self.world_size, self.members = 0, 2, (0, 1)
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+class HostAsPeer(CudaMemory):
+    """Memory of this GPU and, as the peer's, pinned memory of the host, which reads and writes it at will."""
+
+    name = "host as peer"
+
+    def __init__(self) -> None:
+        super().__init__(TwoRanks(), torch.device(DEVICE, 0), "one GPU")
+        self.gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.holds, self._held = False, 0
+
+    def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+        here = torch.zeros(shape, dtype=dtype, device=self.device)
+        return SymmetricTensor(here, (here, torch.zeros(shape, dtype=dtype, pin_memory=True)))
+
+    def _release(self) -> None:
+        """Nothing to do."""
+
+    def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
+        if self.holds:  # each copy until the host has opened the gate for it
+            self._held += 1
+            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._held, 0))
+        super()._copy_bytes(dst, src, size, handle)
+
+
+@functools.cache
+def stream_of_peer(device: torch.device) -> CudaStream:
+    """Return a stream that nothing blocks: of another priority than side streams, and one for all tests."""
+    stream = CudaStream(device)
+    stream._stream = torch.cuda.Stream(device)
+    stream.handle = stream._stream.cuda_stream
+    return stream
+
+
+class Peer:
+    """What rank 1 does in a call."""
+
+    def __init__(self, memory: HostAsPeer) -> None:
+        self.memory, self.stream = memory, stream_of_peer(memory.device)
+
+    def write(self, word: torch.Tensor, value: int) -> None:
+        self.memory.write_signal(word, value, self.stream)
+
+    def take(self, word: torch.Tensor) -> None:
+        """Wait for a word that rank 0 sets here, and take it back."""
+        wait_for(lambda: int(word) >= 1, PATIENCE_S)
+        word.fill_(0)
+
+    def be_fetched_from(self, op: AllGatherGemm, rows: int) -> None:
+        """Take part in the eager call that rank 0 has just made."""
+        here, there, epoch = op._words.local, op._words.peers[1], op._calls
+        self.write(here[words.ROWS.value + (epoch & 1), 1], rows)
+        self.write(here[words.READY.value, 1], epoch)
+        wait_for(lambda: int(there[words.READY.value, 0]) >= epoch, PATIENCE_S)
+        self.write(here[words.FETCHED.value, 1], epoch)
+
+    def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
+        """Take part in the call of the lane, or the replay, that rank 0 has just made."""
+        lane = op._lane
+        here, there = lane.words, lane._peers[0].our_free
+        self.write(here[words.FREE.value, 1], 1)
+        self.take(there)
+        self.write(here[words.ANNOUNCED.value, 1], len(chunk))
+        begin = 0
+        for end in piece_ends(len(chunk), pieces):
+            time.sleep(LATE_S)
+            slot = op._gather.local[2]
+            self.memory.copy(slot[begin:end], chunk[begin:end], self.stream)
+            self.write(here[words.ARRIVED.value, 1], end)
+            begin = end
+
+
+def opened(memory: HostAsPeer, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    operation.open_symmetric_memory = lambda *_, **__: memory
+    return kind(*args, DTYPE, timeout_s=PATIENCE_S, **options)
+
+
+def choose_candidate(consumer: str, name: str) -> None:
+    if consumer == "specialized":
+        specialized.tuned.configs = [specialized.CANDIDATES[CONSUMERS[consumer][name]]]
+    else:
+        all_gather_gemm.configs = [CANDIDATES[CONSUMERS[consumer][name]]]
+
+
+def one_call(
+    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, pieces: int
+) -> tuple[float, bool]:
+    """Return the error of a call with new inputs, and whether what was gathered has the right bits."""
+    rows, n, k = shape
+    here, weight = torch.randn(rows, k, device=DEVICE).to(DTYPE), torch.randn(n, k, device=DEVICE).to(DTYPE)
+    theirs = torch.randn(rows, k).to(DTYPE).pin_memory()
+    out = torch.full((2 * rows, n), float("nan"), dtype=DTYPE, device=DEVICE)
+    op._gather.local[1:].fill_(float("nan"))
+    force(op, pieces=pieces)
+    if how == "pull":
+        op._gather.peers[1][1, :rows] = theirs
+        op(here, weight, out)
+        time.sleep(LATE_S)
+        peer.be_fetched_from(op, rows)
+    else:
+        op._call(here, weight, out, in_lane=True)
+        peer.push(op, theirs, 3 - pieces % 3)
+    op.check()
+    full = torch.cat([here, theirs.to(DEVICE)])
+    return error_ratio(out, full, weight), bool(torch.equal(op.gathered, full))
+
+
+def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
+    """Return what `one_call` does, for all candidates, shapes, ways and numbers of pieces."""
+    torch.manual_seed(0)
+    found = {}
+    for name, shape in itertools.product(CONSUMERS[consumer], SHAPES):
+        choose_candidate(consumer, name)
+        memory = HostAsPeer()
+        with opened(memory, AllGatherGemm, shape[0] + 3, shape[2], consumer=consumer, programs=132) as op:
+            peer = Peer(memory)
+            for how, pieces in itertools.product(("pull", "push"), (1, 2, 4)):
+                found[f"{name}, {shape}, {how}, {pieces} pieces"] = one_call(op, peer, shape, how, pieces)
+    return found
+
+
+def on_one_gpu(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return what `fn(0, *args)` returns in a process of its own, which ends what may hang."""
+    (value,) = assert_all_ok(run_ranks(fn, 1, *args, init="none", timeout_s=100.0))
+    return value
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_rows_that_arrive_late_and_in_pieces_are_waited_for(consumer: str) -> None:
+    found = on_one_gpu(calls, consumer)
+    assert {case: seen for case, seen in found.items() if not (seen[0] < 1 and seen[1])} == {}
+
+
+def pieces_apart(rank: int) -> tuple[list[float], list[float]]:
+    """Return when, in ms, tiles of each quarter of the peer's chunk were let through, and were stored."""
+    specialized.tuned.configs = specialized.CANDIDATES[:1]
+    memory = HostAsPeer()
+    rows, n, k = 512, 1024, 512
+    with opened(memory, AllGatherGemm, rows, k, consumer="specialized", pieces=4, programs=132) as op:
+        peer, weight = Peer(memory), torch.randn(n, k, device=DEVICE).to(DTYPE)
+        for holds in (False, True):  # the first call compiles
+            memory.holds = holds
+            _, stamps = op.trace(op.shard, weight)
+            peer.be_fetched_from(op, rows)
+            for piece in range(1, 5):
+                time.sleep(LATE_S)
+                memory.gate[0] = piece if holds else 0
+            op.check()
+    tiles = stamps[16:32].reshape(4, 4, 4).cpu()  # of the peer's chunk: columns, rows, stamps
+    let_through, stored = (tiles[:, :, place].double() / 1e6 for place in (1, 2))
+    first = float(let_through.min())
+    return (let_through.min(dim=0).values - first).tolist(), (stored.max(dim=0).values - first).tolist()
+
+
+def test_tiles_of_a_piece_are_stored_before_the_next_piece_arrives() -> None:
+    let_through, stored = on_one_gpu(pieces_apart)
+    for behind, before in zip(let_through[1:], stored[:-1], strict=True):
+        assert before < behind
+
+
+def replays(rank: int, consumer: str) -> list[tuple[float, bool]]:
+    torch.manual_seed(0)
+    choose_candidate(consumer, next(iter(CONSUMERS[consumer])))
+    memory, (rows, n, k) = HostAsPeer(), SHAPES[0]
+    found = []
+    with opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132) as op:
+        peer, weight = Peer(memory), torch.empty(n, k, dtype=DTYPE, device=DEVICE)
+        out = torch.empty(2 * rows, n, dtype=DTYPE, device=DEVICE)
+        one_call(op, peer, SHAPES[0], "push", 2)  # loads the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            op(op.shard, weight, out)
+        for replay in range(6):
+            if replay == 3:
+                found.append(one_call(op, peer, SHAPES[0], "pull", 2))
+            theirs = torch.randn(rows, k).to(DTYPE).pin_memory()
+            op.shard.normal_()
+            weight.normal_()
+            out.fill_(float("nan"))
+            op._gather.local[1:].fill_(float("nan"))
+            graph.replay()
+            peer.push(op, theirs, 1 + replay % 2)
+            op.check()
+            pushed = op._lane._peers[0].slot_there
+            full = torch.cat([op.shard, theirs.to(DEVICE)])
+            found.append((error_ratio(out, full, weight), torch.equal(pushed[:rows], op.shard.cpu())))
+    return found
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_captured_call_waits_for_what_is_pushed_and_pushes_itself(consumer: str) -> None:
+    for error, is_pushed in on_one_gpu(replays, consumer):
+        assert error < 1
+        assert is_pushed
+
+
+def forsaken(rank: int, consumer: str) -> list[tuple[str, str, float]]:
+    """Call with a peer that does nothing, pulled and pushed; return what is said, twice, and the seconds."""
+    choose_candidate(consumer, next(iter(CONSUMERS[consumer])))
+    rows, n, k = SHAPES[0]
+    weight = torch.empty(n, k, dtype=DTYPE, device=DEVICE)
+    found = []
+    for how in ("pull", "push"):
+        memory = HostAsPeer()
+        op = opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132)
+        one_call(op, Peer(memory), SHAPES[0], how, 2)
+        op._patience_ticks = as_patience(1.0)
+        began = time.monotonic()
+
+        def call(op: AllGatherGemm = op, how: str = how) -> None:
+            op._call(op.shard, weight, None, in_lane=how == "push")
+            op.check()
+
+        found.append((message_of(call), message_of(op.close), time.monotonic() - began))
+    return found
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(consumer: str) -> None:
+    told = ("did not offer chunk 1 of call 2 in time", "did not push chunk 1 in time")
+    for (message, again, took_s), text in zip(on_one_gpu(forsaken, consumer), told, strict=True):
+        assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
+        assert text in message
+        assert again == message
+        assert 1 <= took_s < 60
+
+
+# ---- GEMM + reduce-scatter
+
+
+def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
+    """Return the errors of this rank's sums and of what it pushed, with a peer that is late."""
+    torch.manual_seed(0)
+    rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
+    memory, m, n, k = HostAsPeer(), 700, 520, 512
+    rows, found = m // 2, []
+    with opened(memory, GemmReduceScatter, m, n) as op:
+        peer, here = Peer(memory), op._words.local
+        a, weight = (torch.empty(size, k, dtype=DTYPE, device=DEVICE) for size in (m, n))
+        out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
+        graph = torch.cuda.CUDAGraph()
+        for call in range(5):
+            for tensor in (a, weight):
+                tensor.normal_()
+            for tensor in (out, op._partial, op._staged.local):
+                tensor.fill_(float("nan"))
+            theirs = torch.randn(rows, n).to(DTYPE).pin_memory()
+            torch.cuda.synchronize()
+            if captured and call:
+                graph.replay()
+            else:
+                op(a, weight, out)
+            peer.write(here[rs.FREE.value, 1], 1)
+            peer.take(op._pusher._peers[0].our_free)
+            peer.take(op._pusher._peers[0].our_arrived)  # while the kernel still waits for the peer's sums
+            time.sleep(LATE_S)
+            memory.copy(op._staged.local[0, :rows], theirs, peer.stream)
+            peer.write(here[rs.ARRIVED.value, 1], rows)
+            op.check()
+            product = a.float() @ weight.float().T
+            wanted = product[:rows] + theirs.to(DEVICE).float()
+            pushed = op._staged.peers[1][0, :rows].to(DEVICE)
+            found.append((relative(out, wanted), relative(pushed, product[rows:])))
+            if captured and not call:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    op(a, weight, out)
+    return found
+
+
+def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((result.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(captured: bool) -> None:
+    for error, of_pushed in on_one_gpu(sums, captured):
+        assert error < 0.01
+        assert of_pushed < 0.01
+
+
+def sums_forsaken(rank: int) -> tuple[str, float]:
+    rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
+    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256)
+    op._patience_ticks = as_patience(1.0)
+    a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
+    began = time.monotonic()
+
+    def call() -> None:
+        op(a, weight)
+        op.check()
+
+    return message_of(call), time.monotonic() - began
+
+
+def test_sums_that_do_not_come_are_told_and_the_gpu_is_free() -> None:
+    message, took_s = on_one_gpu(sums_forsaken)
+    assert message.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
+    assert 1 <= took_s < 60

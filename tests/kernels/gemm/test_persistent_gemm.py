@@ -1,0 +1,771 @@
+"""`persistent_matmul` against float32: in the interpreter (the plain body), and on a GPU (every variant)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from padded_rooms import poison_rooms
+from triton_versions import needs_triton
+
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.matrices import as_matrix
+from dist_autotune.kernels.persistent_gemm import (
+    PARTS,
+    SCHEDULERS,
+    VARIANTS,
+    candidates,
+    copies,
+    launch,
+    operation,
+    persistent_matmul,
+    pruning,
+    route,
+)
+from dist_autotune.kernels.persistent_gemm.candidates import (
+    GLUON_CANDIDATES,
+    PLAIN_CANDIDATES,
+    PLAIN_GPU_CANDIDATES,
+)
+from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied
+from dist_autotune.kernels.persistent_gemm.launch import Shape
+from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
+from dist_autotune.kernels.persistent_gemm.pruning import cuts_the_last_wave, fits, is_wanted
+from dist_autotune.kernels.persistent_gemm.splits import rows_of_a_part, sum_splits, workspace_of
+
+ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+KINDS = [name for name in VARIANTS if name != "auto"]
+HALVES = [torch.float16, torch.bfloat16]
+OUTS = [torch.float16, torch.bfloat16, torch.float32]
+LAYOUTS = [*itertools.product(("row", "column"), repeat=2)]
+
+
+@pytest.fixture(autouse=True)
+def one_plain_candidate():
+    """Without tuning: each test chooses what it runs."""
+    before = plain_gemm.configs
+    plain_gemm.configs = PLAIN_CANDIDATES[:1]
+    yield
+    plain_gemm.configs = before
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "row") -> torch.Tensor:
+    """Return fresh random numbers, contiguous along rows or columns."""
+    if layout == "column":
+        return matrix(columns, rows, dtype).T
+    return torch.randn(rows, columns, device=DEVICE).to(dtype)
+
+
+def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((rows, columns), math.nan, dtype=dtype, device=DEVICE)
+
+
+def error_ratio(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the relative error against float32 as a multiple of what the arithmetic explains.
+
+    Rounding the result to its type costs at most eps (the interpreter truncates bfloat16). Products of
+    halves are exact in float32, and adding K of them there costs about sqrt(K) float32 eps.
+    """
+    wanted = a.float() @ b.float()  # not in TF32: torch leaves that off, and newer ones warn whoever asks
+    explained = torch.finfo(result.dtype).eps + a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
+    return float((result.float() - wanted).norm() / wanted.norm() / explained)
+
+
+def check(
+    m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, layouts=("row", "row"), **options: Any
+):
+    """Compare one call into an output full of NaN with float32."""
+    a, b = matrix(m, k, dtype, layouts[0]), matrix(k, n, dtype, layouts[1])
+    out = poisoned(m, n, options.pop("out_dtype", dtype))
+    assert persistent_matmul(a, b, out, **options) is out
+    assert error_ratio(out, a, b) < 1
+
+
+# ---- the plain body, through the public function
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", [(208, 416, 304), (250, 125, 250)], ids=str)
+def test_the_product_is_right(shape, dtype, monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", [PLAIN_CANDIDATES[-1]])
+    check(*shape, dtype)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_every_scheduler_covers_the_product(scheduler, programs):
+    check(97, 130, 20, scheduler=scheduler, programs=programs)
+
+
+@pytest.mark.parametrize("candidate", PLAIN_CANDIDATES, ids=str)
+def test_every_candidate_of_the_plain_body_is_right(candidate, monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", [candidate])
+    check(70, 90, 50, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+def test_all_layouts_and_types(layouts, out_dtype):
+    check(37, 45, 29, layouts=layouts, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 33, 7), (33, 1, 65), (5, 3, 1), (31, 33, 63), (64, 64, 64)])
+def test_tiny_and_ragged_shapes(shape):
+    check(*shape)
+
+
+def test_any_strides_of_operands_and_result():
+    a, b = matrix(70, 66, torch.float16)[::2, ::3], matrix(44, 90, torch.float16)[::2, 1::2]
+    out = poisoned(70, 45 * 3, torch.float16)[::2, ::3]
+    persistent_matmul(a, b, out)
+    assert error_ratio(out, a, b) < 1
+
+
+def test_an_expanded_operand():
+    a, b = matrix(1, 20, torch.float16).expand(40, 20), matrix(20, 1, torch.float16).expand(20, 40)
+    assert error_ratio(persistent_matmul(a, b), a, b) < 1
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0)], ids=str)
+def test_empty_shapes(shape):
+    m, n, k = shape
+    a, b = matrix(m, k, torch.float16), matrix(k, n, torch.float16)
+    out = poisoned(m, n, torch.float16)
+    assert torch.equal(persistent_matmul(a, b, out), torch.zeros_like(out))
+    assert persistent_matmul(a, b).shape == (m, n)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_there_is_no_tma_every_variant_is_computed_all_the_same(variant):
+    check(40, 50, 60, variant=variant)
+
+
+def test_the_result_has_the_type_of_a_or_the_one_asked_for():
+    a, b = matrix(8, 8, torch.bfloat16), matrix(8, 8, torch.bfloat16)
+    assert persistent_matmul(a, b).dtype is torch.bfloat16
+    assert persistent_matmul(a, b, out_dtype=torch.float32).dtype is torch.float32
+
+
+def test_it_is_tuned_in_context_like_any_kernel(monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    a, b = matrix(33, 65, torch.float16), matrix(65, 48, torch.float16)
+    errors = []
+
+    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
+    def call():
+        errors.append(error_ratio(persistent_matmul(a, b), a, b))
+
+    call()
+    (context,) = call.report.contexts
+    assert (context.kernel, context.status) == ("plain_gemm", "tuned")
+    assert len(context.timings) == 2  # the third tile is more than twice as large as the matrix
+    assert max(errors) < 1
+
+
+def test_calls_with_different_numbers_of_programs_share_no_winner(monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    a, b = matrix(33, 65, torch.float16), matrix(65, 48, torch.float16)
+
+    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
+    def call():
+        persistent_matmul(a, b, programs=1)
+        persistent_matmul(a, b, programs=3)
+
+    call()
+    place = plain_gemm.keys.index("programs")
+    assert {context.key[place] for context in call.report.contexts} == {1, 3}
+
+
+# ---- wrong calls
+
+
+def half(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16, device=DEVICE, **options)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no matrix": (
+        lambda: persistent_matmul(half(2, 3, 4), half(4, 5)),
+        ValueError,
+        r"a has shape \(2, 3, 4\)",
+    ),
+    "inner sizes": (
+        lambda: persistent_matmul(half(2, 3), half(4, 5)),
+        ValueError,
+        "a has 3 columns, b has 4 rows",
+    ),
+    "type of a": (lambda: persistent_matmul(half(2, 3).int(), half(3, 5)), TypeError, "a is torch.int32"),
+    "two types": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5).bfloat16()),
+        TypeError,
+        "b is torch.bfloat16",
+    ),
+    "shape of out": (lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 4)), ValueError, r"\(2, 5\)"),
+    "type of out": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 5).double()),
+        TypeError,
+        "torch.float64",
+    ),
+    "out_dtype": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), out_dtype=torch.int8),
+        TypeError,
+        "torch.int8",
+    ),
+    "two wishes": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 5), out_dtype=torch.float32),
+        TypeError,
+        "leave one of them out",
+    ),
+    "shared places": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), half(1, 5).expand(2, 5)),
+        ValueError,
+        r"strides \(0, 1\)",
+    ),
+    "variant": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), variant="fast"),
+        ValueError,
+        "no variant 'fast'; there are 'auto', 'pipelined'",
+    ),
+    "scheduler": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), scheduler="random"),
+        ValueError,
+        "no scheduler 'random'",
+    ),
+    "stream-K's own order": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), variant="stream_k", scheduler="dynamic"),
+        ValueError,
+        "scheduler is 'dynamic', not one of",
+    ),
+    "splits": (lambda: persistent_matmul(half(2, 3), half(3, 5), splits=0), ValueError, "splits is 0"),
+    "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
+    "half a program": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), programs=2.5),
+        TypeError,
+        "programs is 2.5; it must be a whole number",
+    ),
+    "no splits": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5), splits=None),
+        TypeError,
+        "splits is None",
+    ),
+    "a list": (lambda: persistent_matmul([[1.0]], half(1, 5)), TypeError, "a is a list"),
+    "a list for out": (lambda: persistent_matmul(half(2, 3), half(3, 5), [1]), TypeError, "out is a list"),
+    "devices": (
+        lambda: persistent_matmul(half(2, 3), half(3, 5).to("meta")),
+        ValueError,
+        "b is on meta; move one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_told_with_its_values(name):
+    call, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+# ---- what of the Gluon body can be tested without a GPU
+
+
+@pytest.mark.parametrize(
+    ("make", "transposed", "pitch"),
+    [
+        pytest.param(lambda: half(6, 8), False, 8, id="rows"),
+        pytest.param(lambda: half(8, 6).T, None, 0, id="columns no multiple of 16 bytes apart"),
+        pytest.param(lambda: half(8, 16).T, True, 16, id="columns"),
+        pytest.param(lambda: half(6, 24)[:, 8:20], False, 24, id="a part of rows"),
+        pytest.param(lambda: half(1, 5), False, 8, id="one row: its stride leads nowhere"),
+        pytest.param(lambda: half(1, 5).T, True, 8, id="one column"),
+        pytest.param(lambda: half(6, 5), None, 0, id="rows no multiple of 16 bytes apart"),
+        pytest.param(lambda: half(6, 24)[:, 1:9], None, 0, id="not at a multiple of 16 bytes"),
+        pytest.param(lambda: half(6, 16)[:, ::2], None, 0, id="nothing contiguous"),
+        pytest.param(lambda: half(1, 8).expand(6, 8), None, 0, id="expanded"),
+    ],
+)
+def test_what_tma_can_address(make, transposed, pitch):
+    tensor = make()
+    found = as_matrix(tensor)
+    if transposed is None:
+        assert found is None
+    else:
+        view = tensor.T if transposed else tensor
+        assert (found.transposed, found.rows, found.columns, found.pitch) == (transposed, *view.shape, pitch)
+
+
+def test_there_are_candidates_of_every_variant_for_every_output():
+    for out_bytes, tensor_memory in itertools.product((2, 4), (False, True)):
+        usable = [c for c in GLUON_CANDIDATES if fits(c, out_bytes, 232448, tensor_memory=tensor_memory)]
+        variants = {config.kwargs["VARIANT"] for config in usable}
+        assert variants >= {"pipelined", "persistent", "persistent_pipelined", "cooperative"}
+        assert ("pingpong" in variants) is not tensor_memory
+
+
+def test_parts_of_a_variant_are_all_of_it():
+    def of(wanted):
+        return [str(config) for config in GLUON_CANDIDATES if is_wanted(config.kwargs, wanted)]
+
+    assert sorted(of("own_buffers") + of("stealing")) == sorted(of("persistent_pipelined"))
+    assert sorted(of("cooperative") + of("pingpong") + of("stream_k")) == sorted(of("warp_specialized"))
+    assert len(set(of("stream_k"))) == len(of("stream_k")) > 0
+    assert all(of(name) for name in (*VARIANTS, *PARTS))
+    assert sorted(itertools.chain(*map(of, KINDS))) == sorted(of("auto"))
+
+
+def test_no_two_candidates_are_the_same():
+    for configs in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
+        assert len({str(config) for config in configs}) == len(configs)
+
+
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+@pytest.mark.parametrize(("rows", "columns", "splits"), [(5, 7, 2), (300, 130, 3), (64, 256, 16)])
+def test_parts_are_summed_to_the_result(rows, columns, splits, out_dtype):
+    out = poisoned(columns, rows, out_dtype).T
+    workspace, split_rows = workspace_of(out, splits), rows_of_a_part(rows)
+    for config in (*GLUON_CANDIDATES, *PLAIN_CANDIDATES, *PLAIN_GPU_CANDIDATES):
+        reached = -(-rows // config.kwargs["BLOCK_M"]) * config.kwargs["BLOCK_M"]
+        assert reached <= split_rows, "a tile of one part ends in the rows of the next"
+    assert workspace.shape == (splits * split_rows, columns)
+    assert as_matrix(workspace) is not None
+    workspace.normal_()
+    sum_splits(workspace, splits, out)
+    wanted = workspace.view(splits, split_rows, columns)[:, :rows].sum(dim=0)
+    assert (out.float() - wanted).abs().max() <= 2 * splits * torch.finfo(out_dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "programs", "wanted"),
+    [
+        pytest.param({"M": 8192, "N": 8192, "K": 4096}, 132, True, id="half a wave, long K"),
+        pytest.param({"M": 8192, "N": 8192, "K": 2048}, 132, False, id="half a wave, too many parts"),
+        pytest.param({"M": 1024, "N": 4352, "K": 2048}, 132, True, id="a wave and four tiles"),
+        pytest.param({"M": 1024, "N": 4352, "K": 512}, 132, False, id="short K"),
+        pytest.param({"M": 8192, "N": 8192, "K": 4096}, 128, False, id="no last wave"),
+        pytest.param({"M": 1280, "N": 3328, "K": 4096}, 132, False, id="a last wave that is all but full"),
+        pytest.param({"M": 128, "N": 256, "K": 4096}, 132, True, id="one tile"),
+        pytest.param({"M": 8192, "N": 8192, "K": 4096, "splits": 2}, 132, False, id="K in parts already"),
+        pytest.param({"M": 8192, "N": 8192, "K": 4096, "SCHEDULE": "dynamic"}, 132, False, id="dynamic"),
+    ],
+)
+def test_the_last_wave_is_cut_where_that_makes_it_much_shorter(sizes, programs, wanted):
+    config = next(config for config in GLUON_CANDIDATES if config.kwargs["STREAM_K"])
+    kwargs = config.kwargs
+    assert (kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], kwargs["STREAM_K"]) == (128, 256, 64, 8)
+    args = {"splits": 1, "SCHEDULE": "grouped", **sizes}
+    assert cuts_the_last_wave(kwargs, args, programs) is wanted
+
+
+@pytest.mark.parametrize("wanted", ["auto", "stream_k"])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
+def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
+    wanted, out, tensor_memory, monkeypatch
+):
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
+    args = {"M": 8192, "N": 8192, "K": 512, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
+    args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
+    args |= {"TRANS_A": False, "TRANS_B": True, "a_alignment": 128, "b_alignment": 128}
+    cut = [config.kwargs["STREAM_K"] > 0 for config in pruning.prune(GLUON_CANDIDATES, args)]
+    assert cut
+    assert set(cut) == {wanted == "stream_k"}
+
+
+# ---- on a GPU
+
+
+def each_candidate(variant: str, out_dtype: torch.dtype) -> list[Any]:
+    """Return the candidates of a variant that fit this GPU."""
+    major = torch.cuda.get_device_capability()[0]
+    out_bytes = 4 if out_dtype is torch.float32 else 2
+    return [
+        config
+        for config in GLUON_CANDIDATES
+        if is_wanted(config.kwargs, variant) and fits(config, out_bytes, 232448, tensor_memory=major == 10)
+    ]
+
+
+def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, Shape]]:
+    """Return a plan by which what TMA cannot address is copied, and `further` operands."""
+
+    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+        wished = further(shape)
+        chosen = Copies(wished.a or shape.a_alignment == 0, wished.b or shape.b_alignment == 0, out)
+        return chosen, copied(shape, chosen)
+
+    return plan
+
+
+def choose_copies(monkeypatch: pytest.MonkeyPatch, plan: Callable[..., tuple[Copies, Shape] | None]) -> None:
+    """Have `plan` asked, also for tensors in places that are known already."""
+    monkeypatch.setattr(route, "plan", plan)
+    monkeypatch.setattr(operation, "_ROUTES", {})
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Return a function that leaves the Gluon body one candidate; a call that falls back then fails.
+
+    Copied is only what TMA cannot address.
+    """
+
+    def choose(config: Any) -> None:
+        monkeypatch.setattr(launch.tuned_gemm, "configs", [config])
+        monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
+        choose_copies(monkeypatch, plan_of(lambda shape: NOTHING))
+
+    return choose
+
+
+GPU_SHAPES = [(208, 416, 304), (2000, 1000, 2000), (1024, 1024, 8), (128, 256, 64), (1, 8, 8), (8, 8, 4096)]
+GPU_SHAPES += [(4104, 3336, 1032)]  # several waves of every tile; rows begin between cache lines
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("variant", KINDS)
+def test_every_candidate_on_a_gpu(variant, dtype, only):
+    for config in each_candidate(variant, dtype):
+        only(config)
+        options = {"variant": variant, "layouts": ("row", "column" if config.kwargs["JOINED"] else "row")}
+        for shape in GPU_SHAPES:
+            check(*shape, dtype, **options)
+            check(*shape, dtype, **options)  # by the short way, with new inputs
+
+
+TWO_CTAS = [c for c in GLUON_CANDIDATES if c.num_ctas == 2 and not c.kwargs["JOINED"]]
+NEEDS_TWO_CTAS = needs_triton("3.9", "before it there is no multicast")
+
+
+@pytest.mark.gpu
+@NEEDS_TWO_CTAS
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+def test_two_ctas_take_all_layouts_and_types_on_a_gpu(layouts, out_dtype, only):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the roles of other GPUs are not divided among CTAs")
+    assert TWO_CTAS
+    out_bytes = 4 if out_dtype is torch.float32 else 2
+    for config in TWO_CTAS:
+        if fits(config, out_bytes, 232448, tensor_memory=False):
+            only(config)
+            check(1304, 1032, 520, layouts=layouts, out_dtype=out_dtype)
+            check(300, 520, 200, layouts=layouts, out_dtype=out_dtype, programs=7)
+            if out_dtype is torch.float32:
+                check(300, 520, 4104, torch.bfloat16, layouts=layouts, splits=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+def test_any_width_takes_all_types_splits_and_schedules_on_a_gpu(out_dtype, only):
+    for config in each_candidate("warp_specialized", out_dtype):
+        if config.kwargs["JOINED"]:
+            only(config)
+            check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
+            if config.num_ctas == config.kwargs["TEAMS"] == 1:
+                check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
+            if out_dtype is torch.float32 and not config.kwargs["SWAP_AB"]:
+                check(200, 328, 4104, torch.bfloat16, layouts=("row", "column"), splits=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
+@pytest.mark.parametrize("variant", KINDS)
+def test_all_layouts_and_types_on_a_gpu(variant, layouts, out_dtype, only):
+    for config in each_candidate(variant, out_dtype)[:1]:
+        only(config)
+        check(520, 264, 200, layouts=layouts, out_dtype=out_dtype, variant=variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("variant", KINDS)
+def test_every_scheduler_on_a_gpu(variant, scheduler, only):
+    for config in each_candidate(variant, torch.float16)[:1]:
+        only(config)
+        for programs in (None, 1, 7):
+            check(1500, 1304, 136, variant=variant, scheduler=scheduler, programs=programs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize("splits", [2, 3, 16])
+def test_k_in_parts_on_a_gpu(variant, splits, only):
+    only(each_candidate(variant, torch.float32)[0])
+    for out_dtype in OUTS:
+        check(200, 328, 4104, torch.bfloat16, out_dtype=out_dtype, variant=variant, splits=splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [(1280, 1280, 4096), (8192, 8192, 1024), (136, 264, 8192), (64, 64, 520), (16, 8192, 2056)],
+)
+@pytest.mark.parametrize("programs", [None, 7])
+def test_a_last_wave_in_parts_is_right_and_the_same_each_time_on_a_gpu(shape, programs, only):
+    m, n, k = shape
+    for out_dtype in (torch.bfloat16, torch.float32):
+        for config in each_candidate("stream_k", out_dtype):
+            only(config)
+            check(*shape, torch.bfloat16, out_dtype=out_dtype, variant="stream_k", programs=programs)
+            a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
+            outs = [poisoned(m, n, out_dtype) for _ in range(20)]
+            for out in outs:  # back to back: each launch finds the counts that the one before has left
+                persistent_matmul(a, b, out, variant="stream_k", programs=programs)
+            assert error_ratio(outs[0], a, b) < 1
+            assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
+def test_last_waves_of_two_streams_do_not_share_their_counts(only):
+    only(each_candidate("stream_k", torch.float16)[0])
+    a, b = matrix(1280, 2048, torch.float16), matrix(2048, 1280, torch.float16)
+    outs = [poisoned(1280, 1280, torch.float16) for _ in range(20)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number, out in enumerate(outs):
+        with torch.cuda.stream(streams[number % 2]):
+            persistent_matmul(a, b, out, variant="stream_k", programs=60)  # both fit the GPU at once
+    torch.cuda.synchronize()
+    assert max(error_ratio(out, a, b) for out in outs) < 1
+
+
+@pytest.mark.gpu
+def test_strides_that_tma_cannot_take_on_a_gpu():
+    check(33, 45, 29)
+    a, b = matrix(70, 66, torch.float16)[::2, ::3], matrix(44, 90, torch.float16)[::2, 1::2]
+    assert error_ratio(persistent_matmul(a, b), a, b) < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheduler", ["grouped", "dynamic", "stream-K"])
+def test_a_captured_call_follows_its_inputs(scheduler, only):
+    only(GLUON_CANDIDATES[0])
+    if scheduler == "stream-K":
+        scheduler = "auto"
+        only(each_candidate("stream_k", torch.bfloat16)[0])
+    a, b = matrix(1024, 512, torch.bfloat16), matrix(512, 768, torch.bfloat16)
+    out = poisoned(1024, 768, torch.bfloat16)
+    persistent_matmul(a, b, out, scheduler=scheduler)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        persistent_matmul(a, b, out, scheduler=scheduler)
+    for _ in range(3):
+        a.normal_()
+        out.fill_(math.nan)
+        graph.replay()
+        assert error_ratio(out, a, b) < 1
+
+
+@pytest.mark.gpu
+def test_back_to_back_calls_on_two_streams(only):
+    only(GLUON_CANDIDATES[0])
+    a, b = matrix(2048, 512, torch.float16), matrix(512, 2048, torch.float16)
+    outs = [poisoned(2048, 2048, torch.float16) for _ in range(8)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number, out in enumerate(outs):
+        with torch.cuda.stream(streams[number % 2]):
+            persistent_matmul(a, b, out, scheduler="dynamic")
+    torch.cuda.synchronize()
+    assert max(error_ratio(out, a, b) for out in outs) < 1
+
+
+def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
+    """Arguments of a launch are in the tuner while it is under way, and its config until it is remembered."""
+    both, were_both, steps = threading.Barrier(2), [], []
+
+    class Tuner:
+        configs = ()
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return self.launch
+
+        def launch(self, *args: Any, **constants: Any) -> None:
+            steps.append("launch")
+            try:
+                both.wait(0.5)
+                were_both.append(True)
+            except threading.BrokenBarrierError:
+                were_both.append(False)
+
+    monkeypatch.setattr(launch, "tuned_gemm", Tuner())
+    monkeypatch.setattr(launch._SETTLED, "find", lambda shape: None)
+    monkeypatch.setattr(launch._SETTLED, "remember", lambda *args: steps.append("remember"))
+    matrices = [as_matrix(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
+    numbers = dict.fromkeys(("m", "n", "k", "programs", "a_alignment", "b_alignment"), 64)
+    shape = Shape(
+        **numbers,
+        trans_a=False,
+        trans_b=True,
+        dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+        schedule="contiguous",
+        wanted="auto",
+        splits=1,
+        split_rows=0,
+        device=torch.device("cpu"),
+        tensor_memory=False,
+    )
+    threads = [threading.Thread(target=launch.launch, args=(*matrices, shape)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert were_both == [False, False]
+    assert steps == ["launch", "remember"] * 2
+
+
+# ---- on a GPU, through scratch memory
+
+
+@pytest.fixture
+def poisoned_rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    return poison_rooms(monkeypatch)
+
+
+def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
+    """Return a GPU test that does nothing on other GPUs, as nothing is copied there."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        if torch.cuda.get_device_capability()[0] == 9:
+            test(**fixtures)
+
+    return pytest.mark.gpu(run)
+
+
+COPIED = [Copies(a, b) for a, b in itertools.product((False, True), repeat=2)]
+PAIRS = [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+@on_hopper
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("variant", ["pipelined", "warp_specialized"])
+@pytest.mark.parametrize("which", COPIED, ids=str)
+def test_copied_operands_give_the_product_on_a_gpu(
+    which, variant, layouts, only, poisoned_rooms, monkeypatch
+):
+    for dtype, out_dtype in PAIRS:
+        only(each_candidate(variant, out_dtype)[0])
+        choose_copies(monkeypatch, plan_of(lambda shape: which))
+        for _ in range(2):  # the second by the short way, to other scratch memory
+            poisoned_rooms.clear()
+            check(1000, 1304, 520, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant)
+            assert len(poisoned_rooms) == which.a + which.b
+            assert all(room[:, -1].isnan().all() for room in poisoned_rooms)  # their padding
+
+
+ODD_SHAPES = [(1, 1, 1), (33, 45, 29), (999, 333, 501), (2001, 1003, 7), (257, 4099, 1030), (1030, 518, 66)]
+
+
+@on_hopper
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize(
+    ("variant", "splits"),
+    [("pipelined", 1), ("warp_specialized", 1), ("warp_specialized", 3), ("stream_k", 1)],
+)
+def test_what_tma_cannot_address_goes_through_scratch_memory_on_a_gpu(
+    variant, layouts, splits, only, poisoned_rooms
+):
+    for (dtype, out_dtype), shape in itertools.product(PAIRS, ODD_SHAPES):
+        only(each_candidate(variant, torch.float32 if splits > 1 else out_dtype)[0])
+        for _ in range(2):
+            check(*shape, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant, splits=splits)
+    assert poisoned_rooms
+
+
+@on_hopper
+def test_strides_of_all_kinds_go_through_scratch_memory_on_a_gpu(only, poisoned_rooms):
+    only(each_candidate("warp_specialized", torch.float16)[0])
+    a, b = matrix(700, 666, torch.float16)[::2, ::3], matrix(444, 900, torch.float16)[::2, 1::2]
+    for out in (poisoned(350, 450, torch.float16), poisoned(700, 1350, torch.float16)[::2, ::3]):
+        persistent_matmul(a, b, out)
+        assert error_ratio(out, a, b) < 1
+    row = matrix(1, 222, torch.float16).expand(350, 222)
+    assert error_ratio(persistent_matmul(row, b), row, b) < 1
+    surroundings = poisoned(401, 503, torch.float16)
+    out = surroundings[1:351, 2:452]
+    persistent_matmul(a, b, out)
+    assert error_ratio(out, a, b) < 1
+    out.fill_(math.nan)
+    assert surroundings.isnan().all()  # nothing beside the result was written
+    assert len(poisoned_rooms) == 2 * 3 + 3 + 3
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("shape", "number"),
+    [
+        pytest.param((520, 8200, 8200), 1, id="the small operand"),
+        pytest.param((4096, 4096, 4096), 0, id="whole lines of cache"),
+        pytest.param((4001, 2003, 999), 3, id="odd sizes"),
+    ],
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_by_itself_a_call_copies_what_should_be_on_a_gpu(
+    shape, number, dtype, only, poisoned_rooms, monkeypatch
+):
+    only(each_candidate("warp_specialized", torch.float32)[0])
+    choose_copies(monkeypatch, copies.plan)
+    for out_dtype in (dtype, torch.float32):
+        poisoned_rooms.clear()
+        check(*shape, dtype, layouts=("row", "column"), out_dtype=out_dtype)
+        assert len(poisoned_rooms) == number
+
+
+@on_hopper
+def test_a_small_product_of_odd_sizes_is_left_to_the_plain_body_on_a_gpu(poisoned_rooms):
+    check(1021, 1021, 1021, torch.bfloat16)
+    assert poisoned_rooms == []
+
+
+@on_hopper
+@pytest.mark.parametrize("shape", [(1000, 1304, 520), (999, 333, 501)], ids=str)
+def test_a_captured_call_copies_its_inputs_in_each_replay(shape, only, monkeypatch):
+    m, n, k = shape
+    only(each_candidate("warp_specialized", torch.bfloat16)[0])
+    choose_copies(monkeypatch, plan_of(lambda shape: Copies(a=True, b=True)))
+    a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
+    outs = [poisoned(m, n, torch.bfloat16) for _ in range(3)]
+    persistent_matmul(a, b, outs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:  # in the graph's memory one room may follow the other
+            persistent_matmul(a, b, out)
+    for _ in range(3):
+        a.normal_()
+        b.normal_()
+        for out in outs:
+            out.fill_(math.nan)
+        others = [poisoned(m, k, torch.bfloat16) for _ in range(8)]
+        graph.replay()
+        assert max(error_ratio(out, a, b) for out in outs) < 1
+        assert all(other.isnan().all() for other in others)  # the scratch memory is the graph's own
+        del others
+
+
+@on_hopper
+def test_scratch_memory_of_two_streams_is_not_shared(only, monkeypatch):
+    only(each_candidate("warp_specialized", torch.float16)[0])
+    choose_copies(monkeypatch, plan_of(lambda shape: Copies(a=True, b=True)))
+    inputs = [(matrix(999, 501, torch.float16), matrix(501, 1333, torch.float16)) for _ in range(2)]
+    outs = [poisoned(999, 1333, torch.float16) for _ in range(20)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number, out in enumerate(outs):
+        with torch.cuda.stream(streams[number % 2]):
+            persistent_matmul(*inputs[number % 2], out)
+    torch.cuda.synchronize()
+    assert max(error_ratio(out, *inputs[number % 2]) for number, out in enumerate(outs)) < 1

@@ -1,0 +1,372 @@
+"""Copies in padded scratch memory: right for all strides, chosen where they pay, and used as TMA would."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gluon_route import multiply
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from padded_rooms import poison_rooms
+
+from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
+from dist_autotune.kernels.persistent_gemm import copies, padded, pruning, route
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
+from dist_autotune.kernels.persistent_gemm.launch import Shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+TYPES = [torch.float16, torch.bfloat16, torch.float32]
+# The strides of a matrix, made of fresh memory: (rows, columns, type) -> tensor.
+LAYOUTS = {
+    "rows": lambda m, n, dtype: numbers(m, n, dtype),
+    "columns": lambda m, n, dtype: numbers(n, m, dtype).T,
+    "a part of rows": lambda m, n, dtype: numbers(m, n + 11, dtype)[:, 3 : 3 + n],
+    "a part of columns": lambda m, n, dtype: numbers(n, m + 8, dtype)[:, 8:].T,
+    "nothing contiguous": lambda m, n, dtype: numbers(2 * m, 3 * n, dtype)[::2, ::3],
+    "one row, expanded": lambda m, n, dtype: numbers(1, n, dtype).expand(m, n),
+}
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    return poison_rooms(monkeypatch)
+
+
+def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-2, 3, (rows, columns)).to(dtype)  # sums of 40 products are exact in all types
+
+
+# ---- the copy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (3, 700), (600, 2), (70, 64), (37, 77), (1, 65), (65, 1)], ids=str)
+def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype, layout, poisoned_rooms):
+    source = LAYOUTS[layout](*size, dtype)
+    for transposed in (False, True):
+        matrix, room = padded.padded_copy(source, transposed=transposed)
+        assert torch.equal(room.mT if transposed else room, source)
+        whole = poisoned_rooms[-1]
+        assert whole.stride(0) * whole.element_size() % LINE_BYTES == 0
+        assert whole.stride(0) * whole.element_size() - room.shape[1] * room.element_size() < LINE_BYTES
+        assert whole[:, room.shape[1] :].isnan().all()
+        assert matrix == (room.data_ptr(), *room.shape, whole.stride(0), dtype, transposed)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (33, 77), (9, 264)], ids=str)
+def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
+    rows, columns = size
+    source = padded.padded_copy(numbers(rows, columns, dtype), transposed=False)[1]
+    surroundings = torch.full((2 * rows + 1, 3 * columns + 2), math.nan, dtype=dtype)
+    for target in (surroundings[1::2, 2::3], surroundings[:rows, 1 : 1 + columns]):
+        surroundings.fill_(math.nan)
+        padded.copy(source, target)
+        assert torch.equal(target, source)
+        target.fill_(math.nan)
+        assert surroundings.isnan().all()
+
+
+def test_scratch_memory_is_as_large_as_is_said(monkeypatch):
+    monkeypatch.undo()
+    for (rows, columns), dtype in itertools.product(((5, 64), (3, 65), (1, 1)), TYPES):
+        room = padded.room_for(rows, columns, dtype, torch.device("cpu"))
+        pitch_bytes = -(-columns * dtype.itemsize // 128) * 128
+        assert (room.shape, room.stride(1)) == ((rows, columns), 1)
+        assert room.stride(0) * dtype.itemsize == pitch_bytes
+        assert room.untyped_storage().nbytes() <= rows * pitch_bytes
+
+
+@pytest.fixture
+def one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave only candidates that every version of Triton has: two CTAs load fewer of the slow rows."""
+    known = [config for config in GLUON_CANDIDATES if config.num_ctas == 1 and not config.kwargs["JOINED"]]
+    monkeypatch.setattr(copies, "GLUON_CANDIDATES", known)
+    copies.plan.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_choice_is_kept() -> Iterator[None]:
+    yield
+    copies.plan.cache_clear()
+
+
+# ---- the choice
+
+
+def a_shape(m: int, n: int, k: int, **changed: Any) -> Shape:
+    """Return a product of one row behind the other: A by rows, a weight, all SMs of an H200."""
+    alignment = math.gcd(2 * k, LINE_BYTES)
+    values: dict[str, Any] = {"m": m, "n": n, "k": k, "trans_a": False, "trans_b": True, "programs": 132}
+    values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "schedule": "grouped", "wanted": "auto"}
+    values |= {"splits": 1, "split_rows": 0, "device": torch.device("cuda"), "tensor_memory": False}
+    values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
+    return Shape(**values | changed)
+
+
+SIZES = st.integers(1, 1500).map(lambda eighths: 8 * eighths)
+ALIGNMENTS = st.sampled_from([16, 32, 64, 128])
+
+
+@settings(max_examples=50)
+@given(m=SIZES, n=SIZES, k=SIZES, trans_a=st.booleans(), trans_b=st.booleans())
+def test_nothing_is_copied_where_all_rows_begin_with_lines_of_cache(m, n, k, trans_a, trans_b):
+    shape = a_shape(m, n, k, trans_a=trans_a, trans_b=trans_b, a_alignment=128, b_alignment=128)
+    assert what_to_copy(shape, out=False) == NOTHING
+
+
+@settings(max_examples=50)
+@given(m=SIZES, n=SIZES, k=SIZES, a_alignment=ALIGNMENTS, b_alignment=ALIGNMENTS)
+def test_the_dearer_copies_are_the_less_is_copied(m, n, k, a_alignment, b_alignment):
+    shape = a_shape(m, n, k, a_alignment=a_alignment, b_alignment=b_alignment)
+    spent = []
+    with pytest.MonkeyPatch.context() as patched:
+        for price in (0.0, 0.3, 1.0, 3.0, 30.0):
+            patched.setattr(copies, "copy_clocks", lambda *args, price=price: price * copy_clocks(*args))
+            chosen = what_to_copy(shape, out=False)
+            spent.append(copy_clocks(shape, chosen))
+    assert spent == sorted(spent, reverse=True)
+
+
+@settings(max_examples=50)
+@given(
+    m=st.integers(1, 6000),
+    n=st.integers(1, 6000),
+    k=st.integers(1, 6000),
+    a_alignment=st.sampled_from([0, 16, 128]),
+    b_alignment=st.sampled_from([0, 16, 128]),
+    out=st.booleans(),
+)
+def test_what_tma_cannot_address_is_copied_or_all_is_left_to_the_plain_body(
+    m, n, k, a_alignment, b_alignment, out
+):
+    chosen = what_to_copy(a_shape(m, n, k, a_alignment=a_alignment, b_alignment=b_alignment), out=out)
+    if chosen is not None:
+        assert (a_alignment, chosen.a) != (0, False)
+        assert (b_alignment, chosen.b) != (0, False)
+        assert chosen.out == out
+        assert (a_alignment, chosen.a) != (128, True)
+        assert (b_alignment, chosen.b) != (128, True)
+    else:
+        assert out or 0 in (a_alignment, b_alignment)
+
+
+ONE_OPERAND = ({"a"}, {"b"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        pytest.param((4100, 4104, 4104), ONE_OPERAND, id="either: both are of one size"),
+        pytest.param((12345, 1032, 2056), ({"b"},), id="the small one"),
+        pytest.param((1032, 12345, 2056), ({"a"},), id="the small one, the other way round"),
+        pytest.param((8200, 8200, 520), (*ONE_OPERAND, {"a", "b"}), id="short rows"),
+        pytest.param((2040, 4104, 1368), ONE_OPERAND, id="half as many rows"),
+        pytest.param((4096, 4096, 4096), (set(),), id="whole lines"),
+        pytest.param((5000, 5000, 400), (set(),), id="rows begin between lines, stores take the time"),
+        pytest.param((16, 8200, 8200), (set(),), id="each element is used once a row of tiles"),
+        pytest.param((520, 264, 200), (set(),), id="so small that a kernel more costs as much"),
+        pytest.param((1_000_000, 64, 8), (set(),), id="rows shorter than a line"),
+    ],
+)
+def test_what_is_copied(sizes, expected, one_cta):
+    chosen = what_to_copy(a_shape(*sizes), out=False)
+    assert {name for name in ("a", "b", "out") if getattr(chosen, name)} in expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(4100, 4104, 4104), (12345, 1032, 2056), (1032, 12345, 2056), (8200, 8200, 520), (2040, 4104, 1368)],
+)
+def test_where_two_ctas_load_columns_for_both_no_more_is_copied(sizes, request):
+    shape = a_shape(*sizes)
+    of_all = copy_clocks(shape, what_to_copy(shape, out=False))
+    request.getfixturevalue("one_cta")
+    assert of_all <= copy_clocks(shape, what_to_copy(shape, out=False))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        pytest.param(
+            (4001, 2003, 999), Copies(a=True, b=True, out=True), id="large: tensor cores are worth it"
+        ),
+        pytest.param((1021, 1021, 1021), None, id="small: three copies would take all that they save"),
+        pytest.param((33, 45, 29), None, id="tiny"),
+        pytest.param((1, 5001, 5001), None, id="one row: memory takes the time"),
+    ],
+)
+def test_what_becomes_of_odd_sizes(sizes, expected):
+    assert what_to_copy(a_shape(*sizes), out=True) == expected
+
+
+def test_a_gpu_that_no_config_fits_copies_nothing(monkeypatch):
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 1000)
+    assert what_to_copy(a_shape(4100, 4104, 4104), out=False) == NOTHING
+    assert what_to_copy(a_shape(4001, 2003, 999), out=True) is None
+
+
+def test_copied_operands_have_a_shape_of_their_own_for_the_tuner():
+    shape = a_shape(4100, 4104, 4104)
+    assert (shape.a_alignment, shape.b_alignment) == (16, 16)
+    of_b = copied(shape, Copies(b=True))
+    assert (of_b.a_alignment, of_b.b_alignment) == (16, 128)
+    assert of_b != shape
+    assert of_b == a_shape(4100, 4104, 4104, b_alignment=128)
+
+
+# ---- the way to the launch, which here is done as TMA would
+
+
+def memory_of(matrix: Matrix) -> torch.Tensor:
+    """Return what TMA addresses, rows and columns as the tensor has them."""
+    elements = (matrix.rows - 1) * matrix.pitch + matrix.columns
+    memory = (ctypes.c_char * (elements * matrix.dtype.itemsize)).from_address(matrix.address)
+    rows = torch.frombuffer(memory, dtype=matrix.dtype).as_strided(
+        (matrix.rows, matrix.columns), (matrix.pitch, 1)
+    )
+    return rows.T if matrix.transposed else rows
+
+
+def launch_as_tma(patched: pytest.MonkeyPatch) -> list[Shape]:
+    """Have launches read and write memory as TMA does; return the list of their shapes."""
+    shapes: list[Shape] = []
+
+    def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
+        shapes.append(shape)
+        assert all(matrix.is_addressable() for matrix in (a, b, c))
+        assert (a.transposed, b.transposed, c.transposed) == (shape.trans_a, shape.trans_b, False)
+        left, right, result = map(memory_of, (a, b, c))
+        assert (left.shape, right.shape) == ((shape.m, shape.k), (shape.k, shape.n))
+        result[: shape.m] = left.double() @ right.double()
+        result[shape.m :] = 0  # the rows of further parts of K
+
+    patched.setattr(route, "launch", launch)
+    return shapes
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(*[st.integers(1, 40)] * 3),
+    layouts=st.tuples(*[st.sampled_from([*LAYOUTS])] * 2),
+    out_layout=st.sampled_from([name for name in LAYOUTS if "expanded" not in name]),
+    dtype=st.sampled_from(TYPES[:2]),
+    out_dtype=st.sampled_from(TYPES),
+    further=st.tuples(st.booleans(), st.booleans()),
+    splits=st.sampled_from([1, 3]),
+)
+def test_products_of_copies_are_right_for_all_strides(
+    sizes, layouts, out_layout, dtype, out_dtype, further, splits
+):
+    m, n, k = sizes
+    a, b = LAYOUTS[layouts[0]](m, k, dtype), LAYOUTS[layouts[1]](k, n, dtype)
+    target = LAYOUTS[out_layout](m, n, out_dtype).fill_(math.nan)
+
+    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+        """Copy what must be, and some of the rest."""
+        chosen = Copies(further[0] or shape.a_alignment == 0, further[1] or shape.b_alignment == 0, out)
+        return chosen, copied(shape, chosen)
+
+    with pytest.MonkeyPatch.context() as patched:
+        shapes = launch_as_tma(patched)
+        patched.setattr(route, "plan", plan)
+        assert multiply(a, b, target, splits=splits)
+    assert torch.equal(target.double(), a.double() @ b.double())
+    assert len(shapes) == 1
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matrix, Matrix, Matrix, Shape]]:
+    """Have launches do nothing; return the list of what they were given."""
+    launches: list[tuple[Matrix, Matrix, Matrix, Shape]] = []
+    monkeypatch.setattr(route, "launch", lambda *given: launches.append(given))
+    monkeypatch.setattr(padded, "copy", lambda source, target: None)
+    monkeypatch.setattr(route, "copy", lambda source, target: None)
+    return launches
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return A by rows, a weight and room for the product, which hold nothing."""
+    a, weight, out = (torch.empty(size, dtype=torch.bfloat16) for size in ((m, k), (n, k), (m, n)))
+    return a, weight.T, out
+
+
+def test_the_small_operand_goes_through_scratch_memory_and_the_large_one_does_not(
+    noted, poisoned_rooms, one_cta
+):
+    a, b, out = operands(12345, 1032, 2056)
+    for _ in range(2):
+        assert multiply(a, b, out)
+    assert [room.shape for room in poisoned_rooms] == [(1032, 2112)] * 2
+    for (left, right, c, shape), room in zip(noted, poisoned_rooms, strict=True):
+        assert (left, right.address, c) == (as_matrix(a), room.data_ptr(), as_matrix(out))
+        assert (right.rows, right.columns, right.pitch, right.transposed) == (1032, 2056, 2112, True)
+        assert (shape.a_alignment, shape.b_alignment) == (16, 128)
+    assert noted[0][3] == noted[1][3]
+
+
+def test_the_choice_is_made_once_for_a_shape(noted, monkeypatch):
+    tensors = operands(12345, 1032, 2056)
+    copies.plan.cache_clear()
+    asked = []
+    monkeypatch.setattr(
+        copies, "what_to_copy", lambda shape, *, out: asked.append(shape) or what_to_copy(shape, out=out)
+    )
+    for _ in range(3):
+        multiply(*tensors)
+    assert len(asked) == 1
+
+
+def test_no_choice_is_made_where_all_rows_begin_with_lines_of_cache(noted, monkeypatch):
+    monkeypatch.setattr(
+        Matrix, "alignment", lambda matrix: 128
+    )  # as on a GPU; memory of a CPU begins anywhere
+    monkeypatch.setattr(route, "plan", lambda *args, **kwargs: pytest.fail("asked"))
+    assert multiply(*operands(4096, 1024, 2048))
+    assert len(noted) == 1
+
+
+def test_sizes_that_tma_cannot_take_go_through_scratch_memory_or_to_the_plain_body(noted, poisoned_rooms):
+    assert multiply(*operands(4001, 2003, 999))
+    assert [room.shape for room in poisoned_rooms] == [(4001, 1024), (2003, 1024), (4001, 2048)]
+    assert not multiply(*operands(1021, 1021, 1021))
+    assert len(noted) == 1
+
+
+def test_on_blackwell_nothing_is_copied(noted, poisoned_rooms):
+    assert multiply(*operands(12345, 1032, 2056), tensor_memory=True)
+    assert not multiply(*operands(4001, 2003, 999), tensor_memory=True)
+    assert (len(noted), poisoned_rooms) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("make", "alignment"),
+    [
+        (lambda base: base[:4096].view(4, 1024), 128),
+        (lambda base: base[:4096].view(4, 1024)[:, 8:], 16),
+        (lambda base: base[:4096].view(4, 1024)[:, 16:], 32),
+        (lambda base: base[32:4128].view(4, 1024), 64),
+        (lambda base: base[:4160].view(4, 1040), 32),
+        (lambda base: base[:1032].view(1, 1032), 128),
+        (lambda base: base[:4128].view(4, 1032).T, 16),
+    ],
+    ids=["whole lines", "a slice", "a slice of 32", "address", "pitch", "one row", "columns"],
+)
+def test_of_how_many_bytes_rows_begin_at_multiples(make, alignment):
+    room = torch.zeros(5000, dtype=torch.float16)
+    tensor = make(room[-room.data_ptr() % 128 // 2 :])
+    assert as_matrix(tensor).alignment() == alignment

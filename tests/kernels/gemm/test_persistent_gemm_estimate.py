@@ -1,0 +1,182 @@
+"""What the estimate says of configs, and that what it leaves out of the trials has never won."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_autotune.kernels.matrices import LINE_BYTES
+from dist_autotune.kernels.persistent_gemm import candidates, pruning
+from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.estimate import (
+    BETWEEN_LINES,
+    BETWEEN_SECTORS,
+    L2_BYTES_PER_CLOCK,
+    SEEN_OVER_NOMINAL,
+    estimated_clocks,
+    load_clocks,
+    memory_clocks,
+    multiply_clocks,
+)
+from dist_autotune.kernels.persistent_gemm.pruning import MOST_TRIALS, prune
+
+RECORDS = Path(__file__).parents[3] / "docs" / "benchmarks"
+ALIGNMENTS = ("a_alignment", "b_alignment")
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
+
+
+def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
+    """Return what the kernel is called with: A by rows, a weight, all SMs; one row behind the other."""
+    args = {"M": m, "N": n, "K": k, "splits": 1, "programs": 132, "wanted": candidates.NAMES.index("auto")}
+    args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
+    args |= dict.fromkeys(ALIGNMENTS, math.gcd(2 * k, LINE_BYTES))
+    return args | changed
+
+
+def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
+    """Return the kwargs of a config."""
+    kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
+    kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "SPREAD": False, "JOINED": False, "TEAMS": 1, "CTAS": 1}
+    kwargs |= {"SWAP_AB": False}
+    return kwargs | changed
+
+
+def is_among(winner: str, configs: list[Any]) -> bool:
+    """Return whether a config of a record is one of these, which may have more arguments."""
+    return any(set(winner.split(", ")) <= set(str(config).split(", ")) for config in configs)
+
+
+def recorded_winners() -> list[Any]:
+    """Return (arguments, config) of every choice of `auto` in the records; not of those of a newer Triton."""
+    found = {}
+    for path in sorted(RECORDS.glob("persistent_gemm_*1xH200_*.json")):
+        for case in json.loads(path.read_text())["cases"]:
+            for context in case["tuned"]["contexts"]:
+                if context["kernel"] == "gemm" and context["status"] != "partial":
+                    m, n, k, splits, wanted = map(int, context["key"][:5])
+                    if (splits, wanted) == (1, 0) and is_among(context["config"], GLUON_CANDIDATES):
+                        alignments = context["key"][6:8]  # not in records before operands were copied
+                        known = all(text.isdigit() for text in alignments)
+                        changed = dict(zip(ALIGNMENTS, map(int, alignments), strict=True)) if known else {}
+                        found[path.stem, case["case"], context["config"]] = call(m, n, k, **changed)
+    return [pytest.param(args, config, id=f"{stem} {case}") for (stem, case, config), args in found.items()]
+
+
+@pytest.mark.parametrize(("args", "winner"), recorded_winners())
+def test_no_config_that_has_won_is_left_out(args, winner):
+    assert is_among(winner, prune(GLUON_CANDIDATES, args))
+
+
+def test_a_swapped_config_takes_as_long_as_the_same_one_does_for_the_transposed_product():
+    kwargs = tile(384, 128, 48, JOINED=True, TEAMS=3, CTAS=2)
+    args = call(2040, 4104, 1368, a_alignment=128, b_alignment=16)
+    transposed = call(4104, 2040, 1368, a_alignment=16, b_alignment=128)
+    swapped = estimated_clocks(kwargs | {"SWAP_AB": True}, args)
+    assert swapped == estimated_clocks(kwargs, transposed) < estimated_clocks(kwargs, args)
+
+
+@pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (4100, 4104, 4104), (304, 5120, 5120), (64, 64, 64)])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_comes_first(sizes, out):
+    args = call(*sizes, OUT=out)
+    tried = prune(GLUON_CANDIDATES, args)
+    clocks = [estimated_clocks(config.kwargs, args) for config in tried]
+    assert 0 < len(tried) <= MOST_TRIALS
+    assert clocks == sorted(clocks)
+
+
+def test_where_there_is_tensor_memory_nothing_is_estimated():
+    tried = prune(GLUON_CANDIDATES, call(8192, 8192, 8192, TENSOR_MEMORY=True))
+    assert tried == [config for config in GLUON_CANDIDATES if config in tried]
+
+
+def loaded(rows: float) -> Any:
+    """Return what it takes to load so many rows of 64 elements."""
+    return pytest.approx(rows * 128 / L2_BYTES_PER_CLOCK)
+
+
+def test_a_k_block_takes_what_tensor_cores_or_shared_memory_take():
+    assert multiply_clocks(tile(128, 256)) == pytest.approx(SEEN_OVER_NOMINAL * 1024)
+    assert 8 * 320 * 32 / 128 + 384 == 1024  # shared memory takes no longer
+    assert multiply_clocks(tile(128, 128, 64)) == 8 * (192 + 128) * 32 / 128 + 320
+    assert SEEN_OVER_NOMINAL * 768 < 960  # tensor cores do not
+    assert multiply_clocks(tile(256, 128, 64)) == pytest.approx(SEEN_OVER_NOMINAL * 1536)
+    assert multiply_clocks(tile(64, 256, BLOCK_K=128)) == 2 * multiply_clocks(tile(64, 256))
+
+
+def test_rows_that_begin_between_lines_or_sectors_take_longer():
+    args = call(4096, 4096, 4096)
+    assert load_clocks(tile(128, 256), args) == loaded(384)
+    for alignment, slowed in ((64, BETWEEN_LINES), (32, BETWEEN_LINES), (16, BETWEEN_SECTORS)):
+        a, b = ({name: alignment} for name in ALIGNMENTS)
+        assert load_clocks(tile(128, 256), args | a) == loaded(128 * slowed + 256)
+        assert load_clocks(tile(128, 256), args | a | b) == loaded(384 * slowed)
+
+
+def test_rows_beyond_the_edge_are_not_loaded():
+    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == loaded(16 + 128)
+
+
+def test_one_instruction_for_all_columns_reads_the_rows_once():
+    assert multiply_clocks(tile(128, 128, 48, JOINED=True)) == pytest.approx(SEEN_OVER_NOMINAL * 8 * 176 / 2)
+    assert multiply_clocks(tile(64, 128, 48, JOINED=True)) == 4 * (64 + 176) * 32 / 128 + 240
+    assert multiply_clocks(tile(128, 128, 64, JOINED=True)) < multiply_clocks(tile(128, 128, 64))
+
+
+def test_as_many_columns_are_loaded_as_a_tile_has():
+    args = call(4096, 4096, 4096)
+    for extra_n in (8, 32, 48):
+        assert load_clocks(tile(128, 128, extra_n, JOINED=True), args) == loaded(128 + 128 + extra_n)
+
+
+def test_each_of_two_ctas_multiplies_half_the_rows_and_its_sm_gets_half_the_columns_from_l2():
+    args = call(4096, 4096, 4096)
+    pair, one = tile(256, 256, CTAS=2), tile(128, 256)
+    assert multiply_clocks(pair) == multiply_clocks(one)
+    assert load_clocks(pair, args) == loaded(128 + 128)
+    between = args | dict.fromkeys(ALIGNMENTS, 16)
+    assert load_clocks(pair, between) == loaded(BETWEEN_SECTORS * (128 + 128))
+
+
+def test_memory_is_as_fast_as_there_are_bytes_in_flight():
+    args = call(16, 8192, 8192)
+    slow, fast = memory_clocks(tile(64, 64), args, 30), memory_clocks(tile(64, 64), args, 60)
+    assert slow == pytest.approx(2 * fast)
+    assert memory_clocks(tile(64, 64, NUM_BUFFERS=99), args, 132) < fast
+
+
+@pytest.mark.parametrize(
+    ("sizes", "better", "worse"),
+    [
+        pytest.param((8192, 8192, 8192), tile(128, 256), tile(64, 64), id="large tiles load less"),
+        pytest.param((720, 3072, 3072), tile(128, 128, 32), tile(128, 128), id="one wave, not two"),
+        pytest.param((4100, 4104, 4104), tile(256, 128, 64), tile(128, 256), id="rows between lines"),
+        pytest.param(
+            (128, 4096, 14336), tile(128, 128, STREAM_K=8), tile(128, 128), id="few tiles, cut along K"
+        ),
+        pytest.param(
+            (8192, 8192, 512), tile(128, 128, VARIANT="pingpong"), tile(128, 128), id="stores are hidden"
+        ),
+        pytest.param(
+            (8192, 8192, 512), tile(128, 128), tile(128, 128, VARIANT="persistent"), id="loads are hidden"
+        ),
+        pytest.param(
+            (8200, 8200, 8200), tile(256, 256, CTAS=2), tile(128, 256), id="rows between lines, two CTAs"
+        ),
+        pytest.param((256, 256, 512), tile(128, 256), tile(256, 256, CTAS=2), id="a second CTA costs time"),
+        pytest.param(
+            (2112, 2112, 2112), tile(128, 128, 48, JOINED=True), tile(128, 128), id="two waves, not three"
+        ),
+    ],
+)
+def test_which_of_two_configs_is_put_first(sizes, better, worse):
+    args = call(*sizes)
+    assert estimated_clocks(better, args) < estimated_clocks(worse, args)

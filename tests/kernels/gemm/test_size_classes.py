@@ -1,0 +1,70 @@
+"""That `persistent_matmul` is tuned for classes of rows, and right for all rows of a class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from operation_runs import INTERPRETER
+from test_persistent_gemm import error_ratio, matrix
+
+from dist_autotune.kernels.persistent_gemm import persistent_matmul, route
+from dist_autotune.kernels.persistent_gemm.candidates import PLAIN_CANDIDATES
+from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
+from dist_autotune.kernels.persistent_gemm.size_classes import class_of_rows
+
+pytestmark = INTERPRETER
+
+
+def test_classes_of_rows_end_at_the_bounds_that_are_documented():
+    some = {1: 16, 16: 16, 17: 32, 128: 128, 129: 160, 160: 160, 161: 192}
+    assert {rows: class_of_rows(rows) for rows in some} == some
+    assert sorted({class_of_rows(rows) for rows in range(129, 1025)}) == [
+        *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+    ]
+    for rows in range(1, 5000):
+        largest = class_of_rows(rows)
+        assert rows <= largest == class_of_rows(largest)
+        assert largest - rows < max(16, rows / 4)
+
+
+def test_rows_of_one_class_are_benchmarked_once_and_every_product_is_right(monkeypatch):
+    def do_bench(kernel_call, quantiles):
+        kernel_call()
+        return [1.0] * len(quantiles)
+
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    monkeypatch.setattr(plain_gemm, "cache", {})
+    monkeypatch.setattr(plain_gemm, "_do_bench", do_bench)
+    monkeypatch.setitem(vars(plain_gemm), "do_bench", do_bench)
+    b = matrix(40, 24, torch.float16)
+    picked = []  # Triton 3.9 benchmarks nothing where pruning leaves one config
+    for rows in (17, 18, 25, 31, 32, 33, 48, 19):
+        a = matrix(rows, 40, torch.float16)
+        before = len(plain_gemm.cache)
+        assert error_ratio(persistent_matmul(a, b), a, b) < 1
+        picked.append(len(plain_gemm.cache) > before)
+    assert picked == [True, False, False, False, False, True, False, False]
+    assert {key[0] for key in plain_gemm.cache} == {32, 48}
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_rows_of_the_callers_product_are_what_is_put_into_classes(exchanged):
+    b = torch.zeros(128, 2056, dtype=torch.float16)
+    keys = set()
+    for rows in (1000, 1008, 1024):
+        a = torch.zeros(rows, 128, dtype=torch.float16)
+        out = torch.zeros(2056, rows, dtype=torch.float16).mT if exchanged else a.new_empty(rows, 2056)
+        found = route.route_of(a, b, out, "auto", "auto", 132, tensor_memory=True)
+        sizes = found.shape.sizes()
+        assert (sizes["N" if exchanged else "M"], found.exchanged) == (rows, exchanged)
+        keys.add((sizes["m_class"], sizes["n_class"]))
+    assert keys == {(2056, 1024) if exchanged else (1024, 2056)}
+
+
+@pytest.mark.gpu
+def test_every_number_of_rows_of_a_class_is_right_with_the_config_of_the_first_on_a_gpu():
+    b = matrix(520, 1000, torch.float16)
+    for numbers in ((1030, *range(1025, 1281, 15)), (17, *range(17, 33))):  # the first one is tuned
+        for rows in numbers:
+            a = matrix(rows, 520, torch.float16)
+            assert error_ratio(persistent_matmul(a, b), a, b) < 1, rows

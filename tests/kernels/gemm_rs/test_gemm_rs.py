@@ -1,0 +1,260 @@
+"""That GemmReduceScatter computes the right sums, whatever its ranks do meanwhile.
+
+Under pytest the ranks are CPU processes in Triton's interpreter; tests marked `gpu` repeat on GPUs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from gemm_rs_runs import (
+    HALF,
+    begin,
+    call_and_compare,
+    error_ratio,
+    operands,
+    poison,
+    replays_among_eager_calls,
+)
+from gpu_cases import shapes_and_candidates
+from operation_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    assert_right,
+    delay_copies,
+    device,
+    left_as_before,
+    run_cases,
+    tuned_in_context,
+    values,
+)
+
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs.candidates import CANDIDATES
+from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+
+pytestmark = INTERPRETER
+
+
+def three_calls(rank, m, n, k, dtype, most):
+    begin(rank)
+    with GemmReduceScatter(most, n, dtype) as op:
+        poison(op)
+        return [call_and_compare(op, m, k) for _ in range(3)]
+
+
+SHAPES = {
+    "whole tiles": (64, 64, 32, 64),
+    "ragged chunks, N and K": (74, 40, 24, 74),
+    "one row for each rank, one column": (2, 1, 16, 2),
+    "M below m, m not divisible": (10, 70, 33, 65),
+    "rows that TMA cannot address": (38, 21, 7, 40),
+    "K of one": (6, 16, 1, 6),
+}
+
+
+@pytest.mark.parametrize(("m", "n", "k", "most"), SHAPES.values(), ids=SHAPES)
+def test_the_sum_is_right(m, n, k, most):
+    assert_right(values(three_calls, 2, m, n, k, HALF, most))
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_are_right_too(world):
+    assert_right(values(three_calls, world, 19 * world, 24, 16, HALF, 20 * world))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_other_types_are_right(dtype):
+    assert_right(values(three_calls, 2, 74, 40, 48, dtype, 80))
+
+
+def unequal_inner_parts(rank):
+    begin(rank)
+    with GemmReduceScatter(38, 24, HALF) as op:
+        return [call_and_compare(op, 38, 16 + 24 * rank) for _ in range(2)]
+
+
+def test_ranks_may_hold_unequal_parts_of_the_inner_dimension():
+    assert_right(values(unequal_inner_parts, 3 - 1))
+
+
+def one_candidate(rank, index_of_rank):
+    begin(rank, index_of_rank[rank])
+    with GemmReduceScatter(140, 72, HALF) as op:
+        poison(op)
+        return [call_and_compare(op, m, 40) for m in (140, 68)]
+
+
+@pytest.mark.parametrize("index", range(len(CANDIDATES)), ids=[str(c.kwargs) for c in CANDIDATES])
+def test_every_candidate_is_right(index):
+    assert_right(values(one_candidate, 2, [index] * 2))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_may_run_different_candidates_in_one_call(world):
+    assert_right(values(one_candidate, world, range(world)))
+
+
+def many_calls(rank, delays):
+    """Keep every result until the end; no rank waits for another between calls."""
+    begin(rank)
+    world, kept = dist.get_world_size(), []
+    with GemmReduceScatter(24 * world, 33, HALF) as op:
+        poison(op)
+        for call in range(6):
+            m, k = (24, 7, 24, 16)[call % 4] * world, (24, 16, 33)[call % 3]
+            a, weight = operands(m, 33, k, HALF)
+            if delays == "one" and rank == call % world:
+                time.sleep(0.1)
+            if delays == "random":
+                time.sleep(random.random() / 20)
+            kept.append((op(a, weight), a, weight))
+        op.check()
+    return [error_ratio(*one) for one in kept]
+
+
+@pytest.mark.parametrize(("delays", "world"), [("none", 2), ("one", 3), ("random", 4)])
+def test_calls_back_to_back_are_right_when_ranks_are_late(delays, world):
+    assert_right(values(many_calls, world, delays))
+
+
+def late_pushes(rank):
+    """Push late from rank 0: its peers' kernels are waiting for its sums by then."""
+    begin(rank)
+    with GemmReduceScatter(48, 16, torch.float32) as op:
+        poison(op)
+        if rank == 0:
+            delay_copies(op, lambda: time.sleep(0.2))
+        return [call_and_compare(op, 48, 16) for _ in range(2)]
+
+
+def test_the_kernel_waits_for_sums_that_come_late():
+    assert_right(values(late_pushes, 3))
+
+
+def two_operations(rank):
+    begin(rank)
+    errors = []
+    with GemmReduceScatter(32, 24, HALF) as first, GemmReduceScatter(80, 40, torch.bfloat16) as second:
+        for _ in range(3):
+            errors += [call_and_compare(first, 32, 16), call_and_compare(second, 66, 24)]
+            errors.append(call_and_compare(second, 4, 8))
+    return errors
+
+
+def test_two_operations_do_not_disturb_each_other():
+    assert_right(values(two_operations, 2))
+
+
+def strided_operands(rank):
+    begin(rank)
+    with GemmReduceScatter(32, 24, HALF) as op:
+        a, weight = operands(32, 24, 64, HALF)
+        a, weight = a[:, 3:35], weight[:, 5:37]  # rows that begin at odd addresses
+        out = torch.full((32 // dist.get_world_size(), 50), float("nan"), dtype=HALF, device=device())
+        op(a, weight, out[:, 1:25])
+        untouched = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
+        return error_ratio(out[:, 1:25], a, weight), bool(untouched)
+
+
+def test_operands_may_be_slices_and_nothing_beside_them_is_written():
+    for error, untouched in values(strided_operands, 2):
+        assert error < 1
+        assert untouched
+
+
+def in_a_subset(rank):
+    begin(rank)
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return 0.0
+    with GemmReduceScatter(18, 16, HALF, group) as op:
+        return call_and_compare(op, 18, 16, group=group)
+
+
+def test_the_group_may_be_a_subset():
+    assert max(values(in_a_subset, 3)) < 1
+
+
+def test_one_rank_needs_no_process_group():
+    with left_as_before(gemm_reduce_scatter):
+        begin(0)
+        with GemmReduceScatter(20, 24, HALF, backend="shm") as op:
+            poison(op)
+            assert call_and_compare(op, 20, 16) < 1
+
+
+def outside_any_tuner(rank):
+    begin(rank)
+    gemm_reduce_scatter.configs, runs = CANDIDATES, []
+    gemm_reduce_scatter.fn.add_pre_run_hook(lambda *args, **kwargs: runs.append(1))
+    with GemmReduceScatter(128, 48, HALF) as op:
+        poison(op)
+        errors = [call_and_compare(op, m, 32) for m in (128, 96, 128)]
+    return errors, len(runs)
+
+
+@pytest.mark.filterwarnings("ignore:GemmReduceScatter .* has not been tuned")  # it has not
+def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate():
+    for errors, runs in values(outside_any_tuner, 2):
+        assert max(errors) < 1
+        assert runs == 3
+
+
+def tuned(rank):
+    begin(rank)
+    gemm_reduce_scatter.configs = CANDIDATES
+    with GemmReduceScatter(128, 48, HALF) as op:
+        step, errors = tuned_in_context(lambda: call_and_compare(op, 128, 32))
+        step()
+        (context,) = step.report.contexts
+    return errors, str(context.config), step.report.runs
+
+
+def test_tuned_in_context_every_run_is_right_and_ranks_agree():
+    (errors, config, runs), *others = values(tuned, 2)
+    assert len(errors) == runs == len(CANDIDATES) + 1
+    assert max(errors) < 1
+    for other_errors, other_config, other_runs in others:
+        assert max(other_errors) < 1
+        assert (other_config, other_runs) == (config, runs)
+
+
+# ---- on GPUs
+
+
+def cases_on_gpus(rank, backend):
+    def shapes(m, n, k, dtype, most):
+        begin(rank)
+        with GemmReduceScatter(most, n, dtype, backend=backend, timeout_s=60.0) as op:
+            poison(op)
+            return [call_and_compare(op, m, k) for _ in range(3)]
+
+    def candidate(index):
+        begin(rank, index)
+        with GemmReduceScatter(1000, 520, HALF, backend=backend, timeout_s=60.0) as op:
+            poison(op)
+            return [call_and_compare(op, m, 256) for m in (1000, 334)]
+
+    cases = shapes_and_candidates(
+        rank,
+        {**SHAPES, "large": (1998, 1024, 1024, 2000)},
+        lambda shape, dtype: shapes(*shape[:3], dtype, shape[3]),
+        CANDIDATES,
+        candidate,
+    )
+    cases["outside any tuner"] = lambda: outside_any_tuner(rank)[0]
+    cases["late ranks"] = lambda: many_calls(rank, "random")
+    cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, backend)
+    cases["tuned in context"] = lambda: tuned(rank)[0]
+    return run_cases(cases)
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_sums_are_right_on_gpus(backend):
+    assert values(cases_on_gpus, 2, backend, timeout_s=240) == [[], []]

@@ -1,0 +1,236 @@
+"""What is AllGatherMoE's own: strided operands, wrong arguments, ranks that differ.
+
+What it promises as MoEReduceScatter does is in `test_moe.py` and `test_moe_failures.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from ag_moe_runs import GATHERING as runs
+from moe_runs import HALF, delay_pushes, random_choices, randoms
+from operation_runs import (
+    INTERPRETER,
+    assert_right,
+    device,
+    ends,
+    left_as_before,
+    message_of,
+    results,
+    values,
+)
+
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+from dist_autotune.kernels.signals import as_patience
+from ranks import assert_all_ok, assert_killed, meet
+
+pytestmark = INTERPRETER
+HOST_PATIENCE_S = 3.0  # where a host waits for one that does not come, and for others that do
+
+
+def pushes_that_no_tile_needs(rank):
+    """Push late from rank 1, whose chunk nobody needs in the first call, and everybody in the second."""
+    runs.begin(rank)
+    with AllGatherMoE(16, 16, HALF) as op:
+        runs.poison(op)
+        if rank == 1:
+            delay_pushes(op, op._chunks[0][1], 1.0)
+        return [runs.call_and_compare(op, tokens, 16, 3, 2) for tokens in ([9, 0], [9, 12])]
+
+
+def test_a_push_that_no_tile_needs_is_not_taken_for_that_of_the_next_call():
+    assert_right(values(pushes_that_no_tile_needs, 2))
+
+
+def two_operations(rank):
+    runs.begin(rank)
+    errors = []
+    with AllGatherMoE(12, 24, HALF) as first, AllGatherMoE(20, 16, torch.bfloat16) as second:
+        for _ in range(2):
+            errors += [
+                runs.call_and_compare(first, [12, 5], 16, 3, 2),
+                runs.call_and_compare(second, [3, 20], 24, 2, 4),
+            ]
+    return errors
+
+
+def test_two_operations_do_not_disturb_each_other():
+    assert_right(values(two_operations, 2))
+
+
+def strided_operands(rank):
+    runs.begin(rank)
+    with AllGatherMoE(8, 32, HALF) as op:
+        x, weight = randoms(8, 50)[:, 3:35], randoms(3, 24, 50)[:, 2:22, 5:37]  # rows at odd addresses
+        ids = random_choices(8, 3, 4)[:, 1:3]
+        out = torch.full((32, 50), float("nan"), dtype=HALF, device=device())
+        op(x, weight, ids, out[:, 1:21])
+        untouched = out[:, 0].isnan().all() and out[:, 21:].isnan().all()
+        return runs.error_ratio(out[:, 1:21], x, weight, ids), bool(untouched)
+
+
+def test_operands_may_be_slices_and_nothing_beside_them_is_written():
+    for error, untouched in values(strided_operands, 2):
+        assert error < 1
+        assert untouched
+
+
+# ---- wrong arguments
+
+
+@pytest.fixture
+def alone():
+    with left_as_before(runs.kernel):
+        runs.begin(0)
+        with AllGatherMoE(8, 6, HALF, backend="shm", max_topk=3) as op:
+            yield op
+
+
+def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+IDS = torch.zeros(4, 2, dtype=torch.int64)
+X, W = zeros(4, 6), zeros(3, 5, 6)
+WRONG = {
+    "dtype": (lambda op: op(X.float(), W, IDS), ValueError, "x_shard is torch.float32 on cpu"),
+    "K": (lambda op: op(zeros(4, 7), W, IDS), ValueError, r"x_shard has shape \[4, 7\]; .* K=6"),
+    "too many tokens": (
+        lambda op: op(zeros(9, 6), W, IDS.new_zeros(9, 2)), ValueError, "9 tokens; .* tokens_per_rank=8"
+    ),
+    "weight [N, K]": (lambda op: op(X, W[0], IDS), ValueError, r"weight has shape \[5, 6\]; \[E, N, K\] is"),
+    "K of weight": (lambda op: op(X, zeros(3, 5, 4), IDS), ValueError, "its rows must have K=6 elements"),
+    "no experts": (lambda op: op(X, W[:0], IDS), ValueError, r"shape \[0, 5, 6\]; .* each at least 1"),
+    "columns of weight apart": (lambda op: op(X, zeros(3, 6, 5).mT, IDS), ValueError, "rows of weight are n"),
+    "dtype of weight": (lambda op: op(X, W.float(), IDS), ValueError, "weight is torch.float32 on cpu"),
+    "no tensor": (lambda op: op(X, W.tolist(), IDS), TypeError, "weight is a list"),
+    "ids of others": (lambda op: op(X, W, IDS[:3]), ValueError, r"x_shard \[4, 6\] and topk_ids \[3, 2\]"),
+    "ids are floats": (lambda op: op(X, W, IDS.float()), ValueError, "topk_ids is torch.float32"),
+    "ids are no tensor": (lambda op: op(X, W, IDS.tolist()), TypeError, "topk_ids is a list"),
+    "one dimension": (lambda op: op(X, W, IDS[:, 0]), ValueError, r"topk_ids has shape \[4\]"),
+    "too many choices": (
+        lambda op: op(X, W, IDS.new_zeros(4, 4)), ValueError, "4 choices a token; .* max_topk=3"
+    ),
+    "no choices": (lambda op: op(X, W, IDS[:, :0]), ValueError, "0 choices a token"),
+    "rows of out": (lambda op: op(X, W, IDS, zeros(9, 5)), ValueError, r"out has shape \[9, 5\]; .* 8 rows"),
+    "columns of out": (lambda op: op(X, W, IDS, zeros(8, 4)), ValueError, "the result has 5 columns"),
+    "too few counts": (lambda op: op(X, W, IDS, tokens=[]), ValueError, r"tokens=\[\] has 0 numbers"),
+    "own count": (lambda op: op(X, W, IDS, tokens=[3]), ValueError, r"rank 0, this one, passes 4 tokens"),
+    "count above": (lambda op: op(X, W, IDS, tokens=[9]), ValueError, "each must be 0 to tokens_per_rank=8"),
+    "middle of op.shard": (lambda op: op(op.shard[2:6], W, IDS), ValueError, r"pass op.shard\[:T_r\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(alone, call, kind, text):
+    with pytest.raises(kind, match=text):
+        call(alone)
+    assert runs.call_and_compare(alone, [4], 5, 3, 2) < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tokens_per_rank": 0}, "tokens_per_rank=0; it must be 1 to 16777215"),
+        ({"tokens_per_rank": 2**24}, "tokens_per_rank=16777216"),
+        ({"max_topk": 64}, "max_topk=64; it must be 1 to 63"),
+        ({"dtype": torch.float64}, "torch.float64 is not supported on cpu"),
+    ],
+    ids=str,
+)
+def test_an_operation_that_cannot_be_is_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        AllGatherMoE(**{"tokens_per_rank": 4, "k": 4, "dtype": HALF, "backend": "shm", **arguments})
+
+
+def test_a_closed_operation_says_so():
+    op = AllGatherMoE(4, 6, HALF, backend="shm")
+    op.close()
+    op.close()
+    for use in (lambda: op(X, W, IDS), lambda: op.shard, op.check):
+        with pytest.raises(RuntimeError, match="this AllGatherMoE is closed; open another on all ranks"):
+            use()
+
+
+# ---- what goes wrong between ranks
+
+
+def different_topk(rank):
+    runs.begin(rank)
+    op = AllGatherMoE(8, 16, HALF)
+    return ends(op, lambda: runs.fresh_call(op, [4, 4], told=False, topk=2 + rank))
+
+
+def test_different_numbers_of_choices_raise_on_every_rank():
+    for rank, (message, again, at_close) in enumerate(values(different_topk, 2)):
+        peer, theirs = (1, 3) if rank == 0 else (0, 2)
+        wanted = (
+            f"ValueError: AllGatherMoE, rank {rank}: rank {peer} has {theirs} choices a token, not as many"
+        )
+        assert message.startswith(wanted)
+        assert again
+        assert at_close
+
+
+def dead_before_its_number_of_tokens(rank):
+    runs.begin(rank)
+    op = AllGatherMoE(8, 16, HALF)
+    runs.fresh_call(op, [4, 4, 4])
+    op.check()
+    meet()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    op._board._timeout_s = HOST_PATIENCE_S
+    return message_of(lambda: runs.fresh_call(op, [4, 4, 4], told=False)), message_of(op.close)
+
+
+def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens():
+    *survivors, dead = results(dead_before_its_number_of_tokens, 3)
+    assert_killed(dead)
+    for rank, (message, at_close) in enumerate(assert_all_ok(survivors)):
+        assert message.startswith(f"PeerTimeout: rank 2 did not tell rank {rank} within 3 s how many tokens")
+        broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
+        assert at_close.startswith(broken)
+
+
+def tokens_on_one_rank(rank):
+    runs.begin(rank)
+    op = AllGatherMoE(8, 16, HALF)
+    op._patience_ticks = as_patience(1.0)
+    op._board._timeout_s = HOST_PATIENCE_S
+    first = message_of(lambda: runs.fresh_call(op, [4, 4], told=rank == 0))
+    return first, message_of(op.close)
+
+
+def test_tokens_on_one_rank_only_are_told_on_both():
+    given, asked = values(tokens_on_one_rank, 2)
+    assert given[0].startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1, or one that it waits for")
+    assert given[1] == given[0]
+    assert asked[0].startswith("PeerTimeout: rank 0 did not tell rank 1 within 3 s how many tokens it passes")
+    assert "pass it on all ranks or on none" in asked[0]
+    assert asked[1].startswith("RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: PeerTimeout")
+
+
+def failing_launch(rank):
+    """Break rank 1's launch: its peers have its tokens by then, and wait for the next call."""
+    runs.begin(rank)
+    op = AllGatherMoE(8, 16, HALF)
+    op._patience_ticks = as_patience(1.0)
+    if rank == 1:
+        runs.kernel.configs = []
+    first = message_of(lambda: runs.fresh_call(op, [4, 4]))
+    return first, message_of(lambda: runs.fresh_call(op, [4, 4])), message_of(op.close)
+
+
+def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
+    peer, failed = values(failing_launch, 2)
+    assert failed[0].startswith("IndexError")
+    broken = "RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: IndexError"
+    assert failed[1].startswith(broken)
+    assert failed[2].startswith(broken)
+    assert peer[0] == "nothing was raised"
+    assert peer[1].startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1, or one that it waits for")
+    assert peer[2] == peer[1]

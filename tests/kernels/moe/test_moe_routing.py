@@ -1,0 +1,232 @@
+"""That choices are sorted as the tables say, whatever they are; that hosts tell each other their tokens."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operation_runs import INTERPRETER, message_of, values
+from rank_programs import wait_for
+
+from dist_autotune.kernels.moe import plan as plans
+from dist_autotune.kernels.moe.candidates import HEIGHTS, LOWEST_HEIGHT
+from dist_autotune.kernels.moe.counts import TokenBoard
+from dist_autotune.kernels.moe.plan import LOWEST, Plan
+from dist_autotune.kernels.moe.routing import digest_of
+from dist_autotune.kernels.moe.words import GIVEN, GIVEN_OTHERS, TOLD, TOPK_SPAN, WORDS
+from dist_autotune.kernels.signals import Failure, read_failure
+from dist_autotune.kernels.symm import open_symmetric_memory
+
+pytestmark = INTERPRETER
+CAPACITY = 24  # tokens of a rank
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What one rank's kernels made of the choices of all."""
+
+    plan: Plan
+    rank_of: list[int]  # by choice of all ranks
+    expert_of: list[int]  # likewise; a dropped one is of the expert behind the last
+    pairs: int
+    failures: list[Failure | None]
+
+
+def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None) -> Routed:
+    """Sort `ids`, a matrix for each rank, as `rank` would whose peers have all told their choices.
+
+    `told`, and for its peers `peers_told`, are the tokens of all ranks as the hosts know them.
+    """
+    world, topk = len(ids), ids[0].shape[1]
+    tokens = tuple(len(part) for part in ids)
+    stride = CAPACITY * topk
+    everyone = torch.full((world * stride,), 10**6, dtype=torch.int64)  # what nobody chose is no expert
+    words, errors = torch.zeros(WORDS, world, dtype=torch.int32), torch.zeros(world, dtype=torch.int64)
+    for peer, part in enumerate(ids):
+        everyone[peer * stride : peer * stride + part.numel()] = part.reshape(-1)
+        if peer != rank:
+            words[TOLD.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
+            words[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told)
+    plan = Plan(
+        world_size=world,
+        experts=experts,
+        most=world * stride,
+        orders=1 if by_first else 2,
+        heights=HEIGHTS,
+        by_first=by_first,
+        device=torch.device("cpu"),
+    )
+    for tensor in vars(plan).values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(-(10**9))
+    known = tokens if told is None else told
+    pairs = sum(known) * topk
+    plan.sort(
+        everyone, words, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
+        told=digest_of(known), rank=rank, first=first, patience_ticks=1,
+    )  # fmt: skip
+    all_ids = torch.cat(ids).reshape(-1).tolist()
+    return Routed(
+        plan=plan,
+        rank_of=[peer for peer, part in enumerate(ids) for _ in range(part.numel())],
+        expert_of=[expert if 0 <= expert < experts else experts for expert in all_ids],
+        pairs=pairs,
+        failures=[read_failure(int(word)) for word in errors],
+    )
+
+
+def entries(plan: Plan, table: int) -> list[tuple[int, ...]]:
+    count = int(plan.ends[table, -1])
+    return [tuple(entry) for entry in plan.tables[table, :count].tolist()]
+
+
+def check(routed: Routed, ids, experts, *, first, by_first) -> None:
+    """Assert that each choice has one place, and each table covers all places with blocks as it promises."""
+    world, plan = len(ids), routed.plan
+    rows = plan.rows[: routed.pairs].tolist()
+    assert sorted(rows) == list(range(routed.pairs))
+    stages = [(routed.rank_of[row] - first) % world for row in rows]
+    keys = [(routed.expert_of[row], stage) for row, stage in zip(rows, stages, strict=True)]
+    assert keys == sorted(keys)
+    flat = [
+        peer * CAPACITY * ids[0].shape[1] + i for peer, part in enumerate(ids) for i in range(part.numel())
+    ]
+    assert plan.sources[: routed.pairs].tolist() == [flat[row] for row in rows]
+    for table in range(plan.tables.shape[0]):
+        height = LOWEST << table % HEIGHTS
+        blocks = entries(plan, table)
+        covered = sorted(place for _, begin, end, _ in blocks for place in range(begin, end))
+        assert covered == list(range(routed.pairs))
+        most = sum(-(-sum(key[0] == expert for key in keys) // height) for expert in range(experts + 1))
+        assert len(blocks) == most  # none is cut shorter than it must be
+        for expert, begin, end, stage in blocks:
+            assert 0 < end - begin <= height
+            assert {key[0] for key in keys[begin:end]} == {expert}
+            touched = [key[1] for key in keys[begin:end]]
+            assert stage == (min(touched) if by_first else max(touched))
+        if table < HEIGHTS:  # in the order of stages
+            order = [block[3] for block in blocks]
+            assert order == sorted(order)
+            ends = [sum(stage <= last for stage in order) for last in range(world)]
+            assert plan.ends[table].tolist() == ends
+        else:  # expert by expert
+            assert [block[:2] for block in blocks] == sorted(block[:2] for block in blocks)
+
+
+@st.composite
+def problems(draw):
+    world, topk, experts = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    favourites = draw(st.lists(st.integers(-1, experts - 1), min_size=1, max_size=4))
+    ids = []
+    for _ in range(world):
+        tokens = draw(st.integers(0, CAPACITY))
+        chosen = draw(st.lists(st.sampled_from(favourites), min_size=tokens * topk, max_size=tokens * topk))
+        ids.append(torch.tensor(chosen, dtype=torch.int64).reshape(tokens, topk))
+    return ids, experts, draw(st.integers(0, world - 1)), draw(st.booleans())
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_choices_are_sorted_and_the_tables_list_them(problem):
+    ids, experts, rank, by_first = problem
+    first = (rank + by_first) % len(ids)
+    routed = route(ids, experts, rank=rank, first=first, by_first=by_first)
+    assert routed.failures == [None] * len(ids)
+    check(routed, ids, experts, first=first, by_first=by_first)
+
+
+def test_as_many_experts_as_a_program_counts_at_once_and_more_are_sorted():
+    torch.manual_seed(0)
+    ids = [torch.randint(-1, 300, (CAPACITY, 3)) for _ in range(2)]
+    check(route(ids, 300, first=0), ids, 300, first=0, by_first=False)
+
+
+def test_an_invalid_choice_is_recorded_with_its_rank_and_dropped():
+    ids = [torch.tensor([[0, 1]]), torch.tensor([[5, -7], [1, 2**40]]), torch.tensor([[-2, 0]])]
+    routed = route(ids, 3)
+    seen = [failure and failure.seen for failure in routed.failures]
+    assert seen == [None, 2**31 - 1, -2]
+    check(routed, ids, 3, first=0, by_first=False)
+
+
+@pytest.mark.parametrize("told", [(3, 4), (3, 9)], ids=["fewer", "more"])
+def test_with_tokens_that_are_not_so_nothing_is_written_beyond_the_rows_there_are(told):
+    ids = [torch.zeros(3, 2, dtype=torch.int64), torch.ones(6, 2, dtype=torch.int64)]
+    routed = route(ids, 2, told=told)
+    assert [failure.seen for failure in routed.failures] == [3, 6]
+    counted = min(routed.pairs, 18)
+    assert sorted(routed.plan.rows[:counted].tolist()) == list(range(counted))
+    assert (routed.plan.rows[counted:] == -(10**9)).all()
+
+
+def test_a_peer_whose_host_was_given_other_tokens_is_recorded():
+    ids = [torch.zeros(3, 2, dtype=torch.int64), torch.ones(6, 2, dtype=torch.int64)]
+    assert route(ids, 2).failures == [None, None]
+    none, recorded = route(ids, 2, peers_told=(6, 3)).failures
+    assert none is None
+    assert recorded.kind == GIVEN_OTHERS.value
+
+
+def test_several_programs_share_the_work(monkeypatch):
+    torch.manual_seed(1)
+    monkeypatch.setattr(plans, "PROGRAMS", 3)
+    monkeypatch.setattr(plans, "BLOCK", 16)
+    ids = [torch.randint(-1, 20, (tokens, 3)) for tokens in (CAPACITY, 0, 17)]
+    check(route(ids, 20, rank=1, first=1), ids, 20, first=1, by_first=False)
+
+
+def test_the_tables_are_for_the_heights_that_candidates_have():
+    assert LOWEST == LOWEST_HEIGHT
+
+
+# ---- hosts
+
+
+def ask_often(rank):
+    with open_symmetric_memory(backend="shm", timeout_s=60.0) as memory:
+        board = TokenBoard(memory, 60.0)
+        return [board.ask(100 * rank + call) for call in range(300)]
+
+
+def test_hosts_tell_each_other_their_tokens_call_after_call():
+    wanted = [(call, 100 + call, 200 + call) for call in range(300)]
+    assert values(ask_often, 3) == [wanted] * 3
+
+
+def ask_with_one_late(rank):
+    with open_symmetric_memory(backend="shm", timeout_s=60.0) as memory:
+        board = TokenBoard(memory, 60.0)
+        found = []
+        if rank == 0:
+            other = threading.Thread(target=lambda: found.append(board.ask(7)))
+            other.start()
+            memory.barrier()  # rank 1 has not asked yet, and rank 0 waits
+            other.join()
+        else:
+            wait_for(lambda: board._words[0][1] != 0)
+            memory.barrier()
+            found.append(board.ask(9))
+        return found
+
+
+def test_a_host_waits_for_one_that_comes_late():
+    assert values(ask_with_one_late, 2) == [[(7, 9)]] * 2
+
+
+def ask_alone(rank):
+    with open_symmetric_memory(backend="shm", timeout_s=60.0) as memory:
+        board = TokenBoard(memory, 0.2)
+        message = message_of(lambda: board.ask(5)) if rank == 1 else ""
+        memory.barrier()
+        return message
+
+
+def test_hosts_that_do_not_come_are_named():
+    messages = values(ask_alone, 3)
+    assert messages[1].startswith(
+        "PeerTimeout: ranks [0, 2] did not tell rank 1 within 0.2 s how many tokens"
+    )

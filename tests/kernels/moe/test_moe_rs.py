@@ -1,0 +1,202 @@
+"""What is MoEReduceScatter's own: equal bits, programs that wait for each other, wrong arguments.
+
+What it promises as AllGatherMoE does is in `test_moe.py` and `test_moe_failures.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ag_moe_runs import GATHERING
+from forked_programs import forked_programs, share_errors
+from moe_rs_runs import SCATTERING as runs
+from moe_rs_runs import same_call_twice
+from moe_runs import HALF, delay_pushes, random_choices, randoms, tokens_of_call
+from operation_runs import INTERPRETER, assert_right, device, left_as_before, message_of, values
+
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+from dist_autotune.kernels.signals import as_patience
+
+pytestmark = INTERPRETER
+
+
+def several_programs(rank, programs):
+    runs.begin(rank)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tokens = [(33, 20, 0)[p] for p in range(world)]
+    with MoEReduceScatter(40, 40, HALF, timeout_s=60.0) as op:
+        runs.poison(op)
+        share_errors(op)
+        op._sms = 1  # a grid of one program, each launch of which becomes several
+        mapped = [op._staged.local, op._words.local, op._weights.local, op._ids.local]
+        with forked_programs(runs.kernel, programs, mapped):
+            return [runs.call_and_compare(op, tokens_of_call(tokens, call), 24, 3, 2) for call in range(3)]
+
+
+@pytest.mark.parametrize(("world", "programs"), [(1, 3), (2, 2), (3, 3)])
+def test_programs_of_a_launch_that_wait_for_each_other_are_right(world, programs):
+    assert_right(values(several_programs, world, programs))
+
+
+def test_the_same_call_gives_the_same_bits():
+    assert values(same_call_twice, 2) == [True, True]
+
+
+def pushes_that_nobody_needs(rank):
+    """Push late from rank 1 sums for no token of rank 0 in the first call, and for some in the second."""
+    runs.begin(rank)
+    with MoEReduceScatter(16, 16, HALF) as op:
+        runs.poison(op)
+        if rank == 1:
+            delay_pushes(op, op._pusher._peers[0].our_arrived, 1.0)
+        return [runs.call_and_compare(op, tokens, 16, 3, 2) for tokens in ([0, 9], [12, 9])]
+
+
+def test_a_push_that_nobody_needs_is_not_taken_for_that_of_the_next_call():
+    assert_right(values(pushes_that_nobody_needs, 2))
+
+
+def a_layer(rank):
+    """Gather, multiply, apply, multiply, scatter: what the two operations are for, two layers at once."""
+    GATHERING.begin(rank)
+    runs.begin(rank)
+    tokens, k, inner, experts, topk = [11, 6], 16, 24, 4, 2
+    errors = []
+    with GATHERING.open(12, k, torch.float32) as up, MoEReduceScatter(12, k, torch.float32) as down:
+        for _ in range(2):
+            x, ids = (
+                randoms(tokens[rank], k, dtype=torch.float32),
+                random_choices(tokens[rank], experts, topk),
+            )
+            first = randoms(experts, inner, k, dtype=torch.float32)
+            second = randoms(experts, k, inner, dtype=torch.float32)
+            weights = torch.rand(ids.shape, device=device())
+            hidden = torch.relu(up(x, first, ids))
+            errors.append(runs.error_ratio(down(hidden, second, ids, weights), hidden, second, ids, weights))
+    return errors
+
+
+def test_the_result_of_the_gather_is_what_the_scatter_takes():
+    assert_right(values(a_layer, 2))
+
+
+def strided_operands(rank):
+    runs.begin(rank)
+    with MoEReduceScatter(8, 20, HALF) as op:
+        y, weight = randoms(32, 50)[:, 3:35], randoms(3, 24, 50)[:, 2:22, 5:37]  # rows at odd addresses
+        ids = random_choices(8, 3, 4)[:, 1:3]
+        weights = torch.randn(8, 5, device=device(), dtype=torch.float64)[:, 2:4]
+        out = torch.full((8, 50), float("nan"), dtype=HALF, device=device())
+        op(y, weight, ids, weights, out[:, 1:21])
+        untouched = out[:, 0].isnan().all() and out[:, 21:].isnan().all()
+        return runs.error_ratio(out[:, 1:21], y, weight, ids, weights.float()), bool(untouched)
+
+
+def test_operands_may_be_slices_and_nothing_beside_them_is_written():
+    for error, untouched in values(strided_operands, 2):
+        assert error < 1
+        assert untouched
+
+
+# ---- wrong arguments
+
+
+@pytest.fixture
+def alone():
+    with left_as_before(runs.kernel):
+        runs.begin(0)
+        with MoEReduceScatter(8, 6, HALF, backend="shm", max_topk=3) as op:
+            yield op
+
+
+def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+IDS, WEIGHTS = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+Y, W = zeros(8, 5), zeros(3, 6, 5)
+WRONG = {
+    "dtype": (lambda op: op(Y.float(), W, IDS, WEIGHTS), ValueError, "y is torch.float32 on cpu"),
+    "K": (lambda op: op(zeros(8, 4), W, IDS, WEIGHTS), ValueError, "its rows must have K=4 elements"),
+    "N": (lambda op: op(Y, W[:, :5], IDS, WEIGHTS), ValueError, r"\[3, 5, 5\]; \[E, n=6, K\] is needed"),
+    "rows of y": (lambda op: op(Y[:7], W, IDS, WEIGHTS), ValueError, r"y has 7 rows; .* topk=2 are 8 rows"),
+    "too many tokens": (
+        lambda op: op(zeros(18, 5), W, IDS.new_zeros(9, 2), torch.ones(9, 2)), ValueError, "9 tokens; "
+    ),
+    "too many choices": (
+        lambda op: op(zeros(16, 5), W, IDS.new_zeros(4, 4), torch.ones(4, 4)), ValueError, "max_topk=3"
+    ),
+    "ids are floats": (lambda op: op(Y, W, WEIGHTS, WEIGHTS), ValueError, "topk_ids is torch.float32"),
+    "weights are integers": (lambda op: op(Y, W, IDS, IDS), ValueError, "topk_weights is torch.int64"),
+    "weights of others": (
+        lambda op: op(Y, W, IDS, WEIGHTS[:3]), ValueError, r"topk_ids \[4, 2\] and topk_weights \[3, 2\]"
+    ),
+    "out": (lambda op: op(Y, W, IDS, WEIGHTS, zeros(3, 6)), ValueError, r"out has .* \[4, 6\]"),
+    "own count": (lambda op: op(Y, W, IDS, WEIGHTS, tokens=[3]), ValueError, "this one, passes 4 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(alone, call, kind, text):
+    with pytest.raises(kind, match=text):
+        call(alone)
+    assert runs.call_and_compare(alone, [4], 5, 3, 2) < 1
+
+
+def test_an_empty_operation_is_refused():
+    with pytest.raises(ValueError, match="n=0 columns; it must be at least 1"):
+        MoEReduceScatter(4, 0, HALF, backend="shm")
+
+
+def test_a_closed_operation_says_so():
+    op = MoEReduceScatter(4, 6, HALF, backend="shm")
+    op.close()
+    op.close()
+    with pytest.raises(RuntimeError, match="this MoEReduceScatter is closed; open another on all ranks"):
+        op(Y, W, IDS, WEIGHTS)
+
+
+# ---- what goes wrong between ranks
+
+
+def wrong_rows(rank):
+    """Let rank 1 find, when the hosts have told each other their numbers, that its y has not as many rows."""
+    runs.begin(rank)
+    op = MoEReduceScatter(8, 16, HALF)
+    op._patience_ticks = as_patience(1.0)
+    first = message_of(lambda: runs.fresh_call(op, [4, 4], told=False, rows=14 if rank == 1 else None))
+    return first, message_of(op.close)
+
+
+def test_rows_that_do_not_fit_the_tokens_of_all_ranks_end_on_both():
+    peer, wrong = values(wrong_rows, 2)
+    assert wrong[0] == "ValueError: y has 14 rows; tokens [4, 4] of the ranks with topk=2 are 16 rows"
+    assert wrong[1].startswith(
+        "RuntimeError: MoEReduceScatter, rank 1: call 1 was not carried out: ValueError"
+    )
+    assert peer[0].startswith(
+        "PeerTimeout: MoEReduceScatter, rank 0: rank 1, or one that it waits for, did not"
+    )
+    assert peer[1] == peer[0]
+
+
+def failing_launch(rank):
+    """Break rank 1's launch after it has told its peer its choices."""
+    runs.begin(rank)
+    op = MoEReduceScatter(8, 16, HALF)
+    op._patience_ticks = as_patience(1.0)
+    if rank == 1:
+        runs.kernel.configs = []
+    return message_of(lambda: runs.fresh_call(op, [4, 4])), message_of(op.close)
+
+
+def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
+    peer, failed = values(failing_launch, 2)
+    assert failed[0].startswith("IndexError")
+    assert failed[1].startswith(
+        "RuntimeError: MoEReduceScatter, rank 1: call 1 was not carried out: IndexError"
+    )
+    wanted = "rank 1, or one that it waits for, did not push its sums for chunk 0 in time"
+    assert peer[0].startswith(f"PeerTimeout: MoEReduceScatter, rank 0: {wanted}")
+    assert peer[1] == peer[0]

@@ -1,0 +1,167 @@
+"""How long a wait on the device lasts: the source of `poll_until` in the model, and seconds on a GPU."""
+
+from __future__ import annotations
+
+import time
+
+import gluon_model
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from gluon_instructions import TURN_NS
+from gluon_machine import machine
+from gluon_memory import Pointer
+
+from dist_autotune.kernels.signals import as_patience, poll_until, wait_until
+from ranks import assert_all_ok, run_ranks
+
+SIGNALS = gluon_model.load_kernel_module("signals")
+ROUND, MOST_ROUNDS_PER_TICK = SIGNALS.POLLS_PER_ROUND, SIGNALS.MOST_ROUNDS_PER_TICK
+TURNS_PER_TICK = 2**20 / TURN_NS
+
+
+class Wait:
+    """A wait of one warp for a word to become 5, in the model, where a poll is a turn."""
+
+    def __init__(self, *, patience_ticks: int, comes_at_poll: int = -1, clock_stands: bool = False) -> None:
+        self.polls, self.readings = 0, 0
+        self._word, self._comes_at_poll = Pointer(np.zeros(1, dtype=np.int64)), comes_at_poll
+        self._clock_stands = clock_stands
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            self._load, self._clock = SIGNALS.tl.atomic_add, SIGNALS.ticks
+            monkeypatch.setattr(SIGNALS.tl, "atomic_add", self._poll)
+            monkeypatch.setattr(SIGNALS, "ticks", self._read)
+            gluon_model.launch(lambda: self._run(patience_ticks), 1, seed=0, warps=1)
+
+    def _run(self, patience_ticks: int) -> None:
+        began = machine().turns
+        self.value = int(SIGNALS.poll_until(self._word, 5, patience_ticks, False))
+        self.lasted_ticks = (machine().turns - began) / TURNS_PER_TICK
+
+    def _poll(self, *args, **options):
+        self.polls += 1
+        if self.polls == self._comes_at_poll:
+            self._word.set(5)
+        return self._load(*args, **options)
+
+    def _read(self):
+        self.readings += 1
+        return 1 if self._clock_stands else self._clock()
+
+
+@pytest.mark.parametrize("poll", [1, 2, ROUND])
+def test_the_clock_is_not_read_before_a_round_of_polls_has_failed(poll):
+    wait = Wait(patience_ticks=1000, comes_at_poll=poll)
+    assert (wait.value, wait.polls, wait.readings) == (5, poll, 0)
+
+
+@pytest.mark.parametrize("patience_ticks", [1, 20, 150])
+def test_patience_ends_by_the_clock_and_never_early(patience_ticks):
+    wait = Wait(patience_ticks=patience_ticks)
+    assert wait.value == 0
+    # Two rounds of polls, the first of them before the clock is read, and the part of a tick cut off.
+    assert patience_ticks <= wait.lasted_ticks < patience_ticks + 2 * ROUND / TURNS_PER_TICK + 2
+    assert wait.readings == wait.polls // ROUND
+
+
+def test_a_clock_that_stands_still_does_not_make_a_wait_endless():
+    wait = Wait(patience_ticks=2, clock_stands=True)
+    assert (wait.value, wait.polls) == (0, 1 + 2 * MOST_ROUNDS_PER_TICK * ROUND)
+
+
+def test_without_patience_there_is_one_poll():
+    assert Wait(patience_ticks=0).polls == 1
+
+
+# ---- on a GPU
+
+
+@triton.jit
+def poll_alone(signal_ptr, seen_ptr, patience_ticks):
+    """Each program waits for itself: nobody lets the others pass."""
+    tl.store(seen_ptr + tl.program_id(0), poll_until(signal_ptr, 5, patience_ticks, False))
+
+
+@triton.jit
+def wait_alone(signal_ptr, seen_ptr, error_ptr, patience_ticks):
+    tl.store(seen_ptr, wait_until(signal_ptr, 5, error_ptr, 1, patience_ticks, False).to(tl.int32))
+
+
+class Clock:
+    """Seconds until the device has done what is launched inside."""
+
+    def __enter__(self) -> Clock:
+        torch.cuda.synchronize()
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.synchronize()
+        self.took_s = time.monotonic() - self._began
+
+
+def waits_in_vain(rank: int, programs: int, warps: int, timeout_s: float) -> tuple[float, int]:
+    """Return how long a launch of programs that wait took, and how many saw a signal."""
+    signal = torch.zeros(1, dtype=torch.int32, device="cuda")
+    seen = torch.zeros(programs, dtype=torch.int32, device="cuda")
+    poll_alone[(programs,)](signal, seen, as_patience(0.001), num_warps=warps)  # compiles
+    with Clock() as clock:
+        poll_alone[(programs,)](signal, seen, as_patience(timeout_s), num_warps=warps)
+    return clock.took_s, int(seen.count_nonzero())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", [1, 4, 8])
+@pytest.mark.parametrize("programs", [1, 132])
+def test_a_wait_for_what_never_comes_lasts_as_long_as_was_said(programs, warps):
+    timeout_s = 2.0
+    ends = run_ranks(waits_in_vain, 1, programs, warps, timeout_s, init="none", timeout_s=60.0)
+    ((took_s, seen),) = assert_all_ok(ends)
+    assert timeout_s <= took_s <= 1.3 * timeout_s + 1
+    assert seen == 0
+
+
+def waits_again(rank: int) -> list[tuple[bool, float]]:
+    """Return of two waits in a row for what never comes whether they saw it, and how long they took."""
+    signal, seen = torch.zeros(2, dtype=torch.int32, device="cuda").split(1)
+    error = torch.zeros(1, dtype=torch.int64, device="cuda")
+    found = []
+    for signal_is_new in (True, True, False):  # the first compiles
+        if signal_is_new:
+            signal.zero_()
+        with Clock() as clock:
+            wait_alone[(1,)](signal, seen, error, as_patience(2.0))
+        found.append((bool(seen), clock.took_s))
+    return found[1:]
+
+
+@pytest.mark.gpu
+def test_the_next_wait_for_what_was_given_up_takes_no_patience():
+    ((first, second),) = assert_all_ok(run_ranks(waits_again, 1, init="none", timeout_s=60.0))
+    assert not first[0]
+    assert first[1] >= 2.0
+    assert second[0]
+    assert second[1] < 1.0
+
+
+def is_woken(rank: int) -> tuple[float, int]:
+    signal = torch.zeros(1, dtype=torch.int32, device="cuda")
+    seen = torch.zeros(132, dtype=torch.int32, device="cuda")
+    poll_alone[(132,)](signal, seen, as_patience(0.001))
+    five = torch.full((1,), 5, dtype=torch.int32, pin_memory=True)
+    other = torch.cuda.Stream()
+    with Clock() as clock:
+        poll_alone[(132,)](signal, seen, as_patience(30.0))
+        time.sleep(1.0)  # on purpose: the clock is read many times before the signal comes
+        with torch.cuda.stream(other):
+            signal.copy_(five, non_blocking=True)
+    return clock.took_s, int((seen == 5).sum())
+
+
+@pytest.mark.gpu
+def test_what_comes_after_the_clock_was_read_still_ends_the_wait():
+    ((took_s, seen),) = assert_all_ok(run_ranks(is_woken, 1, init="none", timeout_s=60.0))
+    assert seen == 132
+    assert 1.0 <= took_s < 20.0

@@ -1,0 +1,180 @@
+"""What GPU memory keeps of what is abandoned, and whose its streams are; the driver is pretended here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import types
+import weakref
+
+import pytest
+import torch
+from operation_runs import INTERPRETER, values
+
+from dist_autotune.kernels import operation
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.symm import SymmetricTensor, cuda, open_symmetric_memory
+from dist_autotune.kernels.symm.ranks import RankGroup
+
+pytestmark = INTERPRETER
+
+NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
+
+
+class PretendedDriver:
+    """Answers what the memory asks of CUDA's driver and remembers streams; nothing is copied."""
+
+    CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=NON_BLOCKING)
+
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[int, int]] = {}  # by handle: flags and priority
+        self.destroyed: list[int] = []
+        self._handles = itertools.count(7000)
+
+    def cuCtxGetStreamPriorityRange(self):
+        return 0, LOWEST, HIGHEST
+
+    def cuStreamCreateWithPriority(self, flags, priority):
+        handle = next(self._handles)
+        self.made[handle] = (flags, priority)
+        return 0, handle
+
+    def cuStreamDestroy(self, stream):
+        self.destroyed.append(stream)
+        return (0,)
+
+    def __getattr__(self, name):
+        return lambda *_: (0,)
+
+
+class PretendedMemory(cuda.CudaMemory):
+    name = "pretended"
+
+    def __init__(self) -> None:
+        super().__init__(RankGroup(), torch.device("cpu"), "a test")
+
+    def _map(self, shape, dtype):
+        alone = torch.zeros(shape, dtype=dtype)
+        return SymmetricTensor(alone, (alone,))
+
+    def _release(self):
+        """Nothing to do."""
+
+    def _synchronize(self):
+        """Nothing to do."""
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = PretendedDriver()
+    event = types.SimpleNamespace(record=lambda stream: None, cuda_event=1)
+    stream = types.SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(cuda, "_load_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(cuda, "_abandoned", [])
+    monkeypatch.setattr(cuda, "_abandoned_streams", [])
+    return driver
+
+
+def opened(monkeypatch):
+    monkeypatch.setattr(operation, "open_symmetric_memory", lambda *_, **__: PretendedMemory())
+    return GemmReduceScatter(4, 4, torch.float16)
+
+
+def what_kernels_write(op):
+    return {name: weakref.ref(getattr(op, f"_{name}")) for name in ("errors", "partial", "counts")}
+
+
+def test_what_a_kernel_may_still_write_is_kept_when_the_operation_is_abandoned(driver, monkeypatch):
+    op = opened(monkeypatch)
+    written = what_kernels_write(op)
+    with contextlib.suppress(KeyError), op:
+        raise KeyError("the user's own")
+    del op
+    gc.collect()
+    assert [name for name, tensor in written.items() if tensor() is None] == []
+
+
+def test_what_an_operation_holds_is_given_back_when_it_is_closed(driver, monkeypatch):
+    op = opened(monkeypatch)
+    written = what_kernels_write(op)
+    op.close()
+    del op
+    gc.collect()
+    assert [name for name, tensor in written.items() if tensor() is not None] == []
+    assert cuda._abandoned == []
+
+
+def test_side_streams_are_made_for_the_memory_and_destroyed_with_it(driver):
+    memory = PretendedMemory()
+    handles = [memory.side_stream().handle for _ in range(3)]
+    assert driver.made == dict.fromkeys(handles, (NON_BLOCKING, HIGHEST))
+    assert driver.destroyed == []
+    memory.close()
+    memory.close()
+    assert sorted(driver.destroyed) == sorted(handles)
+
+
+def test_side_streams_of_abandoned_memory_are_left_to_what_runs_on_them(driver):
+    memory = PretendedMemory()
+    stream = memory.side_stream()
+    memory.abandon()
+    memory.close()
+    assert driver.destroyed == []
+    assert cuda._abandoned_streams == [stream]
+
+
+def test_a_stream_that_the_driver_refuses_is_told(driver, monkeypatch):
+    monkeypatch.setattr(driver, "cuStreamCreateWithPriority", lambda *_: (2, None), raising=False)
+    with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 2"):
+        PretendedMemory().side_stream()
+
+
+# ---- on GPUs
+
+
+def beside_the_pool(rank):
+    """Return whether side streams are none of torch's, and what a copy on one of them has copied."""
+    pooled = {
+        torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1, -2, -3) for _ in range(40)
+    }
+    with open_symmetric_memory(backend="torch") as memory:
+        tensor = memory.allocate((4,), torch.int32)
+        streams = [memory.side_stream() for _ in range(3)]
+        handles = {stream.handle for stream in streams}
+        source = torch.arange(4, dtype=torch.int32, device=tensor.local.device)
+        streams[0].fork()
+        memory.copy(tensor.local, source, streams[0])
+        streams[0].join()
+        copied = tensor.local.tolist()
+    return len(handles), len(handles & pooled), copied
+
+
+@pytest.mark.gpu(devices=1)
+def test_side_streams_are_none_that_torch_hands_out():
+    assert values(beside_the_pool, 1) == [(3, 0, [0, 1, 2, 3])]
+
+
+def abandoned_words(rank):
+    """Return whether torch hands the words of an abandoned operation out again while a kernel may run."""
+    op = GemmReduceScatter(64, 64, torch.float16)
+    address = op._errors.data_ptr()
+    torch.cuda._sleep(2_000_000_000)
+    with contextlib.suppress(KeyError), op:
+        raise KeyError("the user's own")
+    del op
+    gc.collect()
+    pinned = [torch.zeros(1, dtype=torch.int64, pin_memory=True) for _ in range(1000)]
+    return address in [words.data_ptr() for words in pinned]
+
+
+@pytest.mark.gpu(devices=1)
+def test_pinned_words_of_an_abandoned_operation_are_not_handed_out_again():
+    assert values(abandoned_words, 1) == [False]

@@ -1,0 +1,282 @@
+"""The exchange between ranks, without anything to tune: who gets what, in which group, and at what cost."""
+
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
+
+from dist_autotune.ranks import hub, members
+from dist_autotune.ranks.group import AGREEMENTS, GroupAgreement
+from dist_autotune.search.messages import Part, Payload, merge
+from ranks import assert_all_ok, run_ranks
+
+# ---- everybody comes
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_gets_every_payload_once(init, world_size):
+    def program(rank):
+        return [exchange(rank + 10 * n) for n in range(20)]
+
+    expected = [[rank + 10 * n for rank in range(world_size)] for n in range(20)]
+    assert assert_all_ok(run_ranks(program, world_size, init=init)) == [expected] * world_size
+
+
+@pytest.mark.parametrize("late", [0, 1, 3, 6], ids="late rank {}".format)
+def test_a_tree_of_three_levels_gives_the_same_as_a_flat_one(monkeypatch, late):
+    monkeypatch.setattr(members, "FAN_OUT", 2)
+
+    def program(rank):
+        first = exchange(rank)
+        if rank == late:
+            time.sleep(0.05)
+        return first, exchange(rank * rank)
+
+    expected = (list(range(7)), [rank * rank for rank in range(7)])
+    assert assert_all_ok(run_ranks(program, 7)) == [expected] * 7
+
+
+def test_payloads_of_any_bytes_and_of_a_megabyte_arrive():
+    def program(rank):
+        payload = bytes(range(256)) * 4096 if rank else b""
+        merged = AGREEMENTS.of(None).exchange(payload, lambda *all_: b"".join(all_), TIMEOUT_S, "bytes")
+        return merged == bytes(range(256)) * 4096
+
+    assert assert_all_ok(run_ranks(program, 2)) == [True, True]
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+def test_nothing_grows_over_500_exchanges(init):
+    def program(rank):
+        def kept() -> tuple[int, int]:
+            dist.barrier()
+            store = dist.distributed_c10d._get_default_store()
+            hub = AGREEMENTS.of(None).peers.hub
+            counts = store.num_keys(), 0 if hub is None else len(hub.exchanges)
+            dist.barrier()
+            return counts
+
+        exchange(rank)
+        before = kept()
+        for n in range(500):
+            exchange(n)
+        return before, kept()
+
+    for before, after in assert_all_ok(run_ranks(program, 3, init=init)):
+        assert after == before
+        assert after[1] == 0
+
+
+def test_nothing_is_left_after_failures_and_long_waits_in_a_tree(monkeypatch):
+    monkeypatch.setattr(members, "FAN_OUT", 2)
+
+    def program(rank):
+        for slow in range(7):
+            if rank == slow:
+                time.sleep(0.03)
+            exchange(rank)
+            if rank == slow:
+                AGREEMENTS.of(None).fail(ValueError("boom"))
+            else:
+                assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: rank {slow} failed")
+        dist.barrier()
+        hub = AGREEMENTS.of(None).peers.hub
+        return 0 if hub is None else len(hub.exchanges)
+
+    assert assert_all_ok(run_ranks(program, 7)) == [0] * 7
+
+
+def test_the_users_collectives_are_left_alone():
+    def program(rank):
+        order = []
+        for n in range(5):
+            order.append(exchange(n))
+            dist.barrier()
+            gathered = [None, None]
+            dist.all_gather_object(gathered, (rank, n))
+            order.append(gathered)
+        return order
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+
+
+def test_time_of_one_exchange_with_8_ranks(capsys):
+    def program(rank):
+        agreement = AGREEMENTS.of(None)
+        part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, total_fs=125 * 10**10, measured=1)
+        payload = Payload("run", rank, parts={"fedcba9876543210": part}).encode()
+        times_ms = []
+        for _ in range(100):
+            began = time.perf_counter()
+            agreement.exchange(payload, merge, TIMEOUT_S, "a timing")
+            times_ms.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times_ms), min(times_ms)
+
+    for world_size in (2, 8):
+        medians_ms, best_ms = zip(*assert_all_ok(run_ranks(program, world_size)), strict=True)
+        with capsys.disabled():
+            sys.stdout.write(
+                f"\n  exchange, {world_size} ranks, {os.cpu_count()} cores: {max(medians_ms):.2f} ms (median)"
+            )
+        # The promise, 1 ms with 8 ranks, holds where each rank has a core. The best: what others do on the
+        # machine only adds. Polling, or a wait that is woken by its time-out, would show in each.
+        assert max(best_ms) < 50
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+def test_ranks_of_other_hosts_are_let_in_when_they_ask(init, monkeypatch):
+    def program(rank):
+        # Ranks 2 and 3 take themselves for ranks of another host: they do not try the loopback way.
+        monkeypatch.setattr(members, "this_host", lambda: f"host {rank // 2}")
+        monkeypatch.setattr(hub, "this_host", lambda: f"host {rank // 2}")
+        heard = [exchange(rank + n) for n in range(3)]
+        ways = AGREEMENTS.of(None).peers.board.address().outside
+        return heard, len(ways)
+
+    expected = [[rank + n for rank in range(4)] for n in range(3)]
+    assert assert_all_ok(run_ranks(program, 4, init=init)) == [(expected, 1)] * 4
+
+
+def test_a_store_that_stalls_once_does_not_part_a_rank_from_its_peers(monkeypatch):
+    class Stalling:
+        """The first operation with an effect takes longer than anybody waits, and then has its effect."""
+
+        def __init__(self, store):
+            self.store, self.goes_on, self.stalled = store, threading.Event(), []
+
+        def __getattr__(self, name):
+            if name in ("add", "compare_set") and not self.stalled:
+                self.stalled.append(name)
+                self.goes_on.wait(60)
+            return getattr(self.store, name)
+
+    def program(rank):
+        store = Stalling(dist.distributed_c10d._get_default_store())
+        if rank == 1:
+            prefixed = dist.PrefixStore
+            monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+            monkeypatch.setattr(dist, "PrefixStore", lambda prefix, _: prefixed(prefix, store.store))
+        first = ending(lambda: exchange(rank, SHORT_S))
+        stalled = list(store.stalled)
+        store.goes_on.set()
+        return first.partition(":")[0], len(stalled), exchange(rank)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ("AgreementTimeout", 0, [0, 1])
+    assert one == ("AgreementTimeout", 1, [0, 1])
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["let go", "still held by the program"])
+def test_everything_that_was_started_for_a_group_ends_with_it(held):
+    def program(rank):
+        def threads():
+            return sum(thread.name.startswith("dist_autotune") for thread in threading.enumerate())
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        kept, counts = [], []
+        for n in range(12):
+            group = dist.new_group([0, 1])
+            exchange(rank, group=group)
+            with AGREEMENTS.of(group).running("a run", TIMEOUT_S, "raise", print):
+                pass
+            if n in (1, 11):
+                wait_for(lambda: threads() <= 2)  # of this group alone: the attendant, and the hub on rank 0
+                counts.append(descriptors())
+            dist.barrier()
+            dist.destroy_process_group(group)
+            kept.append(group if held else None)
+        return counts
+
+    for before, after in assert_all_ok(run_ranks(program, 2)):
+        assert held or after <= before  # of a group that is held, torch keeps its own
+
+
+def test_a_thousand_groups_made_and_ended_leave_no_thread_and_no_descriptor(monkeypatch):
+    class StandIn:
+        """All that is asked of a process group; a thousand of gloo's would take half a minute."""
+
+        def __init__(self, n):
+            self.group_name = f"group {n}"
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+
+    def program(rank):
+        counts = []
+        for n in range(1000):
+            agreement = GroupAgreement(StandIn(n))
+            assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test").split() in (
+                [b"0", b"1"],
+                [b"1", b"0"],
+            )
+            agreement.close()
+            if n in (9, 999):
+                wait_for(lambda: threading.active_count() == 1)
+                counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    for before, after in assert_all_ok(run_ranks(program, 2, init="tcp")):
+        assert after <= before
+
+
+# ---- which agreement a call uses
+
+
+def test_a_forked_child_of_a_rank_is_alone():
+    def program(rank):
+        exchange(rank)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if exchange(7) == [7] else 1)
+        status = os.waitpid(pid, 0)[1]
+        return os.waitstatus_to_exitcode(status), exchange(rank)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(0, [0, 1])] * 2
+
+
+def test_forked_children_of_a_rank_may_be_ranks_of_a_group_of_their_own():
+    def program(rank, directory):
+        exchange(rank)
+        pids = []
+        for child in range(2):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                try:
+                    dist.distributed_c10d._world.pg_map.clear()  # the parent's groups are not the child's
+                    dist.distributed_c10d.GroupMember.WORLD = None
+                    store = dist.FileStore(str(directory / f"children of {rank}"), 2)
+                    dist.init_process_group("gloo", store=store, rank=child, world_size=2)
+                    os._exit(0 if exchange(child) == [0, 1] else 1)
+                finally:
+                    os._exit(2)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        return codes, exchange(rank)
+
+    assert assert_all_ok(run_ranks(program, 2, Path.cwd())) == [([0, 0], [0, 1])] * 2
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+def test_groups_do_not_hear_each_other(init):
+    def program(rank):
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        row, column = rows[rank // 2], columns[rank % 2]
+        heard = []
+        for n in range(5):
+            time.sleep(0.01 * ((rank + n) % 3))
+            heard += [exchange(rank, group=row), exchange(rank, group=column), exchange(rank)]
+        return heard
+
+    results = assert_all_ok(run_ranks(program, 4, init=init))
+    for rank, heard in enumerate(results):
+        row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert heard == [row, column, [0, 1, 2, 3]] * 5

@@ -1,0 +1,314 @@
+"""Ranks that measure different times agree on one config, one choice, and the end of the search."""
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
+from rank_programs import blocks_of, statuses_of, tune
+
+from dist_autotune import tunable
+from dist_autotune.tuner import recorder
+from ranks import assert_all_ok, run_ranks
+
+# ---- one decision, the same on all ranks
+
+
+def tuned_by_times(*times, world_size=2, **options):
+    """Return (runs, winner, launched blocks) of each rank; the configs take `times[rank]`."""
+
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel(times[rank])
+        step = tune(bench, lambda: launch(kernel, x), **options)
+        assert torch.equal(step(), x + 1)
+        (context,) = step.report.contexts
+        return step.report.runs, context.config.kwargs["BLOCK"], bench.blocks()
+
+    return assert_all_ok(run_ranks(program, world_size))
+
+
+def test_the_slowest_rank_decides():
+    # Each rank alone would take a config that is the worst for the other.
+    results = tuned_by_times({16: 1.0, 32: 9.0, 64: 3.0}, {16: 9.0, 32: 1.0, 64: 3.0})
+    assert results == [(4, 64, [16, 32, 64, 64])] * 2
+
+
+@pytest.mark.parametrize(("reduce", "winner"), [("max", 32), ("mean", 16)])
+def test_times_are_reduced_over_the_ranks(reduce, winner):
+    times = {16: 1.0, 32: 4.0}, {16: 1.0, 32: 4.0}, {16: 6.0, 32: 4.0}
+    results = tuned_by_times(*times, world_size=3, rank_reduce=reduce)
+    assert results == [(3, winner, [16, 32, winner])] * 3
+
+
+def test_the_agreed_time_is_in_the_report_and_in_stock_places_of_every_rank():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5 - rank})
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        (context,) = step.report.contexts
+        stock = {config.kwargs["BLOCK"]: ms for config, ms in kernel.configs_timings.items()}
+        return context.ms, sorted(context.timings.values()), kernel.cache[context.key].kwargs, stock
+
+    ms = [2.0, 2.5]
+    expected = (2.0, ms, {"BLOCK": 16}, {16: [2.0] * 3, 32: [2.5] * 3})
+    assert assert_all_ok(run_ranks(program, 2)) == [expected] * 2
+
+
+@pytest.mark.parametrize("search", ["exhaustive", "racing"])
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_runs_and_winners_are_equal_whatever_is_measured(search, objective):
+    def program(rank):
+        generator = torch.Generator().manual_seed(rank)
+        noise = lambda launch: 1 + torch.rand((), generator=generator).item()  # noqa: E731
+        bench, x = Bench(), numbers()
+        first = bench.kernel({16: noise, 32: noise, 64: noise})
+        second = bench.kernel({16: noise, 32: noise}, double)
+        step = tune(bench, lambda: (launch(first, x), launch(second, x)), search=search, objective=objective)
+        step()
+        return step.report.runs, blocks_of(step), bench.blocks()
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one == two
+
+
+@pytest.mark.parametrize(
+    ("statistic", "winner"), [("median", 16), ("mean", 32), ("min", 64)], ids=lambda value: str(value)
+)
+def test_each_rank_tells_its_own_statistic(statistic, winner):
+    samples = {16: [2, 2, 9], 32: [3, 3, 3], 64: [1, 8, 8]}
+
+    def program(rank):
+        bench, x = Bench(), numbers()
+        taken = {block: iter([*values, values[0]]) for block, values in samples.items()}
+        kernel = bench.kernel({block: lambda launch: next(taken[launch.block]) for block in samples})
+        step = tune(bench, lambda: launch(kernel, x), n_repeat=3, statistic=statistic)
+        step()
+        return blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [{"add64": winner}] * 2
+
+
+def test_ties_go_to_the_incumbent_the_same_on_every_rank():
+    assert (
+        tuned_by_times({16: 2.0, 32: 2.0, 64: 2.0}, {16: 1.0, 32: 2.0, 64: 1.5})
+        == [(4, 16, [16, 32, 64, 16])] * 2
+    )
+
+
+@pytest.mark.parametrize("sample", [math.nan, -1.0, 0.0, math.inf], ids=str)
+def test_a_config_without_a_usable_sample_on_one_rank_cannot_win(sample):
+    results = tuned_by_times({16: 1.0, 32: 5.0}, {16: sample, 32: 5.0})
+    assert results == [(3, 32, [16, 32, 32])] * 2
+
+
+def test_one_usable_sample_of_several_is_enough():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        odd = iter([math.nan, 1.0, 1.0])
+        kernel = bench.kernel({16: lambda launch: next(odd) if rank else 1.0, 32: 5.0})
+        step = tune(bench, lambda: launch(kernel, x), n_repeat=2)
+        step()
+        return blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [{"add64": 16}] * 2
+
+
+def test_a_rank_that_did_not_launch_in_the_last_run_still_has_its_say():
+    # Rank 1 launches the kernel in every second run only, and is slow with the first config.
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 9.0 if rank else 1.0, 32: 4.0})
+
+        def thunk():
+            runs.append(None)
+            if rank == 0 or len(runs) % 2:
+                launch(kernel, x)
+
+        step = tune(bench, thunk, n_repeat=2)
+        step()
+        (context,) = step.report.contexts
+        return step.report.runs, context.config.kwargs["BLOCK"], context.ms
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(5, 32, 4.0)] * 2
+
+
+def test_the_users_collectives_keep_in_step():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 0.5 + rank})
+        if rank:
+            kernel.fn.failures[32] = out_of_resources
+
+        def thunk():
+            y = launch(kernel, x)
+            dist.all_reduce(y)
+            dist.barrier()
+            return y
+
+        step = tune(bench, thunk)
+        first = step()
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        return torch.equal(first, 2 * (x + 1)), torch.equal(step(), 2 * (x + 1)), total.item()
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, True, 2.0)] * 2
+
+
+def test_eight_ranks():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        first = bench.kernel({16: 1.0 + rank, 32: 8.5 - rank, 64: 6.0})
+        second = bench.kernel({16: 2.0, 32: 1.0}, double)
+        if rank == 5:
+            second.fn.failures[32] = out_of_resources
+        step = tune(bench, lambda: (launch(first, x), rank % 2 and launch(second, x)))
+        step()
+        return step.report.runs, {name: block for name, block in blocks_of(step).items() if name == "add64"}
+
+    results = run_ranks(program, 8)
+    assert assert_all_ok(results) == [(4, {"add64": 64})] * 8
+
+
+# ---- when there is no time for all
+
+
+@pytest.mark.parametrize("limit", ["runs", "seconds"])
+def test_a_budget_ends_the_search_on_all_ranks_at_once_and_the_next_call_goes_on(limit, monkeypatch):
+    def program(rank):
+        if limit == "seconds" and rank == 1:  # on this rank alone, time flies
+            elapsed_s = iter(range(0, 1000, 5))
+            monkeypatch.setattr(recorder.Chronicle, "elapsed_s", property(lambda self: next(elapsed_s)))
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
+        options = {"max_runs": 3} if limit == "runs" else {"budget_s": 60.0}
+        step = tune(bench, lambda: launch(kernel, x), n_repeat=2, **options)
+        seen = []
+        while not step.settled:
+            step()
+            seen.append((step.report.runs, *blocks_of(step).values(), *statuses_of(step).values()))
+            assert len(seen) < 9
+        return seen
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    if limit == "runs":
+        assert zero[:2] == [(3, 16, "partial"), (3, 32, "partial")]
+    assert zero[0][2] == "partial"
+    assert zero[-1][1:] == (64, "tuned")
+
+
+def test_wall_clocks_that_differ_by_hours_and_jump_have_no_effect(monkeypatch):
+    real_s, reads = time.time, itertools.count()
+
+    def program(rank):
+        def jumping_s():  # an hour at every look: forwards, backwards, or to and fro
+            n = next(reads)
+            return real_s() + 3600 * n * [1, -1, (-1) ** n][rank]
+
+        monkeypatch.setattr(time, "time", jumping_s)
+        monkeypatch.setattr(time, "time_ns", lambda: int(jumping_s() * 1e9))
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 3.0})
+
+        def thunk():
+            if rank == 1:
+                time.sleep(0.05)  # so that its peers do wait
+            launch(kernel, x)
+
+        step = tune(bench, thunk, budget_s=3600.0, cache=f"cache-{rank}")
+        step()
+        step()
+        (context,) = step.report.contexts
+        again = tune(
+            bench, lambda: launch(bench.kernel({16: 1.0, 32: 9.0, 64: 9.0}), x), cache=f"cache-{rank}"
+        )
+        again()
+        return (
+            context.timings,
+            statuses_of(step),
+            blocks_of(again),
+            statuses_of(again),
+        )
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one == two
+    assert sorted(zero[0].values()) == [1.5, 3.0, 3.0]
+    assert zero[1:] == ({"add64": "tuned"}, {"add64": 32}, {"add64": "cached"})
+
+
+# ---- judged by the whole run
+
+
+def test_a_choice_of_the_host_is_agreed():
+    def program(rank):
+        bench = Bench()
+
+        def thunk():
+            chunks = tunable("chunks", [1, 2, 4])
+            bench.spend({1: 5.0, 2: 1.0 + 5 * rank, 4: 4.0}[chunks])
+            return chunks
+
+        step = tune(bench, thunk)
+        chosen = step()
+        return chosen, step.report.runs, step(), tunable("chunks", [1, 2, 4])
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert (zero[0], zero[2], zero[3]) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(("agree", "chosen"), [("key", [1, 4]), ("ordinal", [4, 4])], ids=["key", "ordinal"])
+def test_choices_of_local_sizes_agree_by_key_or_by_order(agree, chosen):
+    def program(rank):
+        bench = Bench()
+
+        def thunk():
+            chunks = tunable("chunks", [1, 4], key=(64 + rank,))
+            bench.spend({1: 9.0 if rank else 1.0, 4: 4.0}[chunks])
+            return chunks
+
+        return tune(bench, thunk, agree=agree)()
+
+    # By key they are tuned one after the other: for that of rank 0, both runs take rank 1's 9 ms.
+    assert assert_all_ok(run_ranks(program, 2)) == chosen
+
+
+def test_options_that_differ_between_ranks_meet_in_their_intersection():
+    def program(rank):
+        bench, chosen = Bench(), []
+
+        def thunk():
+            chosen.append(tunable("transport", [["copy", "pull", "push"], ["pull", "push", "store"]][rank]))
+            bench.spend({"copy": 1.0, "pull": 4.0, "push": 3.0, "store": 1.0}[chosen[-1]])
+            return chosen[-1]
+
+        step = tune(bench, thunk)
+        return step(), step(), len(chosen), tunable("transport", ["store", "push", "copy"])
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[:2] == ("push", "push")
+    assert zero[3] == "push"
+
+
+def test_the_slowest_rank_judges_the_whole_run():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+
+        def thunk():
+            launch(kernel, x)
+            bench.spend(10.0 if kernel.best_config.kwargs["BLOCK"] == 16 and rank else 1.0)
+
+        step = tune(bench, thunk, objective="thunk")
+        step()
+        return step.report.runs, blocks_of(step), statuses_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[1:] == ({"add64": 32}, {"add64": "tuned"})

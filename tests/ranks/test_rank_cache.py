@@ -1,0 +1,349 @@
+"""What ranks find in memory and on disk when a session opens, and whose result stands where they differ."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from rank_programs import blocks_of, ending, own_cache, statuses_of, tune, tune_on_disk
+
+from dist_autotune import CacheWarning
+from dist_autotune.regular_files import read_bounded
+from dist_autotune.storage import winners as cache_module
+from dist_autotune.storage.winners import LAUNCHED, EntryKey
+from ranks import assert_all_ok, run_ranks
+
+
+def fill(world_size, ms_of_rank=lambda rank: {16: 3.0, 32: 1.0, 64: 2.0}):
+    """Let ranks tune and leave their entries behind."""
+    results = run_ranks(lambda rank: tune_on_disk(rank, ms_of_rank(rank)), world_size)
+    assert {result[2] for result in assert_all_ok(results)} == {"tuned"}
+
+
+def entries(rank) -> list[Path]:
+    return sorted(own_cache(rank).glob("*.json"))
+
+
+# Times under which 16 would win, were anything timed at all.
+OTHER = {16: 1.0, 32: 3.0, 64: 2.0}
+
+
+def test_every_rank_stores_the_winner_and_the_next_processes_start_from_it():
+    fill(2)
+    assert [len(entries(rank)) for rank in range(2)] == [1, 1]
+    again = run_ranks(lambda rank: tune_on_disk(rank, OTHER), 2)
+    assert assert_all_ok(again) == [(1, 32, "cached", [32])] * 2
+
+
+def test_one_directory_for_all_ranks_holds_one_entry(tmp_cache):
+    def program(rank):
+        return tune_on_disk(rank, {16: 3.0, 32: 1.0}, cache=True)[1]
+
+    assert assert_all_ok(run_ranks(program, 4)) == [32] * 4
+    assert len(list(tmp_cache.glob("*.json"))) == 1
+    assert assert_all_ok(run_ranks(program, 4)) == [32] * 4
+
+
+@pytest.mark.parametrize("without", [(0,), (1,), (0, 2)], ids=str)
+def test_an_entry_of_some_ranks_is_given_to_the_others(without):
+    fill(3)
+    for rank in without:
+        shutil.rmtree(own_cache(rank))
+    again = run_ranks(lambda rank: tune_on_disk(rank, OTHER), 3)
+    assert assert_all_ok(again) == [(1, 32, "cached", [32])] * 3
+
+
+def test_where_ranks_hold_different_winners_the_lowest_ranks_stands():
+    fill(2)
+    shutil.move(own_cache(1), "kept")
+    shutil.rmtree(own_cache(0))
+    fill(2, lambda rank: OTHER)  # rank 0 has 16, rank 1 gets its 32 back
+    shutil.rmtree(own_cache(1))
+    shutil.move("kept", own_cache(1))
+    again = run_ranks(lambda rank: tune_on_disk(rank, {16: 9.0, 32: 9.0, 64: 1.0}), 2)
+    assert assert_all_ok(again) == [(1, 16, "cached", [16])] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_cached_winner_that_fails_on_one_rank_is_used_by_none(failing):
+    fill(2)
+
+    def program(rank):
+        return tune_on_disk(rank, OTHER, failures=[32] if rank == failing else [])
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[:3] == one[:3]
+    assert zero[1:3] == (16, "tuned")
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_entry_on_one_rank_is_a_warning_there(damaged):
+    fill(2)
+    entries(damaged)[0].write_text("{")
+
+    def program(rank):
+        if rank != damaged:
+            return tune_on_disk(rank, OTHER)
+        with pytest.warns(CacheWarning, match="damaged JSON"):
+            return tune_on_disk(rank, OTHER)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(1, 32, "cached", [32])] * 2
+
+
+def test_a_warning_that_is_an_error_on_one_rank_releases_the_other():
+    fill(2)
+    entries(1)[0].write_text("{")
+    zero, one = assert_all_ok(run_ranks(lambda rank: ending(lambda: tune_on_disk(rank, OTHER)), 2))
+    assert one.startswith("CacheWarning: Ignored")
+    assert zero.startswith("PeerFailed: rank 1 failed, so this call ends on rank 0 too: CacheWarning")
+
+
+def test_another_number_of_ranks_tunes_anew():
+    fill(2)
+    three = run_ranks(lambda rank: tune_on_disk(rank, OTHER), 3)
+    assert {result[1:3] for result in assert_all_ok(three)} == {(16, "tuned")}
+    alone = run_ranks(lambda rank: tune_on_disk(rank, {16: 3.0, 32: 3.0, 64: 1.0}), 1)
+    assert [result[1:3] for result in assert_all_ok(alone)] == [(64, "tuned")]
+    two = run_ranks(lambda rank: tune_on_disk(rank, OTHER), 2)
+    assert {result[1:3] for result in assert_all_ok(two)} == {(32, "cached")}
+
+
+def test_an_entry_of_the_key_of_one_rank_only():
+    def program(rank):
+        return tune_on_disk(rank, OTHER, x=numbers(64 + rank))
+
+    assert {result[2] for result in assert_all_ok(run_ranks(program, 2))} == {"tuned"}
+    shutil.rmtree(own_cache(1))
+    # Rank 0 could stop after one run, rank 1 has to tune: both make the same number of runs.
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == (4, 16, "cached", [16] * 4)
+    assert one == (4, 16, "tuned", [16, 32, 64, 16])
+
+
+def test_ordinal_agreement_finds_its_entries():
+    def program(rank):
+        ms = {16: 5.0 * rank + 1, 32: 2.0}
+        return tune_on_disk(rank, ms, x=numbers(64 + rank), agree="ordinal")[1:3]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(32, "tuned")] * 2
+    assert assert_all_ok(run_ranks(program, 2)) == [(32, "cached")] * 2
+    shutil.rmtree(own_cache(1))
+    assert assert_all_ok(run_ranks(program, 2)) == [(32, "cached")] * 2
+
+
+def test_the_cached_mode_never_tries_anything_on_any_rank(monkeypatch):
+    fill(2)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel(OTHER)
+        step = tune(bench, lambda n: launch(kernel, numbers(n)), cache=own_cache(rank))
+        step(64), step(64), step(8), step(8)
+        return bench.blocks()
+
+    assert assert_all_ok(run_ranks(program, 2)) == [[32, 32, 16, 16]] * 2
+
+
+def test_an_entry_tells_for_how_many_ranks_it_holds():
+    fill(2)
+    entry = json.loads(entries(0)[0].read_text())
+    assert entry["key"]["world_size"] == 2
+    assert entry["ms"] == 1.0
+
+
+# ---- what the cache holds besides
+
+
+def test_with_ten_thousand_foreign_entries_no_other_file_is_read_and_no_byte_more_is_sent(
+    tmp_cache, monkeypatch
+):
+    def program(rank):
+        read = []
+        monkeypatch.setattr(
+            cache_module,
+            "read_bounded",
+            lambda path, limit: read.append(path.name) or read_bounded(path, limit),
+        )
+        *_, status, _ = tune_on_disk(rank, OTHER, cache=True)
+        events = [record for record in records(rank=rank) if record.event == "exchanged" and record.run == -1]
+        return status, set(read), events[-1].sent_bytes
+
+    assert {result[0] for result in assert_all_ok(run_ranks(program, 2))} == {"tuned"}
+    (own,) = tmp_cache.glob("*.json")
+    before = assert_all_ok(run_ranks(program, 2))
+    assert [result[:2] for result in before] == [("cached", {own.name})] * 2
+    known = json.loads(own.read_text())
+    for n in range(10_000):
+        key = EntryKey(
+            **{**known["key"], "key": f"foreign {n}", "candidates": tuple(known["key"]["candidates"])}
+        )
+        (tmp_cache / key.file_name).write_text(json.dumps({**known, "key": vars(key)}))
+    assert assert_all_ok(run_ranks(program, 2)) == before
+    shutil.rmtree(tmp_cache / LAUNCHED)  # as if another function had left them all
+    anew = assert_all_ok(run_ranks(program, 2))
+    assert [result[:2] for result in anew] == [("cached", {own.name})] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_an_entry_of_another_function_on_one_rank_only_is_used_by_all_from_the_second_run_on(holder):
+    fill(2)
+    for rank in range(2):
+        shutil.rmtree(own_cache(rank) / LAUNCHED)
+    shutil.rmtree(own_cache(1 - holder))
+    results = assert_all_ok(run_ranks(lambda rank: tune_on_disk(rank, OTHER), 2))
+    assert results[holder] == (2, 32, "cached", [32, 32])
+    assert results[1 - holder] == (2, 32, "cached", [16, 32])
+
+
+@pytest.mark.parametrize("without_votes", ["cached mode", "watch=False"])
+def test_without_votes_keys_of_later_calls_find_the_entries_of_any_rank(without_votes, monkeypatch):
+    def program(rank, **options):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda n: launch(kernel, numbers(n)), cache=own_cache(rank), **options)
+        for n in (64, 8):
+            step(n), step(n)
+        return bench.blocks()[-2:], bench.blocks(n=8)
+
+    assert_all_ok(run_ranks(program, 2))
+    shutil.rmtree(own_cache(0) / LAUNCHED)
+    shutil.rmtree(own_cache(1))
+    if without_votes == "cached mode":
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    again = run_ranks(lambda rank: program(rank, watch=without_votes == "cached mode"), 2)
+    assert assert_all_ok(again) == [([32, 32], [32, 32])] * 2
+
+
+# ---- in memory
+
+
+def test_a_second_function_takes_over_what_the_first_has_agreed():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5})
+        tune(bench, lambda: launch(kernel, x))()
+        bench.forget()
+        second = tune(bench, lambda: launch(kernel, x))
+        second()
+        return second.report.runs, statuses_of(second), bench.blocks()
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(1, {"add64": "cached"}, [32])] * 2
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_result_that_one_rank_has_lost_is_given_to_it(without):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        tune(bench, lambda: launch(kernel, x))()
+        if rank == without:
+            kernel.cache.clear()
+        second = tune(bench, lambda: launch(kernel, x))
+        second()
+        return second.report.runs, statuses_of(second), blocks_of(second), kernel.cache[numbers_key(x)].kwargs
+
+    expected = {"add64": "cached"}, {"add64": 32}, {"BLOCK": 32}
+    for runs, *others in assert_all_ok(run_ranks(program, 2)):
+        assert runs == 2  # in the first, the rank without it launched its first config
+        assert tuple(others) == expected
+
+
+def test_a_result_that_fails_on_the_rank_it_is_given_to_is_tuned_anew():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        tune(bench, lambda: launch(kernel, x))()
+        if rank == 1:
+            kernel.cache.clear()
+            kernel.fn.failures[32] = out_of_resources
+        second = tune(bench, lambda: launch(kernel, x))
+        second()
+        return second.report.runs, statuses_of(second), blocks_of(second), kernel.cache[numbers_key(x)].kwargs
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[1:] == ({"add64": "tuned"}, {"add64": 64}, {"BLOCK": 64})
+
+
+def test_a_config_that_fails_after_all_is_settled_is_banned_on_all_ranks():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        if rank == 1:
+            kernel.fn.failures[32] = out_of_resources
+        bench.forget()
+        outputs = [step() for _ in range(3)]
+        assert all(torch.equal(y, x + 1) for y in outputs)
+        return blocks_of(step), bench.blocks()[-1], step.settled
+
+    assert assert_all_ok(run_ranks(program, 2)) == [({"add64": 64}, 64, True)] * 2
+
+
+def numbers_key(x):
+    return (x.numel(), "torch.float32", "torch.float32")
+
+
+@pytest.mark.parametrize("by", ["stock", "a session of one rank", "another group"])
+def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(by):
+    def program(rank):
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
+        if by == "stock":
+            kernel.cache[numbers_key(x)] = kernel.configs[1 + rank % 2]
+        elif by == "a session of one rank":
+            own = bench.kernel({16: 1.0, 32: 0.1 if rank else 5.0})
+            own.cache = kernel.cache
+            warnings.filterwarnings("ignore", message=".*is tuned without is_dist=True")
+            bench.tune(lambda: launch(kernel, x), cache=False)()
+        else:
+            kernel.fn.ms = {16: 3.0, 32: 1.0 + 4 * (rank % 2), 64: 2.0}
+            tune(bench, lambda: launch(kernel, x), group=groups[rank % 2])()
+            assert kernel.cache[numbers_key(x)].kwargs["BLOCK"] == (64 if rank % 2 else 32)
+            kernel.fn.ms = {16: 1.0, 32: 2.0, 64: 3.0}
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        return statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs
+
+    assert assert_all_ok(run_ranks(program, 4)) == [({"add64": "tuned"}, {"add64": 16}, {"BLOCK": 16})] * 4
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["on all ranks", "on one rank"])
+def test_retune_ignores_memory_and_disk(everywhere):
+    def program(rank):
+        bench, x, ms = Bench(), numbers(), {16: 3.0, 32: 1.0}
+        kernel = bench.kernel({block: lambda launch: ms[launch.block] for block in ms})
+        step = tune(bench, lambda: launch(kernel, x), cache=own_cache(rank))
+        step()
+        ms.update({16: 1.0, 32: 3.0})
+        before = blocks_of(step)
+        if everywhere or rank == 1:
+            step.retune()
+        endings = [ending(step).partition("(")[0].partition(":")[0] for _ in range(2)]
+        return before, endings, blocks_of(step), statuses_of(step)
+
+    first = "returned tensor" if everywhere else "RankMismatch"  # the others' settled call meets an opening
+    expected = ({"add64": 32}, [first, "returned tensor"], {"add64": 16}, {"add64": "tuned"})
+    assert assert_all_ok(run_ranks(program, 2)) == [expected] * 2
+
+
+def test_ranks_that_remember_different_results_drop_them():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+        step = tune(bench, lambda n: launch(kernel, numbers(n)))
+        step(64)
+        (context,) = step._calls.domain.tuning.contexts.values()
+        if rank:  # as after a Ctrl-C that one rank saw an exchange later than the others
+            context.winner = 1
+        step(8)  # a new key opens a session
+        return [step(64).sum().item() == (x + 1).sum().item(), bench.blocks(n=64)[-1]]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [[True, 16]] * 2

@@ -1,0 +1,239 @@
+"""Ranks whose configs differ, or fail on some of them, agree on those that work everywhere."""
+
+import pytest
+import torch
+from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from rank_programs import blocks_of, ending, tune
+
+from dist_autotune import NoValidConfig
+from dist_autotune.launch import dispatch
+from ranks import assert_all_ok, run_ranks
+
+# ---- configs that not every rank has
+
+
+def configs_of(blocks_by_rank, world_size=2, **options):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({block: 1.0 + block for block in blocks_by_rank[rank]})
+        step = tune(bench, lambda: launch(kernel, x), **options)
+        end = ending(step)
+        return end.partition("(")[0], step.report.runs, bench.blocks()
+
+    return assert_all_ok(run_ranks(program, world_size))
+
+
+def test_different_candidates_meet_in_their_intersection():
+    results = configs_of([(16, 32, 64), (128, 64, 32)])
+    # In the first run each rank launches its own first config; the intersection is known after it.
+    assert results == [("returned tensor", 4, [16, 32, 64, 32]), ("returned tensor", 4, [128, 32, 64, 32])]
+
+
+def test_candidates_in_another_order_are_matched_by_content():
+    results = configs_of([(32, 16, 64), (64, 32, 16)])
+    assert [launched[1:] for _, _, launched in results] == [[32, 16, 64, 16]] * 2
+    assert {runs for _, runs, _ in results} == {5}
+
+
+def test_one_config_in_common_is_used_without_trials():
+    results = configs_of([(16, 32), (32, 64)])
+    assert results == [("returned tensor", 2, [16, 32]), ("returned tensor", 2, [32, 32])]
+
+
+def test_a_rank_with_a_single_config_decides_for_all():
+    results = configs_of([(16, 32, 64), (32,)])
+    assert [launched for _, _, launched in results] == [[16, 32], [32, 32]]
+
+
+def test_no_config_in_common_is_an_error_on_every_rank():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 1.0} if rank else {64: 1.0, 128: 1.0})
+        return ending(tune(bench, lambda: launch(kernel, x)))
+
+    for text in assert_all_ok(run_ranks(program, 2)):
+        assert text.startswith("NoValidConfig: add[64")
+        assert "BLOCK: 64" in text
+        assert "not a candidate on every rank" in text
+
+
+@pytest.mark.parametrize("blocks", [(32, 64), (128, 256)], ids=["some in common", "none in common"])
+def test_a_rank_that_comes_later_with_other_configs(blocks):
+    def program(rank):
+        bench, x, calls = Bench(), numbers(), []
+        kernel = bench.kernel({16: 1.0, 32: 3.0, 64: 2.0} if rank == 0 else dict.fromkeys(blocks, 1.0))
+        step = tune(bench, lambda: launch(kernel, x) if rank == 0 or len(calls) > 1 else None)
+        endings = []
+        for _ in range(4):
+            calls.append(None)
+            endings.append(ending(step).partition(":")[0].partition("(")[0])
+        return endings, bench.blocks()[-1]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    if blocks == (32, 64):  # 16 was the winner; of what rank 1 has too, rank 0 has timed 64 as the fastest
+        assert zero == (["returned tensor"] * 4, 64)
+        assert one == (["returned None", *["returned tensor"] * 3], 64)
+    else:  # rank 1 launches its own first config once, then both know that nothing works everywhere
+        assert zero[0][2] == one[0][2] == "NoValidConfig"
+        assert zero[0][3] in ("NoValidConfig", "PeerHasNoConfig")
+        assert one[0][3] in ("NoValidConfig", "PeerHasNoConfig")
+
+
+def test_pruning_to_different_configs_on_different_ranks():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        keep = (
+            (lambda configs, named, **_: configs[1:]) if rank else (lambda configs, named, **_: configs[:-1])
+        )
+        kernel = bench.kernel(
+            {16: 1.0, 32: 3.0, 64: 2.0, 128: 1.0}, prune_configs_by={"early_config_prune": keep}
+        )
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        return step.report.runs, blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(4, {"add64": 64})] * 2
+
+
+# ---- configs that fail
+
+
+@pytest.mark.parametrize("failing", [16, 32, 64], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one rank", "all ranks"])
+def test_a_config_that_fails_is_banned_on_all_and_never_costs_a_launch(failing, everywhere):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 2.5} if failing != 32 else {16: 3.0, 32: 1.0, 64: 2.0})
+        if everywhere or rank == 1:
+            kernel.fn.failures[failing] = out_of_resources
+        outputs = []
+        step = tune(bench, lambda: outputs.append(launch(kernel, x)))
+        step()
+        assert all(torch.equal(y, x + 1) for y in outputs)
+        (context,) = step.report.contexts
+        bans = [
+            (event.by_rank, event.config)
+            for event in records(directory=".autotune_logs", rank=rank)
+            if event.event == "banned"
+        ]
+        return step.report.runs, len(bench.blocks()), context.config.kwargs["BLOCK"], context.banned, bans
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[:4] == one[:4]
+    runs, launches, winner, banned, _ = zero
+    assert runs == launches
+    assert winner == {16: 32, 32: 64, 64: 32}[failing]
+    (text,) = banned
+    assert text.startswith(f"BLOCK: {failing},")
+    assert banned[text].startswith("rank 0: OutOfResources" if everywhere else "rank 1: OutOfResources")
+    assert {by_rank for by_rank, _ in zero[4]} == {0 if everywhere else 1}
+
+
+def test_a_failure_in_one_of_several_samples_bans_too():
+    def program(rank):
+        bench, x, tried = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def fail_the_second_time(named):
+            tried.append(None)
+            if rank and len(tried) == 2:
+                raise out_of_resources()
+
+        kernel.configs[1].pre_hook = fail_the_second_time
+        step = tune(bench, lambda: launch(kernel, x), n_repeat=3)
+        step()
+        return step.report.runs, bench.blocks()
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == (6, [16, 16, 16, 32, 32, 16])
+    assert one == (6, [16, 16, 16, 32, 16, 16])
+
+
+def test_the_ranks_ban_different_configs_and_take_what_is_left():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
+        kernel.fn.failures[32 if rank else 16] = out_of_resources
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        return step.report.runs, blocks_of(step), sorted(step.report.contexts[0].banned.values())
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[1] == {"add64": 64}
+    assert [reason[:6] for reason in zero[2]] == ["rank 0", "rank 1"]
+
+
+def test_all_configs_fail_between_the_ranks():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+        kernel.fn.failures[32 if rank else 16] = out_of_resources
+        with pytest.raises(NoValidConfig, match=r"add\[64") as caught:
+            tune(bench, lambda: launch(kernel, x))()
+        return str(caught.value)
+
+    for text in assert_all_ok(run_ranks(program, 2)):
+        assert "Rank 0, BLOCK: 16" in text
+        assert "Rank 1, BLOCK: 32" in text
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
+def test_all_configs_fail(failing):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+        if rank in failing:
+            kernel.fn.failures.update({16: out_of_resources, 32: out_of_resources})
+        step = tune(bench, lambda: launch(kernel, x))
+        with pytest.raises(NoValidConfig) as caught:
+            step()
+        kernel.fn.failures.clear()
+        return str(caught.value), ending(step).partition("(")[0]
+
+    for text, then in assert_all_ok(run_ranks(program, 2)):
+        assert "add[64" in text
+        assert f"Rank {failing[0]}, BLOCK: 16" in text or f"Rank {failing[-1]}, BLOCK: 16" in text
+        assert "BLOCK: 32" in text
+        assert "out of resource" in text
+        assert then == "returned tensor"  # the next call starts anew
+
+
+def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(monkeypatch):
+    # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
+    def program(rank):
+        def preflight(tuner, configs, args, kwargs, terms, loading):
+            return dispatch.compiling.Preflight(
+                {
+                    digest: "no room"
+                    for digest, config in configs.items()
+                    if config.kwargs["BLOCK"] == 32 and rank
+                }
+            )
+
+        monkeypatch.setattr(dispatch.interception, "is_interpreted", lambda: False)
+        monkeypatch.setattr(dispatch.compiling, "current_device", lambda: -1)
+        monkeypatch.setattr(dispatch.compiling, "preflight", preflight)
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        return bench.blocks(), list(step.report.contexts[0].banned.values())
+
+    assert assert_all_ok(run_ranks(program, 2)) == [([16, 64, 64], ["rank 1: no room"])] * 2
+
+
+def test_a_launch_that_runs_out_of_memory_on_one_rank_is_banned_on_all():
+    def program(rank):
+        bench, x, outputs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        if rank == 1:
+            kernel.fn.failures[32] = lambda: torch.OutOfMemoryError("CUDA out of memory")
+        step = tune(bench, lambda: outputs.append(launch(kernel, x)))
+        step()
+        assert all(torch.equal(y, x + 1) for y in outputs)
+        (context,) = step.report.contexts
+        return step.report.runs, len(bench.blocks()), blocks_of(step), [*context.banned.values()]
+
+    expected = 4, 4, {"add64": 64}, ["rank 1: OutOfMemoryError: CUDA out of memory"]
+    assert assert_all_ok(run_ranks(program, 3)) == [expected] * 3

@@ -1,0 +1,218 @@
+"""What ranks share and what not: grids of groups, groups inside a call, the user's communicators."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from kernels_for_tests import Bench, double, launch, numbers, out_of_resources, records
+from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, run_until_settled, tune
+
+from dist_autotune import AgreementTimeout
+from ranks import assert_all_ok, assert_killed, meet, run_ranks
+
+MODES = pytest.mark.parametrize("mode", ["replay", "online"])
+
+
+def grid(rank):
+    """Return this rank's row, {0, 1} or {2, 3}, and its column, {0, 2} or {1, 3}, as groups."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return rows[rank // 2], columns[rank % 2]
+
+
+# ---- tensor-parallel rows, data-parallel columns
+
+
+@MODES
+def test_a_step_of_rows_and_columns_tunes_each_kernel_on_its_own_group(mode):
+    # Rank r takes 1 + r ms with config 16; 32 takes 2.5 ms everywhere. The slowest rank of the group decides.
+    def program(rank):
+        row, column = grid(rank)
+        bench, x = Bench(), numbers()
+        ms = {16: 1.0 + rank, 32: 2.5}
+        linear, update = bench.kernel(ms), bench.kernel(ms, double)
+        forward = tune(bench, lambda: launch(linear, x), group=row, mode=mode)
+        optimizer = tune(bench, lambda: launch(update, x), group=column, mode=mode)
+        for _ in range(5):  # a training loop: both are under way at once in online mode
+            assert torch.equal(forward(), x + 1)
+            assert torch.equal(optimizer(), x * 2)
+        assert forward.settled
+        assert optimizer.settled
+        assert forward.report.world_size == optimizer.report.world_size == 2
+        return *blocks_of(forward).values(), *blocks_of(optimizer).values()
+
+    assert assert_all_ok(run_ranks(program, 4)) == [(16, 32), (16, 32), (32, 32), (32, 32)]
+
+
+def test_a_failure_in_a_row_leaves_the_columns_and_the_other_row_alone():
+    def program(rank):
+        row, column = grid(rank)
+        bench, x, runs = Bench(), numbers(), []
+        linear, update = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0 + rank}, double)
+
+        def forward_thunk():
+            runs.append(None)
+            if rank == 1 and len(runs) == 2:
+                raise ValueError("boom")
+            return launch(linear, x)
+
+        forward = tune(bench, forward_thunk, group=row)
+        optimizer = tune(bench, lambda: launch(update, x), group=column)
+        first = ending(forward).partition(":")[0].partition("(")[0]
+        optimizer()
+        forward()
+        return first, forward.settled, blocks_of(forward), blocks_of(optimizer)
+
+    endings = ["PeerFailed", "ValueError", "returned tensor", "returned tensor"]
+    by_column = [{"double64": 16}, {"double64": 16}] * 2  # the slower of a column takes 3 or 4 ms with 32
+    for rank, result in enumerate(assert_all_ok(run_ranks(program, 4))):
+        assert result == (endings[rank], True, {"add64": 32}, by_column[rank])
+
+
+def test_a_rank_that_dies_is_named_in_its_row_and_in_its_column_and_missed_by_nobody_else():
+    def program(rank):
+        row, column = grid(rank)
+        meet()  # all groups are connected
+        bench, x = Bench(), numbers()
+        linear, update = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
+
+        def forward_thunk():
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return launch(linear, x)
+
+        # Impatient with rank 1 only: rank 0 comes to its column late, when it has given up its row.
+        of_row, of_column = SHORT_S if rank < 2 else TIMEOUT_S, SHORT_S if rank % 2 else TIMEOUT_S
+        forward = tune(bench, forward_thunk, group=row, timeout_s=of_row)
+        optimizer = tune(bench, lambda: launch(update, x), group=column, timeout_s=of_column)
+        endings = []
+        for step in (forward, optimizer):
+            try:
+                step()
+                endings.append("returned")
+            except AgreementTimeout as error:
+                endings.append(error.missing_ranks)
+        return endings
+
+    results = run_ranks(program, 4)
+    assert_killed(results[1])
+    zero, two, three = assert_all_ok([results[0], *results[2:]])
+    assert zero == [(1,), "returned"]  # its row misses rank 1, its column {0, 2} is whole
+    assert two == ["returned", "returned"]
+    assert three == ["returned", (1,)]
+
+
+def test_a_function_of_another_group_inside_a_call_agrees_on_the_group_of_the_call():
+    def program(rank):
+        row, column = grid(rank)
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
+        inner = tune(bench, lambda: launch(kernel, x), group=row)
+        outer = tune(bench, inner, group=column, name="outer")
+        outer()
+        return inner.report, list(blocks_of(outer).values()), outer.report.runs
+
+    # The columns {0, 2} and {1, 3} decide, not the rows; and both make the same runs, so nothing waits.
+    assert assert_all_ok(run_ranks(program, 4)) == [(None, [32], 3)] * 4
+
+
+def test_a_function_inside_a_tuned_function_costs_no_exchange_of_its_own():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        one, other = bench.kernel({16: 1.0 + rank, 32: 1.5}), bench.kernel({16: 3.0, 32: 1.0}, double)
+        inner = tune(bench, lambda: launch(one, x), name="inner")
+        outer = tune(bench, lambda: (inner(), launch(other, x)), name="outer")
+        outer()
+        exchanges = [record.run for record in records(rank=rank) if record.event == "exchanged"]
+        return outer.report.runs, exchanges, blocks_of(outer)
+
+    expected = 3, [-1, 0, 1, 2], {"add64": 32, "double64": 32}  # the opening, and one after each run
+    assert assert_all_ok(run_ranks(program, 2)) == [expected] * 2
+
+
+# ---- the user's communicators
+
+
+def sequence_numbers(*groups):
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+@MODES
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_the_sequence_numbers_of_the_users_groups_do_not_change(mode, level, monkeypatch):
+    # DETAIL wraps each group: every collective is compared between the ranks before it is made.
+    def program(rank, directory):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+        dist.set_debug_level_from_env()
+        store = dist.FileStore(str(directory / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 0.5 + rank})
+        if rank:
+            kernel.fn.failures[32] = out_of_resources
+        step = tune(bench, lambda: launch(kernel, x), mode=mode)
+        mine = dist.new_group([0, 1])
+        of_mine = tune(bench, lambda: launch(kernel, x), mode=mode, group=mine, share=False, name="mine")
+        dist.barrier()
+        before = sequence_numbers(dist.group.WORLD, mine)
+        for tuned in (step, of_mine):
+            run_until_settled(tuned)
+            tuned()  # a settled call with its vote
+        unchanged = sequence_numbers(dist.group.WORLD, mine) == before
+        dist.barrier()  # in step all the same
+        moved = sequence_numbers(dist.group.WORLD, mine) != before
+        dist.barrier()
+        return unchanged, moved, blocks_of(step) == blocks_of(of_mine)
+
+    assert assert_all_ok(run_ranks(program, 2, Path.cwd(), init="none")) == [(True, True, True)] * 2
+
+
+@MODES
+def test_a_group_whose_collectives_carry_nothing_between_cpus_is_enough(mode):
+    # As with NCCL alone there is no gloo group to talk through: collectives of "fake" return without a word.
+    def program(rank):
+        alone = torch.tensor(1.0)
+        dist.all_reduce(alone)
+        assert alone.item() == 1.0
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5, 64: 9.0})
+        kernel.fn.failures.update({64: out_of_resources} if rank == 1 else {})
+        step = tune(bench, lambda: launch(kernel, x), mode=mode)
+        run_until_settled(step)
+        step()
+        (context,) = step.report.contexts
+        return (
+            dist.get_backend(),
+            step.report.world_size,
+            context.config.kwargs["BLOCK"],
+            [*context.banned.values()],
+        )
+
+    for result in assert_all_ok(run_ranks(program, 3, backend="fake")):
+        assert result[:3] == ("fake", 3, 32)
+        assert result[3][0].startswith("rank 1: OutOfResources")
+
+
+def test_a_failing_rank_of_such_a_group_is_told_to_the_others():
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def thunk():
+            runs.append(None)
+            if rank == 2 and len(runs) == 2:
+                raise ValueError("boom")
+            return launch(kernel, x)
+
+        step = tune(bench, thunk)
+        return ending(step), ending(step).partition("(")[0]
+
+    for rank, (first, second) in enumerate(assert_all_ok(run_ranks(program, 3, backend="fake"))):
+        assert first.startswith("ValueError: boom" if rank == 2 else "PeerFailed: rank 2 failed")
+        assert second == "returned tensor"

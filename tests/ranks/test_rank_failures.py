@@ -1,0 +1,355 @@
+"""One rank raises in the middle of a tuned call: how every rank ends, and that the next call works."""
+
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kernels_for_tests import Bench, double, launch, numbers, records
+from rank_programs import (
+    SOON_S,
+    STOCK_RUN,
+    Boom,
+    assert_next_call_works,
+    blocks_of,
+    ending,
+    failing_step,
+    interrupt_when_waiting,
+    raise_,
+    tune,
+    wait_for,
+)
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import PeerFailed, TuningError
+from dist_autotune.cli import replay
+from dist_autotune.logs import reader
+from dist_autotune.logs.records import SessionClosed, SessionOpened
+from ranks import assert_all_ok, run_ranks
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("at_run", [1, 2, 4], ids="run {}".format)  # the first, a trial, the final one
+def test_an_exception_raises_where_it_was_and_PeerFailed_on_the_others(failing, at_run):
+    def program(rank):
+        step, runs, x = failing_step(rank, fails={failing: lambda: raise_(Boom("no more"))}, at_run=at_run)
+        with pytest.raises(Boom if rank == failing else PeerFailed) as caught:
+            step()
+        error = caught.value
+        if rank == failing:
+            assert error.args == ("no more",)
+            assert error.__cause__ is None
+        else:
+            assert (error.rank, error.error) == (failing, "Boom: no more")
+            assert isinstance(error, TuningError)
+            assert f"rank {failing} failed" in str(error)
+        assert len(runs) == at_run
+        assert not step.settled
+        return assert_next_call_works(step, x), step.report.runs
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one == two
+
+
+def test_the_first_failure_is_known_before_a_slow_rank_has_come():
+    def program(rank, note):
+        fails = {0: lambda: raise_(Boom("early")), 2: lambda: wait_for(note.exists)}
+        step, _, _ = failing_step(rank, fails=fails, at_run=2)
+        text = ending(step)
+        if rank == 1:
+            note.touch()  # rank 2 is still in its function: rank 1 did not wait for it
+        return text
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3, Path.cwd() / "told"))
+    assert zero == "Boom: early"
+    for text in (one, two):
+        assert text.startswith("PeerFailed: rank 0 failed")
+        assert "Boom: early" in text
+
+
+def test_an_exception_on_all_ranks_is_everybodys_own():
+    def program(rank):
+        fail = lambda: raise_(Boom(f"rank {rank}"))  # noqa: E731
+        step, _, x = failing_step(rank, fails={0: fail, 1: fail, 2: fail}, at_run=2)
+        began = time.monotonic()
+        assert ending(step) == f"Boom: rank {rank}"
+        assert time.monotonic() - began < SOON_S
+        return assert_next_call_works(step, x)
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one == two
+
+
+def flow_failing_on(ranks, rank):
+    """Return a search that raises on some ranks once it has a time."""
+
+    def flow(candidates, *, n_warmup, n_repeat):
+        yield 0
+        if rank in ranks:
+            raise Boom("in the flow")
+        yield 1
+        return 1
+
+    return flow
+
+
+def test_a_search_of_the_users_that_raises_on_one_rank_is_told_to_the_others_at_once():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        ranks = {1}
+        step = tune(bench, lambda: launch(kernel, x), search=flow_failing_on(ranks, rank))
+        began = time.monotonic()
+        text = ending(step)
+        assert time.monotonic() - began < SOON_S
+        ranks.clear()
+        return text, torch.equal(step(), x + 1), blocks_of(step)
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero[0].startswith("PeerFailed: rank 1 failed")
+    assert two[0].startswith("PeerFailed: rank 1 failed")
+    assert "Boom: in the flow" in zero[0]
+    assert one[0].startswith("FlowFailed: search=")
+    assert zero[1:] == one[1:] == two[1:] == (True, {"add64": 32})
+
+
+def test_a_search_of_the_users_that_raises_on_all_ranks_is_everybodys_own():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        ranks = {0, 1}
+        step = tune(bench, lambda: launch(kernel, x), search=flow_failing_on(ranks, rank))
+        texts = [ending(step), ending(step)]
+        ranks.clear()
+        return texts, torch.equal(step(), x + 1), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert all(text.startswith("FlowFailed: search=") for text in zero[0])
+    assert zero[1:] == (True, {"add64": 32})
+
+
+@pytest.mark.parametrize(
+    ("leave", "text"),
+    [
+        (lambda: sys.exit(3), "SystemExit: 3"),
+        (lambda: raise_(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (lambda: raise_(GeneratorExit()), "GeneratorExit"),
+        (lambda: raise_(StopIteration(7)), "StopIteration: 7"),
+    ],
+    ids=["sys.exit", "KeyboardInterrupt", "GeneratorExit", "StopIteration"],
+)
+def test_leaving_by_any_exception_releases_the_peers(leave, text):
+    def program(rank):
+        step, _, x = failing_step(rank, fails={1: leave}, at_run=2)
+        end = ending(step)
+        assert_next_call_works(step, x)
+        return end
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == f"PeerFailed: rank 1 failed, so this call ends on rank 0 too: {text}"
+    assert one.startswith(text.partition(":")[0])
+
+
+def test_ctrl_c_while_a_rank_waits_for_its_peers():
+    def program(rank, note):
+        fails = {0: interrupt_when_waiting, 1: lambda: wait_for(note.exists)}
+        step, _, x = failing_step(rank, fails=fails, at_run=2)
+        began = time.monotonic()
+        end = ending(step)
+        waited_s = time.monotonic() - began
+        note.touch()
+        return end, waited_s, assert_next_call_works(step, x)
+
+    (zero, waited_s, first), (one, _, second) = assert_all_ok(run_ranks(program, 2, Path.cwd() / "note"))
+    assert zero.startswith("KeyboardInterrupt")
+    assert waited_s < SOON_S
+    assert one == "PeerFailed: rank 0 failed, so this call ends on rank 1 too: KeyboardInterrupt"
+    assert first == second
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failing_in_a_settled_call(failing):
+    def program(rank):
+        step, runs, x = failing_step(rank, fails={failing: lambda: raise_(Boom("later"))}, at_run=6)
+        step()
+        assert len(runs) == 4
+        step()
+        end = ending(step)
+        assert step.settled
+        assert Autotuner.run is STOCK_RUN
+        assert torch.equal(step(), x + 1)
+        return end, len(runs)
+
+    results = assert_all_ok(run_ranks(program, 3))
+    for rank, (end, runs) in enumerate(results):
+        assert runs == 7
+        if rank == failing:
+            assert end == "Boom: later"
+        else:
+            assert end.startswith(f"PeerFailed: rank {failing} failed")
+
+
+def test_failures_call_after_call():
+    def program(rank):
+        bench, x, calls = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+        def thunk():
+            y = launch(kernel, x)
+            if len(calls) < 6 and rank == len(calls) % 3:
+                raise Boom(f"call {len(calls)}")
+            return y
+
+        step, endings = tune(bench, thunk), []
+        for _ in range(6):
+            endings.append(ending(step).partition(":")[0])
+            calls.append(None)
+        assert torch.equal(step(), x + 1)
+        return endings, blocks_of(step)
+
+    for rank, (endings, blocks) in enumerate(assert_all_ok(run_ranks(program, 3))):
+        assert endings == ["Boom" if n % 3 == rank else "PeerFailed" for n in range(6)]
+        assert blocks == {"add64": 32}
+
+
+def test_the_next_call_goes_on_where_the_run_that_failed_on_one_rank_began():
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        short = bench.kernel({16: 1.0, 32: 2.0}, name="short")
+        long = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0, 128: 4.0}, name="long")
+
+        def thunk():
+            runs.append(None)
+            launch(short, x), launch(long, x)
+            if len(runs) == 4 and rank:
+                raise Boom
+
+        step = tune(bench, thunk)
+        end = ending(step)
+        bench.forget()
+        step()
+        return end.partition(":")[0], bench.blocks("short"), bench.blocks("long")
+
+    rest = [16] * 2, [128, 16]
+    assert assert_all_ok(run_ranks(program, 2)) == [("PeerFailed", *rest), ("Boom", *rest)]
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone(mode):
+    def program(rank):
+        bench, batches, endings = Bench(), itertools.count(), []
+
+        def ms_of(launch):  # what a run that fails measures would make 32 the slowest
+            return 1000.0 if is_bad(batch) else {16: 3.0, 32: 1.0, 64: 2.0}[launch.block]
+
+        def is_bad(batch):
+            return batch % 3 == 2
+
+        kernel = bench.kernel({16: ms_of, 32: ms_of, 64: ms_of})
+
+        def thunk():
+            nonlocal batch
+            batch = next(batches)
+            launch(kernel, numbers())
+            if is_bad(batch) and rank == batch // 3 % 2:
+                raise Boom(f"batch {batch}")
+
+        batch = 0
+        step = tune(bench, thunk, mode=mode, n_warmup=1, n_repeat=2, statistic="mean", name="step")
+        while not step.settled:
+            endings.append(ending(step).partition(":")[0])
+        (context,) = step.report.contexts
+        opened = [record for record in records(SessionOpened, rank=rank) if record.thunk == "step"]
+        assert Autotuner.run is STOCK_RUN
+        return bench.blocks(), sorted(context.timings.values()), blocks_of(step), len(opened), endings
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[:4] == one[:4]
+    blocks, timings, winner, opened, _ = zero
+    bad = [block for batch, block in enumerate(blocks) if batch % 3 == 2]
+    good = [block for batch, block in enumerate(blocks) if batch % 3 != 2]
+    assert good[:9] == [16] * 3 + [32] * 3 + [64] * 3
+    assert len(bad) == 4
+    assert (timings, winner, opened) == ([1.0, 2.0, 3.0], {"add64": 32}, 1)
+    failed = [sorted(pair) for pair in zip(zero[4], one[4], strict=True) if pair != ("returned None",) * 2]
+    assert failed == [["Boom", "PeerFailed"]] * 4
+    assert [
+        verdict.differences for verdict in replay.verify(reader.read_sessions(Path(".autotune_logs"))[0])
+    ] == [()]
+
+
+def test_a_kernel_that_is_new_in_a_run_that_fails_is_new_again_in_the_next():
+    def program(rank):
+        bench, runs = Bench(), []
+        kernel, late = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0 + rank}, double)
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, numbers())
+            if len(runs) > 1:
+                launch(late, numbers())
+            if len(runs) == 2 and rank == 1:
+                raise Boom
+
+        step = tune(bench, thunk)
+        return ending(step).partition(":")[0], ending(step), bench.blocks("double"), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert (zero[0], one[0]) == ("PeerFailed", "Boom")
+    assert zero[1:] == one[1:] == ("returned None", [16, 16, 32, 32], {"add64": 32, "double64": 32})
+
+
+def test_a_rank_that_comes_back_without_the_session_makes_all_begin_anew():
+    def program(rank):
+        step, runs, x = failing_step(rank, fails={1: lambda: raise_(Boom("no more"))}, at_run=3)
+        ends = [ending(step).partition(":")[0]]
+        if rank == 1:
+            step._calls._session.close()  # as after an interrupt in the tuner's own lines
+            step._calls._session = None
+        runs_before = len(runs)
+        assert_next_call_works(step, x)
+        return ends, len(runs) - runs_before, [r.outcome for r in records(SessionClosed, rank=rank)][-1]
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero[0] == two[0] == ["PeerFailed"]
+    assert zero[1:] == one[1:] == two[1:]
+
+
+@pytest.mark.parametrize("what", ["disk", "preserve", "log"])
+def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
+    import dist_autotune.tuner.function_state
+    import dist_autotune.tuner.session
+
+    def program(rank):
+        if rank == 1:
+            place = {
+                "disk": (dist_autotune.tuner.function_state.DiskCache, "launched_by"),
+                "preserve": (dist_autotune.tuner.session, "Snapshot"),
+                "log": (dist_autotune.tuner.recorder.Chronicle, "step"),
+            }[what]
+            monkeypatch.setattr(*place, lambda *args, **kwargs: raise_(MemoryError("no room")))
+        step, _, x = failing_step(rank, fails={}, at_run=0)
+        end = ending(step)
+        monkeypatch.undo()
+        return end, assert_next_call_works(step, x)
+
+    (zero, first), (one, second) = assert_all_ok(run_ranks(program, 2))
+    assert one == "MemoryError: no room"
+    assert zero == "PeerFailed: rank 1 failed, so this call ends on rank 0 too: MemoryError: no room"
+    assert first == second
+
+
+def test_the_logs_say_who_failed_and_what_was_tried():
+    def program(rank):
+        step, _, _ = failing_step(rank, fails={1: lambda: raise_(Boom("no more"))}, at_run=2)
+        ending(step)
+        return [(event.event, getattr(event, "by_rank", None)) for event in records(rank=rank)][-2:], [
+            event.error for event in records(rank=rank) if event.event == "run_failed"
+        ]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ([("run_started", None), ("run_failed", 1)], ["rank 1: Boom: no more"])
+    assert one == ([("run_started", None), ("run_failed", 1)], ["Boom: no more"])

@@ -1,0 +1,360 @@
+"""Which ranks tune together: groups, subsets, none at all, one after another."""
+
+import socket
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernels_for_tests import Bench, double, launch, numbers, records
+from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, wait_for
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dist_autotune import RankMismatch, TuningError, contextual_autotune
+from dist_autotune.errors import InvalidOption
+from ranks import assert_all_ok, meet, run_ranks
+
+
+def tuned_step(rank_ms, function=None, **options):
+    """Return a tuned function of one kernel whose configs take `rank_ms`, and what it launches."""
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel(rank_ms) if function is None else bench.kernel(rank_ms, function)
+    return tune(bench, lambda: launch(kernel, x), **options), bench
+
+
+def test_what_torch_does_not_know_as_a_group_is_an_error_with_its_value():
+    def program(rank):
+        destroyed = dist.new_group([0, 1])
+        dist.barrier(destroyed)
+        dist.destroy_process_group(destroyed)
+        for group in (3, destroyed):
+            with pytest.raises(TuningError, match=f"group={group!r}: .*not registered"):
+                tuned_step({16: 1.0, 32: 2.0}, group=group)[0]()
+
+    assert_all_ok(run_ranks(program, 2))
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+def test_a_group_of_some_ranks_tunes_without_the_others(init):
+    def program(rank):
+        group = dist.new_group([1, 3])
+        step, bench = tuned_step({16: 2.0 + (rank == 3), 32: 2.5, 64: 9.0}, group=group)
+        if rank not in (1, 3):
+            return ending(step)
+        step()
+        return step.report.world_size, bench.blocks()
+
+    zero, one, two, three = assert_all_ok(run_ranks(program, 4, init=init))
+    assert one == three == (2, [16, 32, 64, 32])
+    for rank, text in ((0, zero), (2, two)):
+        assert text.startswith(f"TuningError: Rank {rank} called a tuned function whose group= it is not a")
+
+
+def test_overlapping_groups_of_a_grid():
+    # Rows agree on the kernel of the row, columns on that of the column, everybody on a third one.
+    def program(rank):
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        row, column = rows[rank // 2], columns[rank % 2]
+        in_row, _ = tuned_step({16: 1.0 + 5 * (rank == 1), 32: 2.0}, group=row, name="row")
+        in_column, _ = tuned_step({16: 1.0 + 5 * (rank == 2), 32: 2.0}, double, group=column, name="column")
+        in_all, _ = tuned_step({16: 1.0 + 5 * (rank == 3), 32: 2.0}, name="all")
+        for step in (in_row, in_column, in_all, in_row, in_all, in_column):
+            step()
+        return [next(iter(blocks_of(step).values())) for step in (in_row, in_column, in_all)]
+
+    assert assert_all_ok(run_ranks(program, 4)) == [[32, 32, 32], [32, 16, 32], [16, 32, 32], [16, 16, 32]]
+
+
+def test_a_failure_in_one_group_leaves_the_other_alone():
+    def program(rank):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 2.0, 32: 1.0})
+
+        def thunk():
+            if rank == 1:
+                raise ValueError("boom")
+            return launch(kernel, x)
+
+        step = tune(bench, thunk, group=groups[rank // 2])
+        return ending(step).partition("(")[0].partition(":")[0]
+
+    assert assert_all_ok(run_ranks(program, 4)) == [
+        "PeerFailed",
+        "ValueError",
+        "returned tensor",
+        "returned tensor",
+    ]
+
+
+def test_names_of_absent_ranks_are_global():
+    def program(rank):
+        group = dist.new_group([1, 3])
+        meet()  # or rank 3 would leave while gloo still connects rank 1 to it
+        if rank != 1:
+            return None
+        return ending(tuned_step({16: 1.0, 32: 2.0}, group=group, timeout_s=SHORT_S)[0])
+
+    text = assert_all_ok(run_ranks(program, 4))[1]
+    assert text.startswith("AgreementTimeout: Rank 1 waited")
+    assert "for rank 3 to agree" in text
+
+
+def test_is_dist_without_a_process_group_is_one_rank():
+    def program(rank):
+        step, bench = tuned_step({16: 2.0, 32: 1.0})
+        step()
+        return dist.is_initialized(), step.report.world_size, bench.blocks()
+
+    assert assert_all_ok(run_ranks(program, 2, init="none")) == [(False, 1, [16, 32, 32])] * 2
+
+
+@pytest.mark.parametrize("what", ["world of one", "group of one", "is_dist=False"])
+def test_alone_nothing_is_exchanged(what):
+    def program(rank):
+        options = {}
+        if what == "group of one":
+            groups = [dist.new_group([0]), dist.new_group([1])]
+            options["group"] = groups[rank]
+        step, bench = tuned_step({16: 1.0 + rank, 32: 1.5}, is_dist=what != "is_dist=False", **options)
+        if what == "is_dist=False":
+            warnings.filterwarnings("ignore", message=".*is tuned without is_dist=True")
+        if rank == 0:  # the other rank need not call
+            step()
+            assert not [event for event in records(rank=rank) if event.event == "exchanged"]
+            assert "dist_autotune hub" not in [thread.name for thread in threading.enumerate()]
+            return step.report.world_size, bench.blocks()
+        return None
+
+    results = assert_all_ok(run_ranks(program, 1 if what == "world of one" else 2))
+    assert results[0] == (1, [16, 32, 16])
+
+
+def test_two_functions_on_one_group():
+    def program(rank):
+        first, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
+        second, _ = tuned_step({16: 1.5, 32: 2.0 - rank}, double)
+        for step in (first, second, second, first, first, second):
+            step()
+        return blocks_of(first), blocks_of(second), first.settled, second.settled
+
+    expected = ({"add64": 32}, {"double64": 16}, True, True)
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one == ({"add64": 32}, {"double64": 16}, True, True), expected
+
+
+def test_one_function_on_one_group_then_another():
+    def program(rank):
+        pairs = dist.new_group([0, 1]), dist.new_group([2, 3])
+        halves = dist.new_group([0, 2]), dist.new_group([1, 3])
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 2.4})
+        winners = []
+        for group in (pairs[rank // 2], halves[rank % 2], pairs[rank // 2]):
+            step = tune(bench, lambda: launch(kernel, x), group=group)
+            step()
+            winners.append((*blocks_of(step).values(), *statuses_of(step).values()))
+        return winners
+
+    # The slower of ranks 0 and 1 takes 2 ms, of 0 and 2: 3 ms, of 2 and 3, and of 1 and 3: 4 ms.
+    zero, one, two, three = assert_all_ok(run_ranks(program, 4))
+    assert zero == [(16, "tuned"), (32, "tuned"), (16, "tuned")] or zero[2] == (16, "cached")
+    assert one[0] == (16, "tuned")
+    assert [winner for winner, _ in zero] == [16, 32, 16]
+    assert [winner for winner, _ in one] == [16, 32, 16]
+    assert [winner for winner, _ in two] == [32, 32, 32]
+    assert [winner for winner, _ in three] == [32, 32, 32]
+
+
+def test_sessions_back_to_back_hear_no_stale_message():
+    def program(rank):
+        winners = []
+        for n in range(12):
+            fast = 16 if n % 2 else 32
+            step, _ = tuned_step(
+                {16: 1.0 if fast == 16 else 2.0 + rank, 32: 1.0 if fast == 32 else 2.0 + rank}
+            )
+            step()
+            winners += blocks_of(step).values()
+        return winners
+
+    assert assert_all_ok(run_ranks(program, 3)) == [[32, 16] * 6] * 3
+
+
+def test_functions_called_in_different_order_are_a_mismatch_not_a_wrong_answer():
+    def program(rank):
+        first, _ = tuned_step({16: 1.0, 32: 2.0}, name="first", mode="online")
+        second, _ = tuned_step({16: 1.0, 32: 2.0}, double, name="second", mode="online")
+        for step in (first, second):
+            step()
+        order = [first, second] if rank else [second, first]
+        endings = [ending(step) for step in order]
+        return endings, [ending(step).partition("(")[0] for step in (first, second, first, second)]
+
+    for endings, then in assert_all_ok(run_ranks(program, 2)):
+        said = [text.partition(". ")[0] for text in endings]
+        assert said == [
+            "RankMismatch: ranks differ in the tuned function: rank 0: second; rank 1: first",
+            "RankMismatch: ranks differ in the tuned function: rank 0: first; rank 1: second",
+        ]
+        assert then == ["returned tensor"] * 4
+
+
+def test_settled_functions_called_in_different_order_are_a_mismatch():
+    def program(rank):
+        first, _ = tuned_step({16: 1.0, 32: 2.0}, name="first")
+        second, _ = tuned_step({16: 1.0, 32: 2.0}, double, name="second")
+        first(), second()
+        with pytest.raises(RankMismatch, match="ranks differ in the tuned function"):
+            (first if rank else second)()
+        return [ending(step).partition("(")[0] for step in (first, second)]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [["returned tensor"] * 2] * 2
+
+
+def test_the_process_group_may_end_and_begin_again():
+    def program(rank, directory):
+        winners = []
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: lambda launch: 1.0 + rank * len(winners), 32: 1.5})
+        step = tune(bench, lambda: launch(kernel, x))
+        step()
+        winners += blocks_of(step).values()
+        for n in range(2):
+            dist.destroy_process_group()
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(str(directory / f"again-{n}"), 2), rank=rank, world_size=2
+            )
+            step()
+            winners += blocks_of(step).values()
+        dist.destroy_process_group()
+        step()
+        return winners, step.report.world_size
+
+    zero, one = assert_all_ok(run_ranks(program, 2, Path.cwd()))
+    assert zero == one == ([16, 32, 32], 1)
+
+
+def test_a_group_at_the_same_address_after_the_first_has_ended(monkeypatch):
+    # Rank 0 serves torch's store: it could not serve it again if something held on to the first.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def program(rank, directory):
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
+        for n in range(3):
+            dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+            step()
+            step()
+            if rank == 1:  # or it would find the first store still there
+                (directory / f"{n} may end").touch()
+                wait_for((directory / f"{n} has ended").exists)
+            else:  # no barrier: rank 0 could close its connections while rank 1 is still in it
+                wait_for((directory / f"{n} may end").exists)
+            dist.destroy_process_group()
+            (directory / f"{n} has ended").touch()
+        return blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2, Path.cwd(), init="none")) == [{"add64": 32}] * 2
+
+
+def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
+    def program(rank):
+        endings = []
+        for n in range(3):
+            step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
+            if n == 1:  # this one ends badly: its messages are left behind
+                if rank == 0:
+                    endings.append(ending(tuned_step({16: 1.0, 32: 2.0}, timeout_s=SHORT_S)[0])[:16])
+                meet()
+            else:
+                step()
+                endings += blocks_of(step).values()
+            store = dist.distributed_c10d._get_default_store()
+            meet()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore(str(n), store), rank=rank, world_size=2)
+            dist.barrier()
+        return endings
+
+    zero, one = assert_all_ok(run_ranks(program, 2, init="tcp"))
+    assert zero == [32, "AgreementTimeout", 32]
+    assert one == [32, 32]
+
+
+def test_the_users_device_mesh_gives_groups():
+    def program(rank):
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        step, _ = tuned_step({16: 1.0 + 5 * (rank == 1), 32: 2.0}, group=mesh.get_group("model"))
+        step()
+        return list(blocks_of(step).values())
+
+    assert assert_all_ok(run_ranks(program, 4)) == [[32], [32], [16], [16]]
+
+
+def test_env_init_and_a_host_that_leaves_first(monkeypatch):
+    # Rank 0 serves torch's store and the hub, and ends its process right after its last exchange.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def program(rank):
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=3)
+        for _ in range(5):
+            step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
+            step()
+        return blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 3, init="none")) == [{"add64": 32}] * 3
+
+
+def test_an_outsider_is_told_what_to_do():
+    def program(rank):
+        group = dist.new_group([0])
+        step, _ = tuned_step({16: 1.0, 32: 2.0}, group=group)
+        if rank == 0:
+            return torch.is_tensor(step())
+        with pytest.raises(TuningError, match="Call it on members only"):
+            step()
+        return not step.settled
+
+    assert assert_all_ok(run_ranks(program, 2)) == [True, True]
+
+
+# ---- a DeviceMesh for a group
+
+
+def test_a_mesh_of_one_dimension_is_its_group():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(InvalidOption, match=r"of 2 dimensions \('dp', 'tp'\): give one, as mesh\['tp'\]"):
+            contextual_autotune(is_dist=True, group=mesh)
+        bench = Bench()
+        kernel = bench.kernel({16: 1.0 if rank % 2 else 2.0, 32: 1.5 if rank < 2 else 2.5})
+        step = tune(bench, lambda: launch(kernel, numbers()), group=mesh["tp"])
+        for _ in range(2):
+            step()
+        return step.report.world_size, blocks_of(step), len(bench.blocks()), step.settled
+
+    zero, one, two, three = assert_all_ok(run_ranks(program, 4))
+    assert zero == one == (2, {"add64": 32}, 4, True)
+    assert two == three == (2, {"add64": 16}, 4, True)
+
+
+def test_a_rank_outside_the_mesh_is_told_to_call_on_members_only():
+    def program(rank):
+        mesh = DeviceMesh("cpu", [0, 1])
+        bench = Bench()
+        kernel = bench.kernel({16: 2.0, 32: 1.0})
+        return ending(tune(bench, lambda: launch(kernel, numbers()).sum(), group=mesh))
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one
+    assert zero.startswith("returned")
+    assert two.startswith("TuningError: Rank 2 called a tuned function whose group= it is not a member of")

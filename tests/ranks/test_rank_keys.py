@@ -1,0 +1,290 @@
+"""Keys and kernels that only some ranks have, or that hold a rank: agreed among those that have them."""
+
+import numpy as np
+import pytest
+import torch
+from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
+from rank_programs import blocks_of, ending, run_until_settled, tune
+
+from ranks import assert_all_ok, run_ranks
+
+MODES = pytest.mark.parametrize("mode", ["replay", "online"])
+
+
+# ---- keys and kernels that only some ranks have
+
+
+def test_keys_of_some_ranks_are_agreed_among_those():
+    def program(rank):
+        bench = Bench()
+        own = {0: 8, 1: 16, 2: 16}[rank]  # 64 is everybody's, 8 that of rank 0, 16 that of ranks 1 and 2
+        ms = {
+            64: {16: 2.0, 32: 1.0 + rank},  # rank 2: 3 ms
+            8: {16: 1.0, 32: 2.0},  # with the times of 16 beside its own, rank 0 would take 32
+            16: {16: 2.0 + rank, 32: 3.5},  # rank 2: 4 ms
+        }
+        by_key = lambda launch: ms[launch.n][launch.block]  # noqa: E731
+        kernel = bench.kernel({16: by_key, 32: by_key})
+
+        def thunk():
+            launch(kernel, numbers(own))
+            launch(kernel, numbers(64))
+
+        step = tune(bench, thunk)
+        step()
+        return step.report.runs, blocks_of(step), bench.blocks(n=own), bench.blocks(n=64)
+
+    zero, *others = assert_all_ok(run_ranks(program, 3))
+    assert zero == (3, {"add64": 16, "add8": 16}, [16, 32, 16], [16, 32, 16])
+    assert others == [(3, {"add64": 16, "add16": 32}, [16, 32, 32], [16, 32, 16])] * 2
+
+
+def test_a_rank_with_nothing_to_launch_makes_the_same_runs():
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: runs.append(launch(kernel, x) if rank else None))
+        step()
+        return step.report.runs, len(runs), blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(3, 3, {}), (3, 3, {"add64": 32})]
+
+
+def test_ranks_may_launch_in_different_order_and_number():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        first = bench.kernel({16: 1.0 + rank, 32: 1.5})
+        second = bench.kernel({16: 3.0, 32: 2.0 - rank}, double)
+
+        def thunk():
+            if rank:
+                launch(second, x), launch(second, x), launch(first, x)
+            else:
+                launch(first, x), launch(second, x)
+
+        step = tune(bench, thunk)
+        step()
+        return step.report.runs, blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(3, {"add64": 32, "double64": 32})] * 2
+
+
+def test_autotuners_of_one_function_are_told_apart_in_any_order():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        small = bench.kernel({4: 1.0, 8: 2.0}, name="small")
+        large = bench.kernel({32: 2.0, 64: 1.0}, name="large")
+        order = [small, large] if rank else [large, small]
+        step = tune(bench, lambda: [launch(kernel, x) for kernel in order])
+        step()
+        return step.report.runs, bench.blocks("small"), bench.blocks("large")
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(3, [4, 8, 4], [32, 64, 64])] * 2
+
+
+def test_an_autotuner_that_only_one_rank_launches_does_not_confuse_another_of_its_function():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        small = bench.kernel({4: 1.0, 8: 2.0}, name="small")
+        large = bench.kernel({32: 2.0 + 3 * rank, 64: 4.0}, name="large")
+        order = [large] if rank else [small, large]
+        step = tune(bench, lambda: [launch(kernel, x) for kernel in order])
+        step()
+        return step.report.runs, bench.blocks("small"), bench.blocks("large")
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(3, [4, 8, 4], [32, 64, 64]), (3, [], [32, 64, 64])]
+
+
+def test_a_key_met_late_on_one_rank_is_tuned_in_the_same_session():
+    def program(rank):
+        bench, runs = Bench(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, numbers(64))
+            if rank == 1 and len(runs) > 1:
+                launch(kernel, numbers(8))
+
+        step = tune(bench, thunk)
+        step()
+        return step.report.runs, blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(4, {"add64": 32}), (4, {"add64": 32, "add8": 32})]
+
+
+def test_a_key_met_in_a_settled_call_joins_the_plan_that_peers_have_made_for_it_meanwhile():
+    def program(rank):
+        bench, calls, runs = Bench(), [], []
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+        def thunk():
+            runs.append(len(calls))
+            launch(kernel, numbers(64))
+            is_first_run_of_session = len(calls) == 2 and runs.count(2) == 2
+            if len(calls) > 1 and not (rank == 1 and is_first_run_of_session):
+                launch(kernel, numbers(128))
+
+        step = tune(bench, thunk)
+        for call in (1, 2):
+            calls.append(call)
+            bench.forget()
+            step()
+        return bench.blocks(n=128), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[1] == one[1]
+    assert (zero[0][:2], one[0][:1]) == ([16, 16], [16])
+    assert zero[0][2:] == one[0][1:]  # from the run on in which rank 1 comes to it, they launch the same
+
+
+def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        run = kernel.fn.run
+
+        def fails_for_8(x, y, n, **kwargs):
+            if n == 8 and kwargs["BLOCK"] == 32:
+                raise out_of_resources()
+            return run(x, y, n, **kwargs)
+
+        kernel.fn.run = fails_for_8
+        sizes = (64, 8) if rank == 1 else (64,)
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
+        assert all(torch.equal(y, numbers(n) + 1) for n, y in zip(sizes, step(), strict=True))
+        banned = {context.key[0]: len(context.banned) for context in step.report.contexts}
+        return step.report.runs, blocks_of(step), banned
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == two == (4, {"add64": 32}, {64: 0})
+    assert one == (4, {"add64": 32, "add8": 64}, {64: 0, 8: 1})
+
+
+@pytest.mark.parametrize("agree", ["key", "ordinal"])
+@MODES
+def test_ranks_that_launch_nothing_keep_in_step(mode, agree):
+    def program(rank):
+        bench, runs = Bench(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
+
+        def thunk():
+            runs.append(None)
+            return launch(kernel, numbers(64)) if rank == 1 else None
+
+        step = tune(bench, thunk, mode=mode, agree=agree)
+        run_until_settled(step)
+        return len(runs), blocks_of(step)
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == two == (one[0], {})
+    assert one[1] == {"add64": 32}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (64, 64.0, 64),
+        (1, True, 1.0),
+        (-0.0, False, 0),
+        (np.int64(64),) * 3,
+        (None,) * 3,
+        (torch.float16,) * 3,
+    ],
+    ids=["sixty-four", "one", "zero", "numpy", "None", "dtype"],
+)
+def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(values):
+    # Not a numpy number beside a Python one: it has a dtype, which stock Triton takes into the key.
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
+        run = kernel.fn.run
+        kernel.fn.run = lambda x, y, n, **kwargs: run(x, y, 64, **kwargs)
+        step = tune(bench, lambda: kernel[(4,)](numbers(), torch.zeros(64), values[rank]))
+        step()
+        return step.report.runs, [context.config.kwargs["BLOCK"] for context in step.report.contexts]
+
+    assert assert_all_ok(run_ranks(program, 3)) == [(3, [32])] * 3
+
+
+# ---- keys that hold a rank or a local size
+
+
+@pytest.mark.parametrize(("agree", "winners"), [("key", (16, 32)), ("ordinal", (32, 32))])
+def test_contexts_of_local_sizes_agree_by_their_order(agree, winners):
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 5.0 if rank else 1.0, 32: 2.0})
+        step = tune(bench, lambda: launch(kernel, numbers(64 + rank)), agree=agree)
+        step()
+        (context,) = step.report.contexts
+        return step.report.runs, context.key[0], context.config.kwargs["BLOCK"]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(3, 64, winners[0]), (3, 65, winners[1])]
+
+
+def test_ordinal_agreement_pairs_the_nth_keys_of_each_kernel():
+    def program(rank):
+        bench = Bench()
+        by_key = lambda launch: {16: 1.0, 32: 2.0}[launch.block] if launch.n < 50 else 48 / launch.block  # noqa: E731
+        first = bench.kernel({16: by_key, 32: by_key})
+        second = bench.kernel({16: 9.0 * rank + 1, 32: 2.0}, double)
+
+        def thunk():
+            if rank:
+                launch(second, numbers(7))
+            launch(first, numbers(10 + rank)), launch(first, numbers(100 + rank))
+            if not rank:
+                launch(second, numbers(6))
+
+        step = tune(bench, thunk, agree="ordinal")
+        step()
+        return step.report.runs, blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [
+        (3, {"add10": 16, "add100": 32, "double6": 32}),
+        (3, {"add11": 16, "add101": 32, "double7": 32}),
+    ]
+
+
+def test_ordinal_agreement_survives_a_dropped_session():
+    def program(rank):
+        bench, runs = Bench(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, numbers(64 + rank))
+            if len(runs) > 4:
+                launch(kernel, numbers(8 + rank))
+            if len(runs) == 6 and rank:
+                raise ValueError("boom")
+
+        step = tune(bench, thunk, agree="ordinal")
+        step()  # three runs settle the first key
+        endings = [ending(step)[:4] for _ in range(3)]  # run 6, of the third call, fails
+        return endings, blocks_of(step), bench.blocks()[-2:]
+
+    for rank, (endings, blocks, last) in enumerate(assert_all_ok(run_ranks(program, 2))):
+        assert endings == ["retu", "Valu" if rank else "Peer", "retu"]
+        assert set(blocks.values()) == {32}
+        assert last == [32, 32]
+
+
+@MODES
+def test_the_nth_context_is_agreed_among_the_ranks_that_have_so_many(mode):
+    # Ranks 0 and 2 have two local sizes, rank 1 has one: the second pair agrees without it.
+    def program(rank):
+        sizes = [64 + rank] if rank == 1 else [64 + rank, 128 + rank]
+        bench = Bench()
+        slow = {64: {16: 1.0, 32: 2.0 + 3 * (rank == 1)}, 128: {16: 1.0 + 3 * (rank == 2), 32: 2.0}}
+        by_size = lambda launch: slow[128 if launch.n >= 128 else 64][launch.block]  # noqa: E731
+        kernel = bench.kernel({16: by_size, 32: by_size})
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode, agree="ordinal")
+        run_until_settled(step)
+        return list(blocks_of(step).values()) if rank == 1 else sorted(blocks_of(step).items())
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == [("add128", 32), ("add64", 16)]
+    assert one == [16]
+    assert two == [("add130", 32), ("add66", 16)]

@@ -1,0 +1,152 @@
+"""Ranks that do not run the same thing are told so, all of them: options, versions, functions, kernels."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernels_for_tests import EMULATIONS, Bench, launch, numbers
+from rank_programs import blocks_of, ending, tune, tune_on_disk
+
+import dist_autotune.tuner.function_state
+from dist_autotune import RankMismatch
+from ranks import assert_all_ok, run_ranks
+
+MS = {16: 1.0, 32: 3.0, 64: 2.0}
+
+
+def test_options_that_differ():
+    def program(rank):
+        return ending(lambda: tune_on_disk(rank, MS, n_repeat=2 if rank == 2 else 1))
+
+    for text in assert_all_ok(run_ranks(program, 3)):
+        assert text.startswith(
+            "RankMismatch: ranks differ in the option n_repeat: rank 0: 1; rank 2: 2. All ranks must run"
+        )
+
+
+@pytest.mark.parametrize(
+    ("what", "replace"),
+    [
+        ("the version of dist_autotune", (dist_autotune.tuner.function_state, "__version__", "0.0.0")),
+        ("the version of Triton", (triton, "__version__", "3.5.9")),
+        ("DIST_AUTOTUNE_MODE", (os.environ, "DIST_AUTOTUNE_MODE", "cached")),
+    ],
+    ids=["package", "triton", "mode"],
+)
+def test_versions_that_differ(what, replace, monkeypatch):
+    def program(rank):
+        if rank == 1:
+            where, name, value = replace
+            (monkeypatch.setitem if where is os.environ else monkeypatch.setattr)(where, name, value)
+        with pytest.raises(RankMismatch, match=f"ranks differ in {what}: rank 0: .*; rank 1: ") as caught:
+            tune_on_disk(rank, MS)
+        return str(caught.value)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+
+
+def test_functions_of_different_source_or_name():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel(MS)
+
+        def one(x):
+            return launch(kernel, x)
+
+        def other(x):
+            return 0 + launch(kernel, x)
+
+        by_name = ending(lambda: tune(bench, other if rank else one)(x))
+        by_source = ending(lambda: tune(bench, other if rank else one, name="step")(x))
+        return by_name, by_source
+
+    for by_name, by_source in assert_all_ok(run_ranks(program, 2)):
+        assert by_name.startswith("RankMismatch: ranks differ in the tuned function: rank 0: ")
+        assert by_source.startswith("RankMismatch: ranks differ in the source of the tuned function: ")
+
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def scale(x):
+    return x + {one}
+
+@triton.jit
+def bump(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, scale(tl.load(x_ptr + offs, mask=offs < n)) + {two}, mask=offs < n)
+"""
+
+
+def bump_of(rank, one, two):
+    """Return the `@jit` function of a module that has another version on every rank."""
+    path = Path(f"host-{rank}/bump_module.py").absolute()
+    path.parent.mkdir()
+    path.write_text(KERNEL.format(one=one, two=two))
+    spec = importlib.util.spec_from_file_location("bump_module", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.bump
+
+
+@pytest.mark.parametrize("where", ["kernel", "helper"])
+@pytest.mark.parametrize("late", [False, True], ids=["same run", "another run"])
+def test_kernels_of_different_source(where, late):
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        function = bump_of(rank, one=rank if where == "helper" else 0, two=rank if where == "kernel" else 0)
+        kernel = bench.kernel({16: 1.0, 32: 2.0}, function, interpreted=True)
+        common = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
+
+        def thunk():
+            runs.append(None)
+            launch(common, x)
+            if rank == 0 or len(runs) > 1 or not late:
+                launch(kernel, x)
+
+        return ending(tune(bench, thunk))
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    name = "bump" if where == "kernel" else "scale"
+    assert zero.startswith(f"RankMismatch: ranks differ in the source of kernel bump_module.{name}: rank 0: ")
+
+
+def test_kernels_that_only_look_alike_may_differ():
+    # Two closures of one factory, over different helpers: the same name, and each rank launches its own.
+    def program(rank):
+        bench, x = Bench(), numbers()
+        functions = applying(plus_one, 1), applying(plus_two, 2)
+        kernels = [bench.kernel({16: 1.0 + n, 32: 1.5}, function) for n, function in enumerate(functions)]
+        step = tune(bench, lambda: launch(kernels[rank], x))
+        assert torch.equal(step(), x + 1 + rank)
+        return list(blocks_of(step).values())
+
+    assert assert_all_ok(run_ranks(program, 2)) == [[16], [32]]
+
+
+@triton.jit
+def plus_one(x):
+    return x + 1
+
+
+@triton.jit
+def plus_two(x):
+    return x + 2
+
+
+def applying(helper, plus):
+    @triton.jit
+    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=offs < n)), mask=offs < n)
+
+    EMULATIONS[apply] = lambda x, y: x + plus
+    return apply

@@ -1,0 +1,267 @@
+"""One trial per call, and settled calls that vote: plans stay equal whatever each rank measures and meets."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
+from rank_programs import blocks_of, ending, statuses_of, tune
+
+from dist_autotune import tunable
+from dist_autotune.timing.samples import READ_WITHIN_RUNS
+from ranks import assert_all_ok, run_ranks
+
+
+def exchanges(rank):
+    return [event for event in records(rank=rank) if event.event == "exchanged"]
+
+
+def test_one_run_and_one_exchange_a_call():
+    def program(rank):
+        bench, x, counts = Bench(), numbers(), []
+        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 9.0})
+        step = tune(bench, lambda: launch(kernel, x), mode="online")
+        for _ in range(6):
+            assert torch.equal(step(), x + 1)
+            counts.append((len(bench.blocks()), step.settled))
+        return counts, bench.blocks(), len(exchanges(rank)), step.report.runs
+
+    for counts, blocks, exchanged, runs in assert_all_ok(run_ranks(program, 2)):
+        assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
+        assert blocks == [16, 32, 64, 32, 32, 32]
+        assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial
+
+
+class LateClock(ScriptedClock):
+    """A clock whose device has done its work some looks later."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.looks = looks
+        self.left = {}
+
+    def ready(self, mark):
+        self.left.setdefault(id(mark), self.looks)
+        self.left[id(mark)] -= 1
+        return self.left[id(mark)] < 0
+
+
+@pytest.mark.parametrize("late", [(0, 2), (2, 0), (1, 1), (1, 9)], ids=str)
+def test_a_trial_is_judged_when_the_last_rank_has_read_its_clock(late):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        bench.clock = LateClock(late[rank])
+        bench.launches = bench.clock.launches
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.5})
+        step = tune(bench, lambda: launch(kernel, x), mode="online")
+        while not step.settled:
+            step()
+            assert len(bench.blocks()) < 20
+        return bench.blocks(), blocks_of(step), step.report.contexts[0].ms
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    blocks, winner, ms = zero
+    assert (winner, ms) == ({"add64": 32}, 2.0)
+    waits = min(max(late), READ_WITHIN_RUNS)
+    assert len(blocks) == 3 * (1 + waits)
+    assert [blocks[n * (1 + waits)] for n in range(3)] == [16, 32, 64]  # others are incumbents
+
+
+def test_a_new_key_of_one_rank_wakes_all_at_the_next_call():
+    def program(rank):
+        bench, sizes = Bench(), [64]
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode="online")
+        step(), step()
+        settled = [step.settled]
+        if rank == 1:
+            sizes.append(8)
+        for _ in range(4):
+            step()
+            settled.append(step.settled)
+        return settled, bench.blocks(n=64), bench.blocks(n=8)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[0] == one[0] == [True, False, False, True, True]
+    assert zero[1:] == ([16, 32] + [32] * 4, [])
+    assert one[1:] == ([16, 32] + [32] * 4, [16, 16, 32, 32])  # met, then two trials, then settled
+
+
+@pytest.mark.parametrize("mode", ["online", "replay"])
+def test_without_the_vote_new_keys_keep_the_first_config_and_are_logged(mode):
+    def program(rank):
+        bench, sizes = Bench(), [64]
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode, watch=False)
+        while not step.settled:
+            step()
+        before = len(exchanges(rank))
+        if rank == 1:
+            sizes.append(8)
+        for _ in range(3):
+            step()
+        notes = [event.text for event in records(rank=rank) if event.event == "note"]
+        return step.settled, bench.blocks(n=8), len(exchanges(rank)) - before, notes
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == (True, [], 0, [])
+    assert one[:3] == (True, [16, 16, 16], 0)
+    (note,) = one[3]
+    assert note.startswith("add[8, ")
+    assert "keeps its first config" in note
+
+
+def test_without_the_vote_ranks_need_not_call_equally_often():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: launch(kernel, x), watch=False)
+        step()
+        for _ in range(5 * rank):
+            step()
+        return len(bench.blocks())
+
+    assert assert_all_ok(run_ranks(program, 2)) == [3, 8]
+
+
+def test_a_vote_in_replay_mode_tunes_the_new_key_of_one_rank_in_the_same_call():
+    def program(rank):
+        bench, sizes = Bench(), [64]
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
+        step()
+        if rank == 0:
+            sizes.append(8)
+        step()
+        return bench.blocks(n=8), step.settled, len(bench.blocks(n=64))
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ([16, 16, 32, 32], True, 7)
+    assert one == ([], True, 7)
+
+
+def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
+        step = tune(bench, lambda n: launch(kernel, numbers(n)))
+        for n in (16, 24, 32, 40):
+            step(n)
+        return bench.blocks(), [config.kwargs["BLOCK"] for config in kernel.cache.values()]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [([16, 32, 32] + [16, 16, 32, 32] * 3, [32] * 4)] * 2
+
+
+def test_a_failing_config_and_a_failing_rank_in_between():
+    def program(rank):
+        bench, x, calls = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+        if rank == 1:
+            kernel.fn.failures[32] = out_of_resources
+
+        def thunk():
+            calls.append(None)
+            y = launch(kernel, x)
+            if len(calls) == 3 and rank == 0:
+                raise ValueError("boom")
+            return y
+
+        step = tune(bench, thunk, mode="online")
+        endings = [ending(step).partition("(")[0].partition(":")[0] for _ in range(8)]
+        return endings, blocks_of(step), step.settled, bench.blocks()[-1]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    fine = "returned tensor"
+    assert zero[0] == [fine, fine, "ValueError", *[fine] * 5]
+    assert one[0] == [fine, fine, "PeerFailed", *[fine] * 5]
+    assert zero[1:] == one[1:] == ({"add64": 64}, True, 64)
+
+
+def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
+    def train(rank, wrap, pick):
+        torch.manual_seed(0)
+        bench, weight, losses = Bench(), torch.randn(64), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.0})
+
+        def thunk():
+            gradient = launch(kernel, weight) * kernel.best_config.kwargs["BLOCK"]
+            dist.all_reduce(gradient)
+            weight.sub_(0.001 * gradient + 0.01 * torch.randn(64))
+            losses.append(weight.square().sum().item())
+
+        step = wrap(bench, thunk, kernel)
+        for n in range(8):
+            pick(kernel, n)
+            step()
+        return losses, bench.blocks()
+
+    def program(rank):
+        tuned = train(
+            rank, lambda bench, thunk, kernel: tune(bench, thunk, mode="online"), lambda kernel, n: None
+        )
+
+        def pin(kernel, n):
+            chosen = next(config for config in kernel.configs if config.kwargs["BLOCK"] == tuned[1][n])
+            kernel.cache[(64, "torch.float32", "torch.float32")] = chosen
+
+        return tuned, train(rank, lambda bench, thunk, kernel: thunk, pin)
+
+    (zero, zero_bare), (one, one_bare) = assert_all_ok(run_ranks(program, 2))
+    assert zero[1] == one[1] == [16, 32, 64, *[32] * 5]
+    assert zero == zero_bare
+    assert one == one_bare
+
+
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_kernels_and_choices_together(objective):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        first = bench.kernel({16: 3.0, 32: 1.0})
+        second = bench.kernel({16: 1.0, 32: 2.0 + rank}, double)
+
+        def thunk():
+            launch(first, x), launch(second, x)
+            bench.spend({1: 2.0, 2: 1.0 + 5 * rank}[tunable("chunks", [1, 2])])
+
+        step = tune(bench, thunk, mode="online", objective=objective)
+        calls = 0
+        while not step.settled:
+            step()
+            calls += 1
+            assert calls < 60
+        return calls, statuses_of_all(step), bench.blocks()
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[1] == {"add": ("tuned", 32), "double": ("tuned", 16), "chunks": ("tuned", 1)}
+
+
+def statuses_of_all(step):
+    return {
+        context.kernel: (
+            context.status,
+            getattr(context.config, "kwargs", {"BLOCK": context.config})["BLOCK"],
+        )
+        for context in step.report.contexts
+    }
+
+
+def test_a_kernel_that_all_ranks_stop_launching_does_not_hold_the_others_up():
+    def program(rank):
+        bench, x, calls = Bench(), numbers(), []
+        kept = bench.kernel({16: 3.0, 32: 1.0})
+        dropped = bench.kernel({16: 3.0, 32: 1.0}, double)
+
+        def thunk():
+            calls.append(None)
+            launch(kept, x)
+            if len(calls) < 2 + rank:
+                launch(dropped, x)
+
+        step = tune(bench, thunk)
+        step()
+        return step.report.runs, statuses_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[1]["add64"] == "tuned"

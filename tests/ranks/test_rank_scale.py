@@ -1,0 +1,278 @@
+"""What an exchange costs: bytes grow with contexts, never with ranks; a thousand ranks merge in a tree."""
+
+import functools
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from rank_programs import tune
+
+from dist_autotune.ranks import group
+from dist_autotune.ranks.hub_exchanges import Exchanges, children
+from dist_autotune.ranks.members import FAN_OUT
+from dist_autotune.ranks.messages import bytes_of, pack, text_of
+from dist_autotune.search.messages import Announcement, Part, Payload, merge
+from ranks import assert_all_ok, run_ranks
+
+RANKS = 1024
+HOW_IT_WORKS = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
+
+
+def said(capsys, text):
+    with capsys.disabled():
+        sys.stdout.write(f"\n  {text}")
+
+
+def simulated(rank, contexts, first=False, ban_chance=0.01):
+    """Return what a rank says of a run: times, now and then a ban, and who it is when it is new."""
+    generator = random.Random(rank)
+    parts = {}
+    for n in range(contexts):
+        ms = generator.randrange(1, 1 << 20) / 1024  # sums of these are exact in any order
+        order = tuple((f"{candidate:016x}", f"BLOCK: {candidate}") for candidate in range(8))
+        shared = tuple(digest for digest, _ in order)
+        announcement = Announcement(rank, "matmul", f"{n}, 'torch.float16'", order, shared) if first else None
+        bans = (
+            {f"{rank % 3:016x}": (rank, "out of resource: shared memory")}
+            if generator.random() < ban_chance
+            else {}
+        )
+        parts[f"{n:016x}"] = Part("0" * 16, ms, ms, ms, 1, bans=bans, announcement=announcement)
+    return Payload("run", rank, {"the tuned function": {"step": rank}}, parts=parts, elapsed_s=rank / 1024)
+
+
+@functools.cache
+def payloads(contexts, first, ban_chance=0.01):
+    return tuple(simulated(rank, contexts, first, ban_chance).encode() for rank in range(RANKS))
+
+
+def merged_in_a_tree(sent, fan_out, position=0):
+    below = [merged_in_a_tree(sent, fan_out, child) for child in children(position, fan_out, len(sent))]
+    return merge(sent[position], *below)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["any run", "first run"])
+@pytest.mark.parametrize("fan_out", [2, 32])
+def test_a_tree_of_1024_ranks_gives_the_same_as_one_after_another(fan_out, first, capsys):
+    sent = payloads(4, first)
+    began = time.perf_counter()
+    tree = merged_in_a_tree(sent, fan_out)
+    tree_ms = (time.perf_counter() - began) * 1e3
+    flat = functools.reduce(merge, random.Random(1).sample(sent, RANKS))
+    assert Payload.decode(tree) == Payload.decode(flat)
+    nodes = sum(1 for position in range(RANKS) if children(position, fan_out, RANKS))
+    said(
+        capsys,
+        f"{RANKS} ranks, 4 contexts, fan-out {fan_out}: {tree_ms / nodes:.2f} ms of merging per inner rank",
+    )
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["any run", "first run"])
+def test_the_merged_payload_is_as_large_as_that_of_one_rank(first):
+    sent = payloads(4, first)
+    merged = merge(*sent)
+    # Ranks and counts have more digits, and a ban appears when any of the ranks has one.
+    assert len(merged) < 1.5 * len(sent[0]) + 4 * 3 * 80
+    assert len(merge(*payloads(8, first))) < 2.2 * len(merged)
+
+
+def test_messages_of_real_ranks_do_not_grow_with_their_number():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 2.0})
+        logs = f"logs-{dist.get_world_size()}"
+        tune(bench, lambda: launch(kernel, x), log_dir=logs)()
+        return [
+            (e.sent_bytes, e.received_bytes)
+            for e in records(directory=logs, rank=rank)
+            if e.event == "exchanged"
+        ]
+
+    of_two = assert_all_ok(run_ranks(program, 2))
+    of_eight = assert_all_ok(run_ranks(program, 8))
+    assert {len(exchanged) for exchanged in (*of_two, *of_eight)} == {5}  # the opening and four runs
+    for exchanged in of_eight:
+        for (sent, received), (sent_of_two, received_of_two) in zip(exchanged, of_two[0], strict=True):
+            assert sent <= sent_of_two + 64
+            assert received <= received_of_two + 64
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_time_of_the_vote_after_a_settled_call(world_size, capsys):
+    def program(rank):
+        def us_a_call(**options):
+            bench, x = Bench(), numbers()
+            kernel = bench.kernel({16: 1.0, 32: 2.0})
+            step = tune(bench, lambda: launch(kernel, x), log_dir=None, **options)
+            for _ in range(20):
+                step()
+            times_us = []
+            for _ in range(100):
+                began = time.perf_counter()
+                step()
+                times_us.append((time.perf_counter() - began) * 1e6)
+            return statistics.median(times_us), min(times_us)
+
+        return us_a_call(), us_a_call(watch=False)
+
+    ends = assert_all_ok(run_ranks(program, world_size))
+    (voting_us, _), (quiet_us, _) = max(ends)
+    where = f"{world_size} ranks, {os.cpu_count()} cores"
+    said(capsys, f"a settled call on {where}: {quiet_us:.0f} us, the vote adds {voting_us - quiet_us:.0f}")
+    # The best call: what else runs on the machine only adds.
+    assert max(best_us for (_, best_us), _ in ends) < 50e3
+
+
+def formula(what):
+    """Return the coefficients that docs/how-it-works.md states for the payload of an exchange."""
+    (text,) = re.findall(rf"^\| {what} \| ([^|]+) \|$", HOW_IT_WORKS, re.MULTILINE)
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+@pytest.mark.parametrize("contexts", [1, 6])
+def test_the_cost_model_of_the_docs_holds(contexts):
+    def program(rank):
+        votes, exchange = [], group.GroupAgreement.exchange
+
+        def noting(self, payload, *rest):
+            votes.append(len(payload))
+            return exchange(self, payload, *rest)
+
+        bench = Bench()
+        kernel = bench.kernel(
+            {16: 1.2345678901234 + rank, 32: 1.5123456789, 64: 2.1234567890123}
+        )  # as measured
+        run = kernel.fn.run
+
+        def fails_once(x, y, n, **kwargs):
+            if rank and kwargs["BLOCK"] == 32 and n == 8:
+                raise out_of_resources()
+            return run(x, y, n, **kwargs)
+
+        kernel.fn.run = fails_once
+        step = tune(
+            bench, lambda: [launch(kernel, numbers(n)) for n in range(8, 8 + contexts)], name="exchange_cost"
+        )
+        step()
+        group.GroupAgreement.exchange = noting
+        step()
+        return [e.sent_bytes for e in records(rank=rank) if e.event == "exchanged"], votes
+
+    (zero, vote), (one, _) = assert_all_ok(run_ranks(program, 2))
+    (opening,) = formula("opening of a session")
+    first, per_new, per_candidate = formula("first run")
+    run, per_context, per_ban = formula("any other run")
+    assert zero[0] == pytest.approx(opening, rel=0.2)
+    assert zero[1] == pytest.approx(first + contexts * (per_new + 3 * per_candidate), rel=0.15)
+    assert zero[3] == pytest.approx(run + per_context * contexts, rel=0.15)
+    assert one[2] == pytest.approx(run + per_context * contexts + per_ban, rel=0.15)  # the ban's run
+    assert vote == pytest.approx(formula("vote of a settled call"), rel=0.2)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What passes the hub in one exchange of simulated ranks; the network is left out."""
+
+    sent: list[int]  # bytes, by position
+    received: list[int]
+    messages: int
+    calls: int  # of functions, while the hub handles messages: its work, whatever the machine
+    ms: float  # for the work of all: the hub's, and the ranks' merging
+
+
+def through_one_hub(size, contexts=4, fan_out=FAN_OUT):
+    exchanges = Exchanges(size, fan_out)
+    payloads_sent = payloads(contexts, False, ban_chance=0)[:size]
+    replies = {position: [] for position in range(size)}
+    sent, calls = [0] * size, 0
+    began = time.perf_counter()
+
+    def tell(position, op, **fields):
+        message = {"op": op, "id": 0, "sequence": 0, "position": position, **fields}
+        sent[position] += len(pack(message))
+        messages.append(op)
+        sys.setprofile(count)
+        exchanges.handle(message, replies[position].append)
+        sys.setprofile(None)
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    messages = []
+    inner = [position for position in range(size) if children(position, fan_out, size)]
+    for position in inner:  # parents ask before anybody has come: the hub has most to keep
+        tell(position, "collect")
+    for position in reversed(range(size)):
+        payload = payloads_sent[position]
+        if position in inner:
+            payload = merge(payload, *map(bytes_of, replies[position][-1]["payloads"]))
+        if position:
+            tell(position, "post", payload=text_of(payload))
+        else:
+            tell(0, "publish", end={"merged": text_of(payload)})
+    ms = (time.perf_counter() - began) * 1e3
+    for told in replies.values():
+        assert Payload.decode(bytes_of(told[-1]["end"]["merged"])).rank == 0
+    assert len(exchanges) == 0
+    received = [sum(len(pack(message)) for message in told) for told in replies.values()]
+    return Traffic(sent, received, len(messages) + sum(map(len, replies.values())), calls, ms)
+
+
+def test_nothing_grows_with_the_square_of_the_ranks(capsys):
+    traffic = {size: through_one_hub(size) for size in (64, 256, 1024)}
+    for size, one in traffic.items():
+        leaf = size - 1
+        said(
+            capsys,
+            f"{size} ranks, 4 contexts: {one.messages} messages, {one.calls / size:.0f} calls a rank, "
+            f"{one.ms:.0f} ms for all the work; bytes out and in: a leaf {one.sent[leaf]} and "
+            f"{one.received[leaf]}, the root {one.sent[0]} and {one.received[0]}, all together "
+            f"{sum(one.sent) + sum(one.received)}",
+        )
+        inner = sum(1 for position in range(size) if children(position, FAN_OUT, size))
+        assert one.messages == 2 * (size + inner)  # a payload and the end; a parent asks and is handed them
+        assert one.sent[leaf] < 2000
+        assert one.received[leaf] < 2500
+        assert max(one.received) < 2000 * FAN_OUT + 2500  # of its children, however many ranks there are
+    few, many = traffic[64], traffic[1024]
+    assert sum(many.sent) / 1024 < 1.1 * sum(few.sent) / 64
+    assert sum(many.received) / 1024 < 1.1 * sum(few.received) / 64
+    assert many.calls / 1024 < 1.1 * few.calls / 64
+
+
+def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
+    # All but one have come, that one compiles, and everybody's time is up again and again.
+    def calls_a_rank(size):
+        exchanges, calls = Exchanges(size, FAN_OUT), 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        def tell(position, op, **fields):
+            said = []
+            message = {"op": op, "id": 0, "sequence": 0, "position": position, **fields}
+            exchanges.handle(message, said.append)
+            return said
+
+        for position in range(1, size - 1):
+            tell(position, "collect" if children(position, FAN_OUT, size) else "post", payload="")
+        sys.setprofile(count)
+        for _ in range(3):
+            tell(size - 1, "beat")
+            for position in range(1, size - 1):
+                (verdict,) = tell(position, "give up", end={}, is_patient=True)
+                assert "wait" in verdict
+        sys.setprofile(None)
+        return calls / size
+
+    assert calls_a_rank(1024) < 1.1 * calls_a_rank(64)

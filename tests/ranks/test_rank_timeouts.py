@@ -1,0 +1,324 @@
+"""One rank dies, stops, is late or stuck in a tuned call: who names it, and how every rank ends."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernels_for_tests import Bench, launch, numbers, records
+from rank_programs import (
+    IN_TIME_S,
+    SHORT_S,
+    SOON_S,
+    STOCK_RUN,
+    TIMEOUT_S,
+    Boom,
+    assert_next_call_works,
+    ending,
+    failing_step,
+    is_gone,
+    set_patience,
+    tune,
+    wait_for,
+)
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import AgreementTimeout
+from dist_autotune.launch import dispatch
+from dist_autotune.ranks import exchange
+from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
+
+# ---- gone
+
+
+@pytest.mark.parametrize("init", ["file", "tcp"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_is_named_by_the_others_in_time(init, killed, monkeypatch):
+    monkeypatch.setattr(exchange, "SIGNING_S", SOON_S)  # a busy survivor is not to be named too
+    survivors = [rank for rank in range(3) if rank != killed]
+
+    def program(rank):
+        began = 0.0
+
+        def lose_patience():
+            nonlocal began
+            set_patience(step, SHORT_S)
+            meet(*survivors)
+            began = time.monotonic()
+
+        fails = dict.fromkeys(survivors, lose_patience)
+        fails[killed] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        step, _, _ = failing_step(rank, fails=fails, at_run=2)
+        with pytest.raises(AgreementTimeout, match=rf"rank {killed}\b") as caught:
+            step()
+        assert isinstance(caught.value, TimeoutError)
+        assert caught.value.missing_ranks == (killed,)
+        assert Autotuner.run is STOCK_RUN
+        return time.monotonic() - began, str(caught.value)
+
+    results = run_ranks(program, 3, init=init)
+    assert_killed(results[killed])
+    for waited_s, text in assert_all_ok([results[rank] for rank in survivors]):
+        assert waited_s < IN_TIME_S
+        assert "run 1 of" in text
+        assert f"rank-{killed}.jsonl" in text
+
+
+def test_a_stopped_rank_is_named_by_the_others_and_everybody_goes_on_when_it_wakes(monkeypatch):
+    # SIGSTOP on the rank that runs the hub: nothing there answers, and nothing is closed.
+    monkeypatch.setattr(exchange, "SILENCE_S", 1.0)
+    monkeypatch.setattr(exchange, "SIGNING_S", SOON_S)  # a busy survivor is not to be named too
+
+    def program(rank, directory):
+        def stop():
+            (directory / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def lose_patience():
+            set_patience(step, SHORT_S)
+            meet(1, 2)
+
+        step, _, _ = failing_step(rank, fails={0: stop, 1: lose_patience, 2: lose_patience}, at_run=2)
+        began = time.monotonic()
+        text = ending(step)
+        waited_s = time.monotonic() - began
+        set_patience(step, TIMEOUT_S)
+        (directory / f"ended {rank}").touch()
+        if rank == 1:
+            wait_for(lambda: (directory / "ended 2").exists())
+            os.kill(int((directory / "pid").read_text()), signal.SIGCONT)
+        wait_for(lambda: (directory / "ended 0").exists())
+        calls = [ending(step).partition("(")[0] for _ in range(3)]
+        return text, waited_s, calls[-1]
+
+    results = run_ranks(program, 3, Path.cwd())
+    for rank, (text, waited_s, last) in enumerate(assert_all_ok(results)):
+        if rank:
+            assert text.startswith("AgreementTimeout: ")
+            assert "for rank 0 to agree" in text
+            assert waited_s < TIMEOUT_S
+        assert last == "returned tensor"
+
+
+@pytest.mark.parametrize("handled", [False, True], ids=["default", "handler that exits"])
+def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_peers(handled):
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def leave(number, frame):
+            raise SystemExit(143)
+
+        def thunk():
+            runs.append(None)
+            y = launch(kernel, x)
+            if rank != 1 and len(runs) == 2:
+                set_patience(step, SHORT_S)
+                meet(0, 2)
+            if rank == 1 and len(runs) == 2:
+                if handled:
+                    signal.signal(signal.SIGTERM, leave)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return y
+
+        step = tune(bench, thunk)
+        began = time.monotonic()
+        try:
+            end = ending(step)
+        finally:
+            assert Autotuner.run is STOCK_RUN
+        return end, time.monotonic() - began
+
+    results = run_ranks(program, 3)
+    others = assert_all_ok([results[0], results[2]])
+    if handled:
+        ((end, _),) = assert_all_ok([results[1]])
+        assert end == "SystemExit: 143"
+    else:
+        assert_killed(results[1], signal.SIGTERM)
+    for end, waited_s in others:
+        expected = "PeerFailed: rank 1 failed" if handled else "AgreementTimeout: "
+        assert end.startswith(expected)
+        assert "ank 1" in end
+        assert waited_s < SHORT_S + 10
+    started = [record for record in records(rank=1) if record.event == "run_started"]
+    assert [record.run for record in started] == [0, 1]  # what the rank was doing is on disk
+    assert list(started[-1].plan.values()) == [1]
+
+
+# ---- late
+
+
+@pytest.mark.parametrize(
+    ("absent", "init"), [((0,), "file"), ((1,), "tcp"), ((0, 3), "file"), ((0, 3), "tcp")], ids=str
+)
+def test_ranks_that_never_call_are_named(init, absent):
+    present = [rank for rank in range(4) if rank not in absent]
+
+    def program(rank):
+        if rank in absent:
+            return None
+        step, runs, _ = failing_step(rank, fails={}, at_run=0, timeout_s=SHORT_S)
+        meet(*present)
+        began = time.monotonic()
+        with pytest.raises(AgreementTimeout) as caught:
+            step()
+        assert caught.value.missing_ranks == absent
+        assert not runs  # nothing was tried
+        return str(caught.value), time.monotonic() - began
+
+    results = assert_all_ok(run_ranks(program, 4, init=init))
+    texts, waited_s = zip(*(results[rank] for rank in present), strict=True)
+    for text in texts:
+        assert (f"rank {absent[0]} " if len(absent) == 1 else f"ranks {list(absent)} ") in text
+    # Whoever came later than the first waited for less.
+    assert SHORT_S - 0.1 < max(waited_s) < IN_TIME_S
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_late_ends_too_and_the_next_call_works(late):
+    others = [rank for rank in range(3) if rank != late]
+
+    def program(rank, given_up):
+        def lose_patience():
+            set_patience(step, SHORT_S)
+            meet(*others)
+
+        fails = dict.fromkeys(others, lose_patience)
+        fails[late] = lambda: wait_for(given_up.exists)
+        step, _, x = failing_step(rank, fails=fails, at_run=2)
+        with pytest.raises(AgreementTimeout, match=f"for rank {late} to agree"):
+            step()
+        given_up.touch()
+        set_patience(step, TIMEOUT_S)
+        return assert_next_call_works(step, x)
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3, Path.cwd() / "given up"))
+    assert zero == one == two
+
+
+def test_a_rank_that_is_late_by_less_costs_nothing():
+    def program(rank):
+        step, _, x = failing_step(rank, fails={1: lambda: time.sleep(0.5)}, at_run=2)
+        return assert_next_call_works(step, x)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+
+
+def test_a_rank_absent_from_a_settled_call_is_named_by_the_vote():
+    def program(rank):
+        step, _, x = failing_step(rank, fails={}, at_run=0)
+        step()
+        set_patience(step, SHORT_S)
+        if rank == 1:
+            wait_for(lambda: Path("given up").exists())
+        else:
+            meet(0, 2)
+        with pytest.raises(AgreementTimeout, match="for rank 1 to agree on a call of"):
+            step()
+        Path("given up").touch()
+        set_patience(step, TIMEOUT_S)
+        assert step.settled
+        return torch.equal(step(), x + 1)
+
+    assert assert_all_ok(run_ranks(program, 3)) == [True] * 3
+
+
+# ---- slow, because it compiles
+
+
+@pytest.mark.parametrize("where", ["preflight", "first launch"])
+def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbeats):
+    # Nothing compiles in the interpreter: the two places where it would are made slow on one rank.
+    def program(rank):
+        def compiles(*args, **kwargs):
+            time.sleep(2 * SHORT_S if rank == 1 and not slow else 0)
+            slow.append(None)
+            return dispatch.compiling.Preflight()
+
+        slow = []
+        if where == "preflight":
+            monkeypatch.setattr(dispatch.interception, "is_interpreted", lambda: False)
+            monkeypatch.setattr(dispatch.compiling, "preflight", compiles)
+            monkeypatch.setattr(dispatch.compiling, "current_device", lambda: -1)
+        else:
+            monkeypatch.setattr(dispatch.compiling, "current_device", lambda: 0)
+            monkeypatch.setattr(dispatch.interception, "compiled", compiles)
+        step, _, x = failing_step(rank, fails={}, at_run=0, timeout_s=SHORT_S)
+        meet()
+        began = time.monotonic()
+        winners = assert_next_call_works(step, x)
+        return winners, time.monotonic() - began
+
+    (zero, waited_s), (one, _) = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert waited_s > 1.5 * SHORT_S
+
+
+# ---- stuck in a collective of the user's own
+
+
+def test_a_peer_in_a_collective_of_its_own_is_told_why_on_stderr_and_in_the_log(quick_heartbeats):
+    def program(rank):
+        bench, x, runs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, x)
+            if rank == 0 and len(runs) == 2:
+                raise Boom("before the barrier")
+            dist.barrier()
+
+        step = tune(bench, thunk)
+        end = ending(step)
+        if rank == 0:
+            note = lambda: Path(".autotune_logs/rank-1.jsonl").read_text()  # noqa: E731
+            wait_for(lambda: "is still in run 1 of" in note())
+            dist.barrier()  # lets rank 1 go
+        meet()
+        return end
+
+    results = run_ranks(program, 2)
+    zero, one = assert_all_ok(results)
+    assert zero == "Boom: before the barrier"
+    assert one.startswith("PeerFailed: rank 0 failed")
+    assert "dist_autotune: Rank 1 is still in run 1 of" in results[1].stderr
+    assert "rank 0 has failed (Boom: before the barrier)" in results[1].stderr
+    assert "is still in" not in results[0].stderr
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["tuning", "settled"])
+def test_a_stuck_peer_is_ended_when_asked_for(settled, quick_heartbeats):
+    def program(rank, pid):
+        bench, x, runs = Bench(), numbers(), []
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, x)
+            if len(runs) == (5 if settled else 2):
+                if rank == 0:
+                    raise Boom
+                pid.write_text(str(os.getpid()))
+                dist.barrier()
+
+        step = tune(bench, thunk, on_stuck="abort", timeout_s=SHORT_S)
+        meet()
+        for _ in range(3):
+            end = ending(step)
+            if not end.startswith("returned"):
+                break
+        wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
+        return end.partition(":")[0]
+
+    zero, one = run_ranks(program, 2, Path.cwd() / "pid")
+    assert assert_all_ok([zero]) == ["Boom"]
+    assert one.exitcode == 1, describe(one)
+    assert "is ended: it is still in" in one.stderr
+    assert "in thunk" in one.stderr  # the traceback of where it hung
+    assert one.elapsed_s < 30  # rank 0 would wait for its end until the time-out of run_ranks

@@ -1,0 +1,107 @@
+"""Every guarantee of docs/guarantees.md names tests that there are, and says which of them need a GPU."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+GUARANTEES = (TESTS.parent / "docs" / "guarantees.md").read_text()
+ROW = re.compile(r"^\| ([A-Z]\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
+ON_A_GPU = re.compile(r"GPU(?: \([^)]*\))?: (?:`[\w/.:]+`(?:, )?)+")
+
+
+@dataclass(frozen=True)
+class Row:
+    number: str
+    happens: str
+    relies: str
+    tests: str
+
+    @property
+    def on_gpus(self) -> set[tuple[str, str]]:
+        return {name for part in ON_A_GPU.findall(self.tests) for name in NAMED.findall(part)}
+
+    @property
+    def on_cpus(self) -> set[tuple[str, str]]:
+        return set(NAMED.findall(self.tests)) - self.on_gpus
+
+
+ROWS = [Row(*cells) for cells in ROW.findall(GUARANTEES)]
+BY_NUMBER = pytest.mark.parametrize("row", ROWS, ids=[row.number for row in ROWS])
+
+
+@functools.cache
+def source_of(file: str) -> str:
+    """Return the text of the one test file of this name, whatever folder it lies in."""
+    (path,) = TESTS.rglob(file)
+    return path.read_text()
+
+
+@functools.cache
+def functions_of(file: str) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse(source_of(file))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def marks_of_module(file: str) -> str:
+    tree = ast.parse(source_of(file))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    return " ".join(ast.unparse(node.value) for node in assigned if "pytestmark" in ast.unparse(node.targets))
+
+
+def decorators_of(file: str, name: str) -> list[str]:
+    return [ast.unparse(decorator) for decorator in functions_of(file)[name].decorator_list]
+
+
+def needs_a_gpu(file: str, name: str) -> bool:
+    """Return whether no case of the test runs without a GPU."""
+    marks = decorators_of(file, name)
+    return any(re.match(r"pytest\.mark\.gpu\b", mark) for mark in [*marks, marks_of_module(file)])
+
+
+def test_the_rows_are_numbered_without_a_gap():
+    numbers = [row.number for row in ROWS]
+    sections = re.findall(r"^## ([A-Z])\. ", GUARANTEES, re.MULTILINE)
+    assert len(numbers) == len(re.findall(r"^\| [A-Z]\d+ ", GUARANTEES, re.MULTILINE))  # no row is malformed
+    for section in sections:
+        own = [number for number in numbers if number.startswith(section)]
+        assert own == [f"{section}{n + 1}" for n in range(len(own))]
+        assert own
+    assert {number[0] for number in numbers} == set(sections)
+
+
+@BY_NUMBER
+def test_a_guarantee_has_a_test_that_needs_no_gpu_or_says_that_it_needs_one(row):
+    assert row.on_cpus or row.on_gpus or re.search(r"\bGPU\b.*\bno test\b", row.tests)
+
+
+@BY_NUMBER
+def test_the_tests_of_a_guarantee_exist(row):
+    missing = [
+        f"{file}::{name}" for file, name in row.on_cpus | row.on_gpus if name not in functions_of(file)
+    ]
+    assert missing == []
+    assert "`" not in NAMED.sub("", row.tests)  # everything in backticks was understood as a name
+
+
+@BY_NUMBER
+def test_marks_fit_what_the_table_says(row):
+    for file, name in row.on_cpus:
+        assert not needs_a_gpu(file, name), f"{name} needs a GPU, and the table does not say so"
+    for file, name in row.on_gpus:
+        assert needs_a_gpu(file, name), f"{name} runs without a GPU, and the table says GPU"
+    for file, name in row.on_cpus | row.on_gpus:
+        assert not any(re.match(r"pytest\.mark\.(xfail|skip)\b", mark) for mark in decorators_of(file, name))
+
+
+def test_nothing_but_rows_names_a_test():
+    in_rows = sum(len(NAMED.findall(row.tests)) for row in ROWS)
+    assert len(NAMED.findall(GUARANTEES)) == in_rows

@@ -1,0 +1,221 @@
+"""launch.sh: the command that it puts together on each kind of machine, and one real start."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[2] / "launch.sh"
+CLEARED = ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CONDA_PREFIX", "VIRTUAL_ENV")
+
+# Stands for a python3 that lacks nothing: it answers every question with yes and prints what it is to run.
+YES_MAN = """#!/bin/bash
+case $* in
+  *version.py*) exit ${CPU_BUILD:-0} ;;
+  -P* | -c*) exit 0 ;;
+  *) echo "interpret=${TRITON_INTERPRET:-0} devices=${CUDA_VISIBLE_DEVICES-all} $*" ;;
+esac
+"""
+
+
+@dataclass
+class Machine:
+    """A machine with an environment in which nothing is missing, and with as many GPUs as a test says."""
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        (self.directory / "bin").mkdir()
+        self._write("bin/python3", YES_MAN)
+        self._write("program.py", "")
+
+    def run(self, *arguments: str, gpus: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        self._write("bin/nvidia-smi", "#!/bin/bash\n" + "echo 'GPU 0: NVIDIA'\n" * gpus)
+        path = f"{self.directory}/bin:{os.environ['PATH']}"
+        environ = {name: value for name, value in os.environ.items() if name not in CLEARED}
+        return subprocess.run(
+            [LAUNCH, *arguments],
+            env=environ | {"PATH": path, "VIRTUAL_ENV": str(self.directory)} | variables,
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def _write(self, name: str, text: str) -> None:
+        path = self.directory / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+
+def _words(value: object) -> str | None:
+    return " ".join(value) if isinstance(value, list) else None
+
+
+@pytest.fixture
+def machine(tmp_path):
+    directory = tmp_path / "machine"
+    directory.mkdir()
+    return Machine(directory)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "ranks"),
+    [
+        (8, [], 8),
+        (8, ["--nproc", "2"], 2),
+        (8, ["--nproc=2"], 2),
+        (8, ["--nproc-per-node", "2"], 2),
+        (1, ["--nproc", "1"], 1),
+    ],
+    ids=_words,
+)
+def test_ranks_run_on_gpus(machine, gpus, options, ranks):
+    result = machine.run(*options, "program.py", gpus=gpus)
+    assert result.stdout.startswith("interpret=0 devices=all -m torch.distributed.run --standalone")
+    assert result.stdout.endswith(f" --nproc-per-node {ranks} -- program.py\n")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "ranks", "reason"),
+    [
+        (0, [], 2, "no GPU"),
+        (0, ["--nproc", "4"], 4, "no GPU"),
+        (1, [], 2, "1 GPU, two are needed"),
+        (8, ["--cpu"], 2, "--cpu"),
+        (8, ["--cpu", "--nproc", "16"], 16, "--cpu"),
+    ],
+    ids=_words,
+)
+def test_ranks_run_on_the_cpu_and_one_line_says_why(machine, gpus, options, ranks, reason):
+    result = machine.run(*options, "program.py", gpus=gpus)
+    assert result.stdout.startswith("interpret=1 devices= -m torch.distributed.run --standalone")
+    assert result.stdout.endswith(f" --nproc-per-node {ranks} -- program.py\n")
+    assert result.stderr.startswith(f"launch.sh: {reason}: {ranks} CPU ranks (gloo, ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,1", 2), ("4,5,6", 3), ("0,1,2,3,4,5,6,7,8,9", 8)])
+def test_only_visible_gpus_count(machine, visible, ranks):
+    result = machine.run("program.py", gpus=8, CUDA_VISIBLE_DEVICES=visible)
+    assert f"--nproc-per-node {ranks} " in result.stdout
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "-1,0,1"])
+def test_hidden_gpus_do_not_count(machine, visible):
+    result = machine.run("program.py", gpus=8, CUDA_VISIBLE_DEVICES=visible)
+    assert "no GPU: 2 CPU ranks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--nnodes", "2", "--rdzv-endpoint", "host0:29500"], ["--nnodes=2", "--rdzv_endpoint=host0"]],
+    ids=_words,
+)
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_torchrun_options_pass_through_for_several_hosts(machine, gpus, options):
+    result = machine.run(*options, "program.py", "--nnodes", "mine", gpus=gpus)
+    expected = (
+        f"-m torch.distributed.run {' '.join(options)} --nproc-per-node {gpus} -- program.py --nnodes mine\n"
+    )
+    assert result.stdout.endswith(expected)
+
+
+def test_a_cpu_build_of_torch_leaves_the_gpus_alone(machine):
+    result = machine.run("program.py", gpus=8, CPU_BUILD="1")
+    assert "the installed torch is a CPU build: 2 CPU ranks" in result.stderr
+
+
+def test_other_torchrun_options_leave_the_ranks_on_one_host(machine):
+    result = machine.run("--tee", "3", "program.py", gpus=2)
+    assert "--tee 3 --standalone --nproc-per-node 2 -- program.py" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "missing.py: no such file"),
+        (["--nproc", "0", "program.py"], "--nproc 0: the number of ranks is 1 or more"),
+        (["--nproc", "two", "program.py"], "--nproc two: the number of ranks is 1 or more"),
+        (["--nproc"], "an option before FILE lacks its value"),
+        (["--nproc", "2"], "no FILE given; ./launch.sh --help"),
+        (["-x", "program.py"], "unknown option -x; ./launch.sh --help"),
+        (["--nproc", "9", "program.py"], "--nproc 9: more ranks than GPUs (8); --cpu runs them on the CPU"),
+    ],
+    ids=_words,
+)
+def test_mistakes_are_named_in_one_line(machine, arguments, message):
+    result = machine.run(*arguments, gpus=8)
+    assert (result.returncode, result.stderr, result.stdout) == (2, f"launch.sh: {message}\n", "")
+
+
+def test_help_is_the_head_of_the_script(machine):
+    result = machine.run("--help")
+    assert result.returncode == 0
+    assert "./launch.sh test [--gpu] [pytest arguments]" in result.stdout
+    assert machine.run().returncode == 2
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_torchrun_starts_two_cpu_ranks_and_a_failing_rank_fails_the_command(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, sys\n"
+        "rank = os.environ['RANK']\n"
+        "facts = [rank, os.environ['WORLD_SIZE'], os.environ['TRITON_INTERPRET'], sys.prefix]\n"
+        "pathlib.Path(f'rank-{rank}').write_text('|'.join(facts + sys.argv[1:]))\n"
+        "sys.exit(3 if rank == '1' and 'fail' in sys.argv else 0)\n"
+    )
+
+    def launch(*arguments: str) -> int:
+        environ = dict(os.environ, VIRTUAL_ENV=sys.prefix)
+        return subprocess.run([LAUNCH, "--cpu", program, *arguments], env=environ, timeout=120).returncode
+
+    assert launch("one", "two words", "--m", "3") == 0  # torchrun alone calls --m an ambiguous abbreviation
+    expected = ["2", "1", sys.prefix, "one", "two words", "--m", "3"]
+    assert [Path(f"rank-{rank}").read_text().split("|") for rank in range(2)] == [
+        ["0", *expected],
+        ["1", *expected],
+    ]
+    assert launch("fail") != 0
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_a_python_that_has_the_libraries_needs_no_package_index(tmp_path):
+    tree = tmp_path / "tree"
+    for name in ("dist_autotune", "kernels"):
+        shutil.copytree(LAUNCH.parent / name, tree / name)
+    for name in ("launch.sh", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(LAUNCH.parent / name, tree)
+    libraries = tmp_path / "libraries"  # of this environment, all but the project
+    libraries.mkdir()
+    places = [Path(place) for place in sys.path if Path(place).name == "site-packages"]
+    for path in itertools.chain.from_iterable(place.iterdir() for place in places):  # .pth files add some
+        if "dist_autotune" not in path.name and not (libraries / path.name).exists():
+            (libraries / path.name).symlink_to(path)
+    program = tmp_path / "program.py"
+    program.write_text("import dist_autotune.kernels\nprint(dist_autotune.kernels.__file__)\n")
+    environ = {name: value for name, value in os.environ.items() if name not in CLEARED} | {
+        "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(libraries),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "",
+    }
+    command = [tree / "launch.sh", "--cpu", "--nproc", "1", program]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert result.stdout == f"{tree}/kernels/__init__.py\n", result.stderr
+    made, installed, device = result.stderr.splitlines()[:3]
+    assert made == f"launch.sh: making the virtual environment {tree}/.venv --system-site-packages"
+    assert installed.endswith(f"--no-build-isolation -e {tree}")
+    assert "1 CPU ranks" in device

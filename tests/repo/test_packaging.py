@@ -1,0 +1,127 @@
+"""What the package promises whoever imports it: the names, the cost, and that nothing changes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dist_autotune
+
+ROOT = Path(__file__).parents[2]
+
+# Forks of a process that has imported torch and triton: one import of those, several figures. They are of the
+# processor's time, because a busy machine may take any time it likes.
+TIME_THE_IMPORT = """
+import os, time
+started = time.process_time()
+import torch, torch.distributed, triton
+print(1000 * (time.process_time() - started), flush=True)
+for _ in range(4):
+    if os.fork() == 0:
+        started = time.process_time()
+        import dist_autotune
+        print(1000 * (time.process_time() - started), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+IMPORT_AND_LOOK_AROUND = """
+import sys
+from triton.runtime.autotuner import Autotuner
+before = dict(vars(Autotuner))
+import dist_autotune
+assert dict(vars(Autotuner)) == before, "the import changes Triton's Autotuner"
+print(*sys.modules, sep="\\n")
+"""
+
+
+def run_python(program: str) -> list[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_exports_are_sorted_listed_once_and_there():
+    names = dist_autotune.__all__
+    assert list(names) == sorted(set(names))
+    assert [name for name in names if not hasattr(dist_autotune, name)] == []
+
+
+def test_the_import_changes_nothing_and_loads_nothing_that_only_some_need():
+    loaded = run_python(IMPORT_AND_LOOK_AROUND)
+    assert "dist_autotune" in loaded
+    assert {"nvshmem", "matplotlib", "typer", "dist_autotune.kernels"}.isdisjoint(loaded)
+    # Nor what the first call of a tuned function needs: most of the package, and the lock of its files.
+    assert {"dist_autotune.tuner.session", "dist_autotune.logs.records", "filelock"}.isdisjoint(loaded)
+
+
+def test_the_import_costs_less_than_a_sixth_of_torch_and_triton():
+    # A share, not milliseconds: a slow or busy machine stretches both.
+    torch_ms, first, *others = map(float, run_python(TIME_THE_IMPORT))  # the first may compile the sources
+    assert min(others) < torch_ms / 6, (torch_ms, first, others)
+
+
+WITHOUT = """
+import sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Without())
+import dist_autotune
+print("imported")
+"""
+
+
+def import_without(modules: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", WITHOUT, modules]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def test_it_can_be_imported_without_a_gpu_and_without_what_only_some_need():
+    done = import_without("nvshmem,cuda,nvidia,matplotlib,hypothesis,pytest")
+    assert (done.stdout, done.stderr) == ("imported\n", "")
+
+
+def test_an_import_without_triton_says_what_is_missing():
+    done = import_without("triton")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'triton'"
+
+
+def test_the_suite_is_run_on_the_oldest_supported_triton_and_on_the_newest():
+    (needed,) = [
+        text for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        if text.startswith("triton")
+    ]  # fmt: skip
+    oldest = re.match(r"triton>=(\d+\.\d+);", needed).group(1)
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert re.search(rf"^  environment oldest triton=={oldest}\.0 ", ci, re.MULTILINE)
+    assert re.search(r"^  environment newest triton ", ci, re.MULTILINE)  # no version: what the registry has
+    for function in ("start_tests", "end_tests"):
+        assert set(re.findall(rf"{function} (\w+)$", ci, re.MULTILINE)) == {"oldest", "newest"}
+    assert re.search(r'^  in_environment "\$1" \./launch\.sh test ', ci, re.MULTILINE)
+
+
+def test_every_package_directory_is_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join([name, *path.parent.relative_to(ROOT / folder).parts])
+        for name, folder in {"dist_autotune": "dist_autotune", "dist_autotune.kernels": "kernels"}.items()
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(found)
+
+
+@pytest.mark.parametrize("module", ["dist_autotune.kernels", "dist_autotune.kernels.symm"])
+def test_the_workloads_are_importable_from_anywhere(module):
+    run_python(f"import {module}")  # the conftest has left the tree: nothing is found by working directory

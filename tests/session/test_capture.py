@@ -1,0 +1,168 @@
+"""Under CUDA-graph capture: no mark, no wait, no trial, only the incumbent. The capture is pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import Bench, grid_of, launch, numbers, only
+
+from dist_autotune import tunable
+
+
+class Capture:
+    """What torch says of the current stream."""
+
+    active = False
+
+    def __enter__(self) -> None:
+        self.active = True
+
+    def __exit__(self, *exception: object) -> None:
+        self.active = False
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    made = Capture()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.active)
+    return made
+
+
+def refuse(*args: Any) -> Any:
+    raise AssertionError("no clock may be touched under capture")
+
+
+def forbid_the_clock(bench: Bench) -> Callable[[], None]:
+    clock, before = bench.clock, dict(vars(bench.clock))
+    clock.start = clock.stop = clock.read_ms = refuse  # type: ignore[method-assign]
+
+    def allow() -> None:
+        for name in ("start", "stop", "read_ms"):
+            vars(clock).pop(name)
+        vars(clock).update(before)
+
+    return allow
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_call_under_capture_is_one_run_of_incumbents(bench, capture, mode):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode)
+    forbid_the_clock(bench)
+    with capture:
+        assert torch.equal(tuned(), numbers() + 1)
+        tuned()
+    assert bench.blocks() == [16, 16]
+    assert not tuned.settled
+    assert tuned.report is None
+
+
+def test_after_a_captured_call_tuning_begins(bench, capture):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with capture:
+        tuned()
+    tuned()
+    assert bench.blocks() == [16, 16, 32, 32]
+
+
+def test_a_captured_call_takes_the_winner_once_there_is_one(bench, capture):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    allow = forbid_the_clock(bench)
+    with capture:
+        tuned()
+    allow()
+    tuned()
+    assert bench.blocks()[-2:] == [32, 32]
+
+
+def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, capture):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    with capture:
+        bench.tune(lambda: launch(fresh, numbers()))()  # from the disk
+        bench.tune(lambda: launch(kernel, numbers()), cache=False)()  # from Autotuner.cache
+    assert bench.blocks() == [32, 32]
+
+
+def test_online_a_call_under_capture_between_trials_advances_nothing(bench, capture):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned()
+    with capture:
+        tuned()
+    tuned()
+    tuned()
+    assert bench.blocks() == [16, 16, 32, 64]
+    assert (tuned.settled, tuned.report.runs) == (True, 3)
+
+
+def test_launches_that_the_function_captures_itself_are_no_trials(bench, capture):
+    kernel, inside = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 1.0}, key=())
+    captured = []
+
+    def thunk():
+        if not captured:  # warm up, capture, and from then on replay
+            with capture:
+                captured.append(launch(inside, numbers()))
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    tuned()
+    assert bench.blocks() == [16, 16, 32, 32]
+    assert only(tuned.report).status == "tuned"
+    assert bench.clock.marks == 2
+
+
+def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, capture):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk():
+        launch(kernel, numbers())
+        with capture:
+            launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    tuned()
+    assert bench.blocks() == [16, 16, 32, 16, 32, 32]
+    assert bench.clock.marks == 2
+    assert list(only(tuned.report).timings.values()) == [3.0, 1.0]
+
+
+def test_the_hook_of_a_captured_launch_runs(bench, capture):
+    hooked = []
+    hooks = {16: lambda arguments: hooked.append(arguments["BLOCK"])}
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks=hooks)
+    with capture:
+        bench.tune(lambda: launch(kernel, numbers()))()
+    assert hooked == [16]
+    assert kernel.best_config is kernel.configs[0]
+
+
+def test_the_host_choices_of_a_captured_call_are_the_settled_ones(bench, capture):
+    def thunk():
+        chosen = tunable("slices", [1, 2])
+        bench.spend({1: 2.0, 2: 1.0}[chosen])
+        return chosen
+
+    tuned = bench.tune(thunk)
+    with capture:
+        assert tuned() == 1
+    assert tuned() == 2
+    with capture:
+        assert tuned() == 2
+
+
+def test_a_kernel_with_one_config_is_launched_as_ever(bench, capture):
+    kernel = bench.kernel({16: 1.0})
+    y = torch.zeros(64)
+    with capture:
+        bench.tune(lambda: kernel[grid_of(64)](numbers(), y, 64))()
+    assert torch.equal(y, numbers() + 1)

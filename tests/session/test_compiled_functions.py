@@ -1,0 +1,73 @@
+"""Functions that torch compiles or traces: what it hides is no launch, and nothing waits for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels_for_tests import launch, numbers, only, records
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.logs.records import SessionClosed
+
+STOCK_RUN = Autotuner.run
+MODES = pytest.mark.parametrize("mode", ["replay", "online"])
+
+
+@pytest.fixture
+def add_one(bench, request):
+    """Return an operator of torch's that launches an autotuned kernel, and is traced without doing so."""
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return launch(kernel, x)
+
+    name = f"dist_autotune_tests::add_one_{abs(hash(request.node.nodeid))}"
+    operator = torch.library.custom_op(name, body, mutates_args=())
+    operator.register_fake(torch.empty_like)
+    return operator
+
+
+@MODES
+def test_a_function_traced_with_fake_tensors_ends_at_once_and_says_so(bench, add_one, mode):
+    tuned = bench.tune(lambda x: add_one(x), mode=mode)
+    with FakeTensorMode():
+        for _ in range(3):
+            assert tuned(torch.empty(64)).shape == (64,)
+    assert bench.blocks() == []
+    assert (tuned.report.runs, tuned.report.contexts) == (1, ())
+    assert {record.warning for record in records(SessionClosed)} == {"no launches of autotuned kernels seen"}
+    assert torch.equal(tuned(numbers()), numbers() + 1)  # and is tuned when it is called in earnest
+
+
+def test_a_launch_on_fake_tensors_fails_as_it_does_without_the_tuner(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, interpreted=True)
+    tuned = bench.tune(lambda x: launch(kernel, x))
+    with FakeTensorMode():
+        x = torch.empty(64)
+        with (
+            pytest.warns(UserWarning, match="data pointer of FakeTensor"),
+            pytest.raises(RuntimeError) as ours,
+        ):
+            tuned(x)
+        with pytest.raises(type(ours.value)):
+            kernel.fn.run(x, x, 64, grid=(4,), warmup=False, BLOCK=16)
+    assert Autotuner.run is STOCK_RUN
+    assert torch.equal(tuned(numbers()), numbers() + 1)
+
+
+@MODES
+def test_a_compiled_function_without_visible_launches_ends_at_once(bench, mode):
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    tuned = bench.tune(compiled, mode=mode)
+    assert torch.equal(tuned(numbers()), numbers() + 1)
+    assert (tuned.report.runs, tuned.report.contexts) == (1, ())
+    assert records(SessionClosed)[0].warning == "no launches of autotuned kernels seen"
+
+
+def test_launches_of_an_operator_in_a_compiled_function_are_tuned(bench, add_one):
+    compiled = torch.compile(lambda x: add_one(x) * 2, backend="eager")
+    tuned = bench.tune(compiled)
+    assert torch.equal(tuned(numbers()), (numbers() + 1) * 2)
+    assert bench.blocks() == [16, 32, 32]
+    assert only(tuned.report).status == "tuned"

@@ -1,0 +1,397 @@
+"""A launch that never ends, or breaks the device: who says so, what is named, how every rank ends."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, only, records
+from rank_programs import ending, tune, wait_for
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
+from dist_autotune.errors import LaunchFailed, LaunchTimeout
+from dist_autotune.logs.records import Note, RunFailed, SessionClosed
+from dist_autotune.ranks import group, watchdog
+from dist_autotune.ranks.watchdog import Attendant
+from dist_autotune.timing.device_errors import LISTED, is_reported, listed
+from dist_autotune.timing.samples import READ_WITHIN_RUNS
+from dist_autotune.tuner import calls
+from ranks import assert_all_ok, run_ranks
+
+STOCK_RUN = Autotuner.run
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
+NEVER_MS = 1e9
+
+
+@pytest.fixture
+def quick_heartbeats(monkeypatch):
+    """Let the thread that watches a run look twenty times a second."""
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(calls, "AGREEMENTS", group.Agreements())
+
+
+def log_of(rank: int = 0) -> str:
+    path = Path(f".autotune_logs/rank-{rank}.log")
+    return path.read_text() if path.exists() else ""
+
+
+def stuck_at(block: int, until: Callable[[], Any]) -> dict[int, Any]:
+    """Return the times of a kernel whose launches with `block` end only when `until` is true."""
+
+    def ms(launched: Any) -> float:
+        if launched.block == block:
+            wait_for(until)
+        return 1.0
+
+    return dict.fromkeys((16, 32, 64), ms)
+
+
+# ---- a run that takes too long, on its own
+
+
+def test_a_single_rank_in_a_run_that_takes_too_long_is_told_what_it_is_at(capfd):
+    bench = Bench()
+    told = lambda: "Rank 0 has been in run 1 of" in log_of()  # noqa: E731
+    stuck = bench.kernel(stuck_at(32, told))
+    quick = bench.kernel({16: 1.0, 32: 1.0}, double)
+
+    def thunk():
+        launch(quick, numbers())
+        return launch(stuck, numbers())
+
+    tuned = bench.tune(thunk, timeout_s=0.2, name="step")
+    assert torch.equal(tuned(), numbers() + 1)
+    assert tuned.settled
+    said = capfd.readouterr().err
+    log = Path(".autotune_logs/rank-0.log").absolute()
+    for text in (said, log_of()):
+        assert "Rank 0 has been in run 1 of step (" in text
+        assert "Not ended, or on trial: add[64, float32, float32] with BLOCK: 32" in text
+        assert f"Log: {log}." in text
+        assert "on_stuck='abort' would end its process" in text
+    assert said.count("has been in run 1") == 1
+
+
+def test_a_single_rank_in_a_run_that_takes_too_long_is_ended_when_that_is_asked_for(quick_heartbeats):
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel(stuck_at(32, lambda: False))
+        bench.tune(lambda: launch(kernel, numbers()), timeout_s=1.0, on_stuck="abort")()
+
+    (result,) = run_ranks(program, 1, init="none")
+    assert result.exitcode == 1
+    assert "if it is still there in 1 s, its process is ended" in result.stderr
+    assert "with BLOCK: 32" in result.stderr
+    assert "Rank 0 is ended: it is still in run 1 of" in result.stderr
+    assert "in wait_for" in result.stderr  # where it stood
+    assert result.elapsed_s < 15
+
+
+def test_ranks_that_are_all_stuck_are_all_told(quick_heartbeats):
+    def program(rank):
+        bench = Bench()
+        both = lambda: all(f"Rank {r} has been in run 1" in log_of(r) for r in (0, 1))  # noqa: E731
+        kernel = bench.kernel(stuck_at(32, both))
+        step = tune(bench, lambda: launch(kernel, numbers()), timeout_s=1.0)
+        return ending(step), only(step.report).status
+
+    results = run_ranks(program, 2)
+    for rank, (end, status) in enumerate(assert_all_ok(results)):
+        assert end.startswith("returned")
+        assert status == "tuned"
+        assert f"Rank {rank} has been in run 1 of" in results[rank].stderr
+        assert "with BLOCK: 32" in results[rank].stderr
+
+
+def test_ranks_that_are_all_stuck_are_all_ended_when_that_is_asked_for(quick_heartbeats):
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel(stuck_at(32, lambda: False))
+        tune(bench, lambda: launch(kernel, numbers()), timeout_s=1.0, on_stuck="abort")()
+
+    for result in run_ranks(program, 2):
+        assert result.exitcode == 1
+        assert f"Rank {result.rank} is ended" in result.stderr
+        assert result.elapsed_s < 15
+
+
+def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
+    def program(rank):
+        bench, is_slow = Bench(), []
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+        step = tune(bench, lambda: (launch(kernel, numbers()), is_slow and time.sleep(2.2)), on_stuck="abort")
+        step()
+        assert step.settled
+        step._calls.domain.timeout_s = 1.0  # the session's runs had longer
+        is_slow.append(True)
+        step()
+
+    results = run_ranks(program, 2)
+    assert_all_ok(results)
+    assert not any("has been in" in result.stderr for result in results)
+
+
+def watched(timeout_s: float, told: list[str], **options: Any) -> Any:
+    watchdog = Attendant(0, 0.02, lambda: None)
+    return watchdog, watchdog.watching(
+        0, "run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ", **options
+    )
+
+
+def test_time_in_which_a_rank_compiles_does_not_count():
+    told: list[str] = []
+    watchdog, watching = watched(1.0, told)
+    with watching:
+        with watchdog.beating(0):
+            time.sleep(1.5)
+        assert told == []
+        wait_for(lambda: told)
+    (text,) = told
+    found = re.match(r"Rank 0 has been in run 7 of step for ([\d.]+) s. At matmul. If it never ends", text)
+    assert found
+    assert float(found[1]) > 2.4  # both
+
+
+def test_compiling_for_ever_does_not_count_as_compiling_for_ever():
+    told: list[str] = []
+    watchdog, watching = watched(0.05, told)
+    with watching, watchdog.beating(0):
+        wait_for(lambda: told)
+
+
+def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
+    told: list[str] = []
+    watchdog = Attendant(0, 0.02, lambda: None)
+
+    def whereabouts() -> str:
+        raise RuntimeError(ILLEGAL)
+
+    with watchdog.watching(0, "run 7 of step", 0.05, "raise", told.append, whereabouts):
+        wait_for(lambda: told)
+    assert "cannot be told (RuntimeError: CUDA error" in told[0]
+
+
+# ---- a launch that the device never ends
+
+
+def on_device(
+    device: FakeDevice, ms: Callable[[int], float], *, is_dist: bool = False, **options: Any
+) -> Any:
+    """Return a tuned function of two kernels; launches of the first take `ms` of the device, by BLOCK."""
+    bench = Bench()
+    first = bench.kernel(dict.fromkeys((16, 32), lambda made: device.launch(ms(made.block)) or 0.0))
+    second = bench.kernel(dict.fromkeys((16, 32), lambda made: device.launch(0.01) or 0.0), double)
+
+    def step() -> Any:
+        y = launch(first, numbers())
+        launch(second, numbers())
+        return y
+
+    decorate = tune if is_dist else lambda bench, thunk, **chosen: bench.tune(thunk, **chosen)
+    clock = EventClock(timeout_s=2.0)
+    return decorate(bench, step, **{"clock": clock, "cache": False, "name": "step", **options})
+
+
+def assert_named(text: str, *, rank: int = 0, config: str = "BLOCK: 32") -> None:
+    assert f"Rank {rank}: run 1 of step: " in text
+    assert f"add[64, float32, float32] with {config}" in text
+    assert f"{Path('.autotune_logs').absolute()}/rank-{rank}.log" in text
+
+
+def test_a_launch_that_never_ends_ends_the_call_and_names_the_one_that_runs(monkeypatch):
+    device = FakeDevice().install(monkeypatch)
+    hangs = [True]
+    tuned = on_device(device, lambda block: NEVER_MS if block == 32 and hangs else 0.01)
+    with pytest.raises(LaunchTimeout) as caught:
+        tuned()
+    text = str(caught.value)
+    assert_named(text)
+    assert "double" not in text  # it waits behind the first
+    assert "cuda:0 did not end a launch within 2 s" in text
+    assert "end the process" in text
+    assert isinstance(caught.value, TimeoutError)
+    assert (Autotuner.run is STOCK_RUN, is_tuning(), tuned.settled) == (True, False, False)
+    (failed,) = records(RunFailed)
+    assert "add[64, float32, float32] with BLOCK: 32" in failed.error
+    assert records(SessionClosed)[-1].outcome == "LaunchTimeout"
+    hangs.clear()
+    device.idle_ms = device.host_ms
+    assert torch.equal(tuned(), numbers() + 1)  # a session of its own, from the start
+    assert tuned.settled
+
+
+def test_online_a_launch_that_is_overdue_ends_the_call_and_is_named(monkeypatch):
+    device = FakeDevice().install(monkeypatch)
+    hangs = [True]
+    tuned = on_device(device, lambda block: NEVER_MS if block == 32 and hangs else 0.01, mode="online")
+    ends: list[str] = []
+    while len(ends) < 100 and not (ends and ends[-1].startswith("LaunchTimeout")):
+        ends.append(ending(tuned))
+        device.pass_ms(100.0)
+    assert 1 + READ_WITHIN_RUNS <= len(ends) < 10  # the incumbent ran meanwhile, before it was waited for
+    text = ends[-1]
+    assert "add[64, float32, float32] with BLOCK: 32" in text
+    assert "double" not in text
+    hangs.clear()
+    device.idle_ms = device.host_ms
+    while not tuned.settled:
+        tuned()
+        device.pass_ms(1.0)
+
+
+def test_peers_of_a_rank_whose_launch_never_ends_learn_its_name(quick_heartbeats):
+    def program(rank):
+        device = FakeDevice().install(pytest.MonkeyPatch())
+        hangs = [True]
+        step = on_device(
+            device, lambda block: NEVER_MS if rank == 1 and block == 32 and hangs else 0.01, is_dist=True
+        )
+        end = ending(step)
+        assert (Autotuner.run is STOCK_RUN, is_tuning()) == (True, False)
+        hangs.clear()
+        device.idle_ms = device.host_ms
+        return end, ending(step).partition("(")[0]
+
+    (zero, after_zero), (one, after_one) = assert_all_ok(run_ranks(program, 2))
+    assert one.startswith("LaunchTimeout: ")
+    assert_named(one, rank=1)
+    assert zero.startswith("PeerFailed: rank 1 failed, so this call ends on rank 0 too: LaunchTimeout: ")
+    assert_named(zero, rank=1)
+    assert (after_zero, after_one) == ("returned tensor", "returned tensor")
+
+
+# ---- an error that the device reports
+
+
+def broken_at(device: FakeDevice, kind: type[BaseException], block: int) -> Callable[[int], float]:
+    def ms(launched: int) -> float:
+        if launched == block:
+            device.breaks_ms, device.trouble = device.host_ms + 0.2, lambda: kind(ILLEGAL)
+        return 0.5
+
+    return ms
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError], ids=lambda kind: kind.__name__)
+def test_an_error_of_the_device_found_at_the_end_of_a_run_names_what_was_launched(monkeypatch, kind):
+    device = FakeDevice().install(monkeypatch)
+    tuned = on_device(device, broken_at(device, kind, 32))
+    with pytest.raises(kind) as caught:
+        tuned()
+    text = str(caught.value)
+    assert isinstance(caught.value, LaunchFailed)
+    assert isinstance(caught.value, TuningError)
+    assert type(caught.value.__cause__) is kind
+    assert caught.value.__cause__.args == (ILLEGAL,)
+    assert_named(text)
+    assert f"cuda:0 reports {kind.__name__}: CUDA error: an illegal memory access was encountered." in text
+    assert "double[64, float32, float32] with BLOCK: 32" in text
+    assert "start it again" in text
+    assert (Autotuner.run is STOCK_RUN, is_tuning(), tuned.settled) == (True, False, False)
+    assert_named(records(RunFailed)[-1].error + f"{Path('.autotune_logs').absolute()}/rank-0.log")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), LaunchFailed),
+        (RuntimeError("boom"), RuntimeError),
+        (KeyError("mine"), KeyError),
+    ],
+    ids=["the device's", "a RuntimeError of one's own", "another error"],
+)
+def test_what_else_fails_between_two_runs_is_named_if_it_is_the_devices(error, kind):
+    class Broken(ScriptedClock):
+        def read_ms(self, mark: list[int]) -> float:
+            if bench.blocks()[-1] == 32:
+                raise error
+            return 1.0
+
+    bench = Bench()
+    kernel = bench.kernel({16: 1.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), clock=Broken(), name="step")
+    with pytest.raises(kind) as caught:
+        tuned()
+    if kind is LaunchFailed:
+        assert_named(str(caught.value))
+        assert caught.value.__cause__ is error
+    else:
+        assert caught.value is error
+
+
+def test_all_ranks_end_when_one_ranks_device_breaks_and_all_name_the_config(quick_heartbeats):
+    def program(rank):
+        device = FakeDevice().install(pytest.MonkeyPatch())
+        ms = broken_at(device, torch.AcceleratorError, 32) if rank == 1 else lambda block: 0.01
+        return ending(on_device(device, ms, is_dist=True))
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert one.startswith("DeviceFailed: ")
+    assert zero.startswith("PeerFailed: rank 1 failed")
+    for text in (zero, one):
+        assert_named(text, rank=1)
+        assert "an illegal memory access" in text
+
+
+def test_an_error_of_the_device_that_the_function_raises_is_left_alone_and_told_elsewhere(quick_heartbeats):
+    error = torch.AcceleratorError(ILLEGAL)
+
+    def program(rank):
+        bench, runs = Bench(), []
+        kernel = bench.kernel({16: 1.0, 32: 1.0})
+
+        def step():
+            runs.append(None)
+            y = launch(kernel, numbers())
+            if rank == 1 and len(runs) == 2:
+                raise error
+            return y
+
+        tuned = tune(bench, step, name="step")
+        with pytest.raises((torch.AcceleratorError, PeerFailed)) as caught:
+            tuned()
+        if rank == 1:
+            assert caught.value is error
+            assert error.args == (ILLEGAL,)
+            assert error.__cause__ is None
+            assert not hasattr(error, "__notes__")
+            notes = [record.text for record in records(Note, rank=1)]
+            assert any("with BLOCK: 32" in text for text in notes)
+        return str(caught.value)
+
+    results = run_ranks(program, 2)
+    zero, _ = assert_all_ok(results)
+    assert "Rank 1: run 1 of step: raised AcceleratorError: CUDA error: an illegal memory access" in zero
+    assert "add[64, float32, float32] with BLOCK: 32" in zero
+    assert "with BLOCK: 32" in results[1].stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.AcceleratorError("x"), True),
+        (RuntimeError(ILLEGAL), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("HIP error: invalid device function"), True),
+        (RuntimeError("boom"), False),
+        (ValueError(ILLEGAL), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=repr,
+)
+def test_errors_of_the_device_are_told_from_the_users(error, expected):
+    assert is_reported(error) is expected
+
+
+def test_a_run_names_only_the_first_of_many_launches():
+    assert listed([]) == "nothing"
+    assert listed(["a", "b"]) == "a; b"
+    assert listed(["x"] * (LISTED + 3)).endswith("x and 3 more")

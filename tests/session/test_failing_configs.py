@@ -1,0 +1,307 @@
+"""A config that cannot be launched is replaced in the same call, banned, and never wins."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from kernels_for_tests import (
+    FAILURES,
+    block_of,
+    double,
+    inject,
+    launch,
+    numbers,
+    only,
+    out_of_resources,
+    records,
+)
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import NoValidConfig, TuningError, is_tuning
+from dist_autotune.logs.records import Banned, ContextAdmitted, RunStarted, SessionClosed
+from dist_autotune.search.strategies import STRATEGIES
+from ranks import run_ranks
+
+every_failure = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
+STOCK_RUN = Autotuner.run
+BLOCKS = (16, 32, 64)
+
+
+@pytest.mark.parametrize("where", ["launch", "pre_hook"])
+@every_failure
+@pytest.mark.parametrize(
+    ("bad", "launched"),
+    [(16, [32, 64, 32]), (32, [16, 16, 64, 64]), (64, [16, 32, 16, 32])],
+    ids=["first", "middle", "last"],
+)
+def test_a_config_that_fails_is_replaced_in_the_same_call(bench, where, failure, bad, launched):
+    kernel = inject(bench, where, {bad: failure})
+    outputs = []
+
+    def thunk():
+        outputs.append(launch(kernel, numbers()))
+        return outputs[-1]
+
+    tuned = bench.tune(thunk)
+    tuned()
+    assert all(torch.equal(y, numbers() + 1) for y in outputs)
+    assert bench.blocks() == launched
+    assert len(outputs) == len(launched) == tuned.report.runs
+    context = only(tuned.report)
+    assert block_of(context.config) == launched[-1]
+    ((text, reason),) = context.banned.items()
+    assert f"BLOCK: {bad}" in text
+    assert reason.startswith("rank 0: ")
+    assert type(failure()).__name__ in reason
+    assert text not in context.timings
+    assert block_of(kernel.best_config) == launched[-1]
+
+
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+@pytest.mark.parametrize("bad", [(16, 32), (16, 64), (32, 64)], ids=str)
+def test_the_one_config_that_works_wins(bench, search, bad):
+    kernel = inject(bench, "launch", dict.fromkeys(bad, out_of_resources))
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=search)
+    assert torch.equal(tuned(), numbers() + 1)
+    (good,) = set(BLOCKS) - set(bad)
+    assert set(bench.blocks()) == {good} | ({16} if 16 not in bad else set())
+    assert block_of(only(tuned.report).config) == good
+    assert len(only(tuned.report).banned) == 2
+
+
+@pytest.mark.parametrize("where", ["launch", "pre_hook"])
+def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where):
+    kernel = inject(bench, where, dict.fromkeys(BLOCKS, out_of_resources))
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.raises(NoValidConfig) as caught:
+        tuned()
+    message = str(caught.value)
+    assert message.startswith("add[64, float32, float32]: all 3 configs failed on some rank. ")
+    for block in BLOCKS:
+        assert f"Rank 0, BLOCK: {block}" in message
+    assert message.count("out of resource: shared memory, Required: 262144") == 3
+    assert isinstance(caught.value, TuningError)
+    assert Autotuner.run is STOCK_RUN
+    assert not is_tuning()
+    assert [(record.outcome, record.warning) for record in records(SessionClosed)] == [("NoValidConfig", "")]
+
+
+def test_after_all_have_failed_the_next_call_starts_anew(bench):
+    kernel = inject(bench, "launch", dict.fromkeys(BLOCKS, out_of_resources))
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    for _ in range(2):
+        with pytest.raises(NoValidConfig):
+            tuned()
+    kernel.fn.failures.clear()
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 32, 64, 32]
+
+
+def test_a_kernel_without_a_working_config_does_not_spoil_the_settled_ones(bench):
+    good, bad = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 1.0}, double)
+    tuned = bench.tune(lambda with_bad: launch(bad if with_bad else good, numbers()))
+    tuned(False)
+    bad.fn.failures.update(dict.fromkeys((16, 32), out_of_resources))
+    with pytest.raises(NoValidConfig):
+        tuned(True)
+    bench.forget()
+    tuned(False)
+    assert bench.blocks() == [32]
+
+
+def test_a_config_that_fails_once_in_a_while_is_banned_by_its_first_failure(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    attempts = itertools.count()
+    run = kernel.fn.run
+
+    def flaky(*args, **kwargs):
+        if kwargs["BLOCK"] == 32 and next(attempts) == 2:
+            raise out_of_resources()
+        return run(*args, **kwargs)
+
+    kernel.fn.run = flaky
+    tuned = bench.tune(lambda: launch(kernel, numbers()), n_repeat=5)
+    tuned()
+    assert bench.blocks() == [16] * 5 + [32, 32] + [16, 16]
+    assert block_of(only(tuned.report).config) == 16
+
+
+def test_a_config_that_fails_in_a_later_launch_of_a_run_is_replaced_there(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, key=())
+    run = kernel.fn.run
+
+    def fails_for_large(x, y, n, **kwargs):
+        if kwargs["BLOCK"] == 32 and n > 100:
+            raise out_of_resources()
+        return run(x, y, n, **kwargs)
+
+    kernel.fn.run = fails_for_large
+    outputs = []
+
+    def thunk():
+        outputs.extend((n, launch(kernel, numbers(n))) for n in (64, 128, 64))
+
+    tuned = bench.tune(thunk)
+    tuned()
+    assert all(torch.equal(y, numbers(n) + 1) for n, y in outputs)
+    assert bench.blocks()[:6] == [16] * 3 + [32, 16, 16]
+    assert block_of(only(tuned.report).config) == 16
+    assert list(only(tuned.report).timings.values()) == [3.0]
+
+
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+def test_a_config_that_fails_on_two_threads_at_once_is_the_only_one_banned(bench, is_settled):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    both = threading.Barrier(2)
+
+    def fail():
+        both.wait(60)
+        return out_of_resources()
+
+    with ThreadPoolExecutor(2) as pool:
+        tuned = bench.tune(lambda: list(pool.map(lambda x: launch(kernel, x), [numbers(), numbers()])))
+        if is_settled:
+            bench.tune(lambda: launch(kernel, numbers()))()
+            tuned()
+        kernel.fn.failures[32] = fail
+        for _ in range(3):
+            assert all(torch.equal(y, numbers() + 1) for y in tuned())
+    assert tuned.settled
+    assert list(only(tuned.report).banned) == [str(kernel.configs[1])]
+
+
+def test_the_hook_of_the_config_that_stands_in_runs_once_per_launch(bench):
+    hooked = []
+    hooks = {block: lambda arguments, block=block: hooked.append(block) for block in BLOCKS}
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, pre_hooks=hooks)
+    kernel.fn.failures[32] = out_of_resources
+    bench.tune(lambda: launch(kernel, numbers()))()
+    assert bench.blocks() == [16, 16, 64, 64]
+    assert hooked == [16, 32, 16, 64, 64]
+
+
+def test_best_config_is_the_one_that_stood_in(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    kernel.fn.failures[32] = out_of_resources
+    seen = []
+
+    def thunk():
+        launch(kernel, numbers())
+        seen.append(block_of(kernel.best_config))
+
+    bench.tune(thunk)()
+    assert seen == bench.blocks()
+
+
+def test_failing_is_written_down_with_its_reason(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    kernel.fn.failures[32] = out_of_resources
+    bench.tune(lambda: launch(kernel, numbers()))()
+    (banned,) = records(Banned)
+    assert (banned.run, banned.config_id, banned.by_rank, banned.kernel) == (1, 1, 0, "add")
+    assert "out of resource: shared memory" in banned.reason
+
+
+def test_online_a_failing_config_is_replaced_too(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[32] = out_of_resources
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    for _ in range(6):
+        assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 16, 64, 64, 64, 64]
+    assert tuned.settled
+
+
+def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[32] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    (result,) = run_ranks(lambda rank: tuned(), 1, init="none", fresh=False)
+    assert result.signal is signal.SIGKILL
+    last = records()[-1]
+    assert isinstance(last, RunStarted)
+    (admitted,) = records(ContextAdmitted)
+    assert last.plan == {admitted.context: 1}
+    assert "BLOCK: 32" in admitted.candidates[1]
+
+
+def test_stock_timings_hold_inf_for_what_failed(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    kernel.fn.failures[32] = out_of_resources
+    bench.tune(lambda: launch(kernel, numbers()))()
+    by_block = {block_of(config): times for config, times in kernel.configs_timings.items()}
+    assert by_block == {16: [3.0] * 3, 32: [float("inf")] * 3}
+
+
+def test_a_winner_on_disk_that_fails_now_is_replaced_and_the_rest_is_tuned_anew(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    fresh = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    fresh.fn.failures[32] = out_of_resources
+    tuned = bench.tune(lambda: launch(fresh, numbers()))
+    assert torch.equal(tuned(), numbers() + 1)
+    assert 32 not in bench.blocks()
+    assert block_of(only(tuned.report).config) == 64
+    assert only(tuned.report).status == "tuned"
+
+
+@pytest.mark.parametrize("where", ["launch", "pre_hook"])
+@every_failure
+def test_a_settled_winner_that_fails_is_replaced_in_the_same_call(bench, failure, where):
+    errors: dict[int, Callable[[], Exception]] = {}
+    hooks = {32: lambda arguments: fail(errors) if where == "pre_hook" else None}
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, pre_hooks=hooks)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    bench.forget()
+    errors[32] = failure
+    if where == "launch":
+        kernel.fn.failures[32] = failure
+    for _ in range(3):
+        assert torch.equal(tuned(), numbers() + 1)
+        assert Autotuner.run is STOCK_RUN
+    assert 32 not in bench.blocks()
+
+
+def fail(errors: dict[int, Callable[[], Exception]]) -> None:
+    for error in errors.values():
+        raise error()
+
+
+def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    workspaces: list[weakref.ref[torch.Tensor]] = []
+
+    def failing():
+        workspace = torch.zeros(1000)
+        workspaces.append(weakref.ref(workspace))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    kernel.fn.failures[32] = failing
+    alive = []
+
+    def thunk():
+        y = launch(kernel, numbers())
+        alive.extend(workspace() is not None for workspace in workspaces)
+        return y
+
+    gc.disable()
+    try:
+        tuned = bench.tune(thunk)
+        assert torch.equal(tuned(), numbers() + 1)
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive)
+    assert "OutOfMemoryError" in next(iter(only(tuned.report).banned.values()))

@@ -1,0 +1,294 @@
+"""Contexts whose times hold the host's part: fed where that helps, flagged, and not decided by it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_device import FakeDevice
+from kernels_for_tests import Bench, ScriptedClock, launch, numbers, only, records
+from rank_programs import tune
+
+from dist_autotune import EventClock
+from dist_autotune.cli.tables import session_tables
+from dist_autotune.logs.reader import load
+from dist_autotune.logs.records import Agreed, ContextSettled, Trial
+from dist_autotune.search.agreed_times import HOST_SHARE
+from dist_autotune.search.context_search import Context
+from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds
+from dist_autotune.search.rules import Rules
+from dist_autotune.search.strategies import STRATEGIES
+from dist_autotune.timing.event_cost import PAIRS
+from ranks import assert_all_ok, run_ranks
+
+
+def part(ran: str, ms: float, gap_ms: float = 0.0) -> Part:
+    return Part(ran, ms, ms, femtoseconds(ms), measured=1, gap_ms=gap_ms)
+
+
+def context(names: str, search: str = "exhaustive", **options: Any) -> Context:
+    rules = Rules(
+        STRATEGIES[search], search, **{"n_warmup": 0, "n_repeat": 1, "rank_reduce": "max", **options}
+    )
+    order = tuple((name, f"BLOCK={name}") for name in names)
+    made = Context("ctx", Announcement(0, "matmul", "64", order, tuple(names)), rules, run=0)
+    made.start()
+    return made
+
+
+def winner(made: Context, ms: dict[str, float], gap_ms: dict[str, float]) -> str:
+    while not made.settled:
+        name = made.digests[made.planned]
+        told = part(name, ms[name], gap_ms[name])
+        made.advance(told, told)
+    return made.digests[made.incumbent]
+
+
+def gaps(**ms: float) -> dict[str, float]:
+    return ms
+
+
+# ---- what the ranks make of it
+
+
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+def test_candidates_nearer_than_the_hosts_part_leave_the_incumbent_in_place(search):
+    made = context("abc", search)
+    assert winner(made, {"a": 0.060, "b": 0.055, "c": 0.058}, dict.fromkeys("abc", 0.03)) == "a"
+    assert made.is_launch_bound
+    assert made.status == "tuned"
+
+
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+def test_the_same_times_decide_where_the_host_has_no_part_in_them(search):
+    made = context("abc", search)
+    assert winner(made, {"a": 0.060, "b": 0.055, "c": 0.058}, dict.fromkeys("abc", 0.0)) == "b"
+    assert not made.is_launch_bound
+
+
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+def test_a_candidate_that_is_faster_whatever_the_hosts_part_was_still_wins(search):
+    made = context("ab", search)
+    assert winner(made, {"a": 0.140, "b": 0.100}, gaps(a=0.03, b=0.03)) == "b"
+    assert made.is_launch_bound
+
+
+@pytest.mark.parametrize(("gap_of_a", "expected"), [(0.006, "a"), (0.004, "b")])
+def test_it_is_the_slower_ones_part_that_may_account_for_the_difference(gap_of_a, expected):
+    made = context("ab")
+    assert winner(made, {"a": 0.060, "b": 0.055}, gaps(a=gap_of_a, b=0.05)) == expected
+
+
+def test_a_part_too_small_to_count_changes_nothing():
+    just_under = 0.99 * HOST_SHARE * 1.0
+    made = context("ab")
+    assert winner(made, {"a": 1.0, "b": 0.99}, gaps(a=just_under, b=just_under)) == "b"
+    assert not made.is_launch_bound
+
+
+def test_the_rank_with_the_largest_part_counts_in_whatever_order_ranks_are_merged():
+    parts = [part("a", 0.5), part("a", 0.6, 0.2), part("a", 0.4, 0.3)]
+    merged = set()
+    for one, two, three in itertools.permutations(parts):
+        payloads = [Payload("run", parts={"ctx": each}) for each in (one, two, three)]
+        for result in (
+            payloads[0].merged(payloads[1]).merged(payloads[2]),
+            payloads[0].merged(payloads[1].merged(payloads[2])),
+        ):
+            merged.add(Payload.decode(result.encode()).parts["ctx"].gap_ms)
+    assert merged == {0.3}
+
+
+def test_a_rank_whose_device_never_waited_sends_no_more_bytes_than_before():
+    assert "gap_ms" not in json.loads(Payload("run", parts={"ctx": part("a", 1.0)}).encode())["parts"]["ctx"]
+
+
+# ---- in a session
+
+
+class GappedClock(ScriptedClock):
+    """A scripted clock whose every reading may hold so much of the host's time."""
+
+    def __init__(self, gap_ms: float) -> None:
+        super().__init__()
+        self._gap_ms = gap_ms
+
+    def gap_ms(self, mark: list[int]) -> float:
+        return self._gap_ms
+
+
+class GappedBench(Bench):
+    def __init__(self, gap_ms: float) -> None:
+        self.clock = GappedClock(gap_ms)
+        self.launches = self.clock.launches
+
+
+def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
+    bench = GappedBench(0.5)
+    kernel = bench.kernel({16: 1.0, 32: 0.9})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    found = only(tuned.report)
+    assert (found.config.kwargs["BLOCK"], found.launch_bound, found.status) == (16, True, "tuned")
+    assert "tuned, launch-bound" in str(found)
+    text = str(tuned.report)
+    assert "tuned, launch-bound" in text
+    assert "Launch-bound: the device waited for the host" in text
+    assert [trial.gap_ms for trial in records(Trial)][:2] == [0.5, 0.5]
+    (settled,) = records(ContextSettled)
+    assert settled.launch_bound
+    log = Path(".autotune_logs/rank-0.log").read_text()
+    assert "of which the host up to 0.5000" in log
+    assert "tuned, launch-bound, 2 timed" in log
+    (session,) = load(tmp_path / ".autotune_logs").sessions
+    assert session.contexts[0].launch_bound
+    table = session_tables(session)[0]
+    assert "tuned, launch-bound" in table.rows[0]
+    assert "launch-bound: the device waited" in table.note
+
+
+def test_a_context_that_is_not_launch_bound_says_nothing_of_it():
+    bench = GappedBench(0.0)
+    kernel = bench.kernel({16: 1.0, 32: 0.9})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert not only(tuned.report).launch_bound
+    assert "aunch-bound" not in str(tuned.report)
+    assert "host" not in Path(".autotune_logs/rank-0.log").read_text()
+
+
+def test_one_launch_bound_rank_keeps_all_ranks_from_deciding_by_its_host():
+    def program(rank):
+        bench = GappedBench(0.5 if rank == 1 else 0.0)
+        kernel = bench.kernel({16: 1.0, 32: 0.9, 64: 0.8})
+        step = tune(bench, lambda: launch(kernel, numbers()))
+        step()
+        found = only(step.report)
+        agreed = [record.gap_ms for record in records(Agreed, rank=rank)]
+        return found.config.kwargs["BLOCK"], found.launch_bound, agreed
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one == (16, True, [0.5, 0.5, 0.5])
+
+
+# ---- a session on a device
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice().install(monkeypatch)
+
+
+def on_device(
+    device: FakeDevice, times_ms: dict[int, float], host_ms: float | Callable[[], float], **options: Any
+) -> Any:
+    """Return a tuned function of one kernel whose launches take so long on the device and on the host."""
+    bench = Bench()
+
+    def ms(block: int) -> Any:
+        return lambda launched: (
+            device.launch(times_ms[block], host_ms() if callable(host_ms) else host_ms) or 0.0
+        )
+
+    kernel = bench.kernel({block: ms(block) for block in times_ms})
+
+    def thunk() -> Any:
+        y = launch(kernel, numbers())
+        device.host_ms = max(device.host_ms, device.idle_ms)  # the function waits for its result
+        return y
+
+    return bench, bench.tune(thunk, **{"clock": EventClock(), "cache": False, **options})
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_host_bound_function_is_tuned_by_the_kernels_own_times(device, mode):
+    bench, tuned = on_device(device, {16: 0.012, 32: 0.010, 64: 0.011}, host_ms=0.04, n_repeat=3, mode=mode)
+    calls = 0
+    while not tuned.settled:
+        tuned()
+        calls += 1
+    found = only(tuned.report)
+    assert found.config.kwargs["BLOCK"] == 32
+    assert not found.launch_bound
+    assert list(found.timings.values()) == pytest.approx([0.012, 0.010, 0.011])
+    assert len(bench.blocks()) == (tuned.report.runs if mode == "replay" else calls)  # the user's, no more
+    assert device.synchronized == 0
+
+
+def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_it_is_slower(device):
+    hosts_ms = itertools.chain([0.04, 0.04, 6.0], itertools.repeat(0.04))  # 6.0: longer than the filler
+    _, tuned = on_device(
+        device,
+        {16: 0.084, 32: 0.058},
+        hosts_ms.__next__,
+        search="exhaustive",
+        n_warmup=1,
+        n_repeat=2,
+    )
+    tuned()
+    gaps_ms = [trial.gap_ms for trial in records(Trial) if trial.config.startswith("BLOCK: 16,")][:3]
+    assert [gap_ms > 0 for gap_ms in gaps_ms] == [False, False, True]
+    assert only(tuned.report).config.kwargs["BLOCK"] == 32
+
+
+def test_without_fillers_the_same_function_is_flagged_and_keeps_its_incumbent(device):
+    clock = EventClock(feeds=False)
+    clock.prepare()
+    device.host_ms = device.idle_ms  # what that has launched would keep the device busy in the first run
+    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04, n_repeat=3, clock=clock)
+    tuned()
+    found = only(tuned.report)
+    assert (found.config.kwargs["BLOCK"], found.launch_bound) == (16, True)
+    assert len(device.fillers_ms) == 2 + 2 * PAIRS  # to know what events cost, before the first run
+
+
+def test_settled_calls_have_no_filler_and_make_no_events(device):
+    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
+    tuned()
+    assert tuned.settled
+    assert device.fillers_ms
+    device.trouble = None
+    before = len(device.fillers_ms), device.events
+    for _ in range(3):
+        tuned()
+    assert (len(device.fillers_ms), device.events) == before
+
+
+def test_nothing_is_fed_where_nothing_may_be_tried(device, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
+    tuned()
+    assert (device.fillers_ms, device.events) == ([], 0)
+
+
+def test_nothing_is_fed_under_capture(device, monkeypatch):
+    bench, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
+    device.capturing = True  # a filler would fail the test
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    tuned()
+    assert bench.blocks() == [16]
+    assert (device.fillers_ms, device.events) == ([], 0)
+
+
+def test_a_capture_inside_a_run_is_not_fed_either(device, monkeypatch):
+    bench = Bench()
+    kernel = bench.kernel(dict.fromkeys((16, 32), lambda launched: device.launch(0.01) or 0.0))
+    fed: list[int] = []
+
+    def thunk():
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+            device.capturing = True
+            before = device.events, len(device.fillers_ms)
+            launch(kernel, numbers())
+            fed.append((device.events, len(device.fillers_ms)) != before)
+            device.capturing = False
+        launch(kernel, numbers())
+
+    tuned = bench.tune(thunk, clock=EventClock(), cache=False)
+    tuned()
+    assert fed == [False] * tuned.report.runs

@@ -1,0 +1,160 @@
+"""mode='online': one run a call, tried over the calls, and never a wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import Mine, double, launch, numbers, only, records, winner
+
+from dist_autotune import tunable
+from dist_autotune.logs.records import RunStarted
+
+
+def test_online_makes_one_run_per_call_and_returns_its_result(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda x: launch(kernel, x), mode="online")
+    for call, settled in enumerate([False, False, True, True, True]):
+        assert torch.equal(tuned(numbers() + call), numbers() + call + 1)
+        assert tuned.settled is settled
+    assert bench.blocks() == [16, 32, 64, 32, 32]
+
+
+@pytest.mark.parametrize("limit", [{"max_runs": 4}, {"budget_s": 1e-9}], ids=str)
+def test_online_what_was_left_when_runs_or_time_were_spent_waits_for_retune(bench, limit):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=3, **limit)
+    for _ in range(20):
+        tuned()
+    assert tuned.settled
+    assert only(tuned.report).status == "partial"
+    tried = len(set(bench.blocks()))
+    assert tried < 3
+    assert bench.blocks()[-10:] == [bench.blocks()[-1]] * 10
+    tuned.retune()
+    tuned()
+    assert only(tuned.report).status in ("partial", "tuning") or not tuned.settled
+
+
+def test_online_a_context_starves_after_64_runs_and_resumes_when_launched_again(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
+
+    def thunk(with_other):
+        launch(one, numbers())
+        if with_other:
+            launch(other, numbers())
+
+    tuned = bench.tune(thunk, mode="online", n_repeat=2)
+    tuned(True)
+    for _ in range(70):
+        tuned(False)
+    statuses = {context.kernel: context.status for context in tuned.report.contexts}
+    assert statuses == {"add": "tuned", "double": "starved"}
+    for _ in range(8):
+        tuned(True)
+    assert bench.blocks("double")[-1] == 32
+    assert other.best_config.kwargs["BLOCK"] == 32
+    assert tuned.settled
+
+
+def test_online_keys_that_each_come_once_are_admitted_in_sixteen_runs_and_the_session_ends(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    for n in range(1, 200):
+        tuned(n)
+        if tuned.settled:
+            break
+    assert n <= 16 + 64 + 1  # the last one admitted is starved
+    statuses = [context.status for context in tuned.report.contexts]
+    assert (statuses.count("starved"), statuses.count("partial")) == (16, n - 16)
+
+
+def test_online_keys_that_come_late_are_tuned_while_few_runs_have_brought_any(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda *ns: [launch(kernel, numbers(n)) for n in ns], mode="online", n_repeat=20)
+    for call in range(80):
+        tuned(64, *((8,) if call > 20 else ()))
+    assert {context.key[0]: (context.status, winner(context)) for context in tuned.report.contexts} == {
+        8: ("tuned", 32),
+        64: ("tuned", 32),
+    }
+
+
+def test_online_an_exception_costs_one_sample_only(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk(fails):
+        launch(kernel, numbers())
+        if fails:
+            raise Mine
+
+    tuned = bench.tune(thunk, mode="online")
+    tuned(False)
+    with pytest.raises(Mine):
+        tuned(True)
+    tuned(False)
+    assert bench.blocks() == [16, 32, 32]
+    assert tuned.settled
+
+
+class SlowClock:
+    """Its times are known two runs after the launch, as those of events on a busy device."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.run = 0
+        self.waited = 0
+
+    def start(self) -> Any:
+        return [self.run, self.inner.start()]
+
+    def stop(self, mark: Any) -> None:
+        self.inner.stop(mark[1])
+
+    def ready(self, mark: Any) -> bool:
+        return self.run >= mark[0] + 2
+
+    def read_ms(self, mark: Any) -> float:
+        self.waited += not self.ready(mark)
+        return self.inner.read_ms(mark[1])
+
+
+def test_online_never_waits_for_the_device(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    clock = SlowClock(bench.clock)
+
+    def thunk():
+        clock.run += 1
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk, mode="online", clock=clock, n_repeat=2)
+    calls = 0
+    while not tuned.settled:
+        tuned()
+        calls += 1
+        assert calls < 50
+    assert clock.waited == 0
+    assert (winner(only(tuned.report)), list(only(tuned.report).timings.values())) == (32, [3.0, 1.0, 2.0])
+    plan = [record.plan for record in records(RunStarted)]
+    assert any(not tried for tried in plan)  # while a sample is awaited the incumbent runs
+
+
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_online_kernels_and_choices_are_tuned_over_the_calls(bench, objective):
+    kernel = bench.kernel({16: 2.0, 32: 1.0})
+
+    def thunk():
+        slices = tunable("slices online", [1, 2])
+        launch(kernel, numbers())
+        bench.spend({1: 2.0, 2: 1.0}[slices])
+        return slices
+
+    tuned = bench.tune(thunk, mode="online", objective=objective)
+    calls = 0
+    while not tuned.settled:
+        tuned()
+        calls += 1
+        assert calls < 50
+    assert (tuned(), bench.blocks()[-1]) == (2, 32)
+    assert tuned.report.runs == calls

@@ -1,0 +1,192 @@
+"""What the tuner costs: nothing between calls, little in settled ones. Times are printed, bounds wide."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import triton
+from kernels_for_tests import add, launch, numbers
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import contextual_autotune
+
+STOCK_RUN = Autotuner.run
+LAUNCHES = 100
+
+# The promise is 10 us a call and 1 us a launch; a busy machine with two cores needs room around it.
+CALL_US_ALLOWED = 150.0
+LAUNCH_US_ALLOWED = 15.0
+
+
+# ---- nothing is patched between calls
+
+
+IMPORTING = """
+import triton
+from triton import knobs
+from triton.runtime.autotuner import Autotuner
+before = dict(vars(Autotuner)), dict(vars(knobs.autotuning)), dict(vars(triton))
+import dist_autotune
+assert (dict(vars(Autotuner)), dict(vars(knobs.autotuning)), dict(vars(triton))) == before
+"""
+
+
+def test_importing_the_package_changes_nothing():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", IMPORTING], env=environment, check=True)
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_the_stock_function_is_replaced_in_every_call_and_never_between(bench, mode):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inside = []
+
+    def thunk():
+        inside.append(Autotuner.run)
+        launch(kernel, numbers())
+
+    tuned = bench.tune(thunk, mode=mode)
+    assert Autotuner.run is STOCK_RUN
+    for _ in range(5):
+        tuned()
+        assert Autotuner.run is STOCK_RUN
+    assert STOCK_RUN not in inside
+    assert vars(Autotuner)["run"] is STOCK_RUN
+
+
+def test_what_stood_there_before_is_put_back_and_called_for_what_passes_through(bench, monkeypatch):
+    passed = []
+
+    def somebody_elses(self, *args, **kwargs):
+        passed.append(self.best_config if hasattr(self, "best_config") else None)
+        return STOCK_RUN(self, *args, **kwargs)
+
+    monkeypatch.setattr(Autotuner, "run", somebody_elses)
+    single, several = bench.kernel({16: 1.0}), bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: (launch(single, numbers()), launch(several, numbers())))
+    tuned()
+    assert Autotuner.run is somebody_elses
+    assert len(passed) == 3  # the kernel with one config, once per run
+
+
+# ---- what a settled call costs
+
+
+class Nothing:
+    """A kernel whose launch does nothing, so that all there is to measure is the way to it."""
+
+    fn = staticmethod(add.fn)
+    arg_names = add.arg_names
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        pass
+
+
+def best_us(function: Callable[[], Any], calls: int) -> float:
+    """Return the microseconds of a call: the best of several rounds, as interruptions only add."""
+    rounds = []
+    for _ in range(7):
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        rounds.append((time.perf_counter() - began) / calls * 1e6)
+    return min(rounds)
+
+
+def report(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with capsys.disabled():
+        sys.stdout.write(f"\n  {text} (triton {triton.__version__}, {os.cpu_count()} cores)")
+
+
+def test_a_settled_call_costs_little_more_than_the_bare_function(capsys):
+    def thunk():
+        return None
+
+    tuned = contextual_autotune(thunk, progress=False)
+    tuned()
+    assert tuned.settled
+    pairs = [(best_us(tuned, 500), best_us(thunk, 500)) for _ in range(3)]
+    added_us = statistics.median(decorated - bare for decorated, bare in pairs)
+    report(capsys, f"a settled call adds {added_us:.1f} us; promised: 10 us")
+    assert added_us < CALL_US_ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("mode", "blocks"),
+    [("tune", (16, 32)), ("cached", (16, 32)), ("tune", (16,))],
+    ids=["tuned", "mode cached, unknown", "one config"],
+)
+def test_a_settled_launch_costs_little_more_than_a_stock_launch(capsys, monkeypatch, request, mode, blocks):
+    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], ["n"])(Nothing())
+    x, y = numbers(), numbers()
+
+    def thunk():
+        for _ in range(LAUNCHES):
+            kernel[(4,)](x, y, 64)
+
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    tuned = contextual_autotune(thunk, progress=False, n_warmup=0, n_repeat=1)
+    tuned()
+    assert tuned.settled
+    assert len(kernel.cache) == (len(blocks) > 1)  # so the bare function's launches are stock's fastest
+    pairs = [(best_us(tuned, 10), best_us(thunk, 10)) for _ in range(3)]
+    added_us = statistics.median(decorated - bare for decorated, bare in pairs) / LAUNCHES
+    stock_us = min(bare for _, bare in pairs) / LAUNCHES
+    text = f"adds {added_us:.2f} us to stock's {stock_us:.2f} us; promised: 1 us"
+    report(capsys, f"a settled launch ({request.node.callspec.id}) {text}")
+    assert added_us < LAUNCH_US_ALLOWED
+
+
+def bytecodes(function: Callable[[], Any]) -> int:
+    """Return how many instructions of Python one call executes: the same on every machine, busy or not."""
+    executed = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal executed
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch():
+    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (16, 32)], ["n"])(Nothing())
+    x, y = numbers(), numbers()
+
+    def thunk(launches: int) -> None:
+        for _ in range(launches):
+            kernel[(4,)](x, y, 64)
+
+    tuned = contextual_autotune(thunk, progress=False, n_warmup=0, n_repeat=1, log_dir=None)
+    tuned(1)
+    tuned(1)
+
+    def of_a_launch(function: Callable[[int], None]) -> float:
+        return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10
+
+    assert 0 < of_a_launch(tuned) <= of_a_launch(thunk)
+
+
+def test_an_online_session_is_over_when_it_is_settled(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    while not tuned.settled:
+        tuned()
+    marks = bench.clock.marks
+    for _ in range(5):
+        tuned()
+    assert bench.clock.marks == marks

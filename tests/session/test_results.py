@@ -1,0 +1,323 @@
+"""Where results are found: Triton's own objects, its listeners, the report."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+import triton
+from kernels_for_tests import (
+    KEY,
+    block_of,
+    double,
+    launch,
+    no_bench,
+    numbers,
+    only,
+    out_of_resources,
+    records,
+)
+from triton import knobs
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.logs.records import ContextSettled
+
+HAS_LISTENER = "listener" in vars(type(knobs.autotuning))
+NEEDS_LISTENER = pytest.mark.skipif(not HAS_LISTENER, reason="knobs.autotuning.listener came with Triton 3.8")
+
+
+# ---- in Triton's own objects
+
+
+def test_results_are_where_stock_triton_keeps_them_in_its_types(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    assert list(kernel.cache) == [KEY]
+    assert kernel.cache[KEY] is kernel.best_config is kernel.configs[1]
+    assert isinstance(kernel.configs_timings, dict)
+    assert kernel.configs_timings == {
+        config: [ms] * 3 for config, ms in zip(kernel.configs, (3.0, 1.0, 2.0), strict=True)
+    }
+    assert isinstance(kernel.bench_time, float)
+
+
+def test_a_launch_outside_the_function_uses_the_result(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    assert torch.equal(launch(kernel, numbers()), numbers() + 1)
+    assert bench.blocks() == [32]
+
+
+def test_a_kernel_pruned_to_one_config_has_it_in_the_cache(bench):
+    pruning = {"early_config_prune": lambda configs, args, **kwargs: configs[1:]}
+    kernel = bench.kernel({16: 1.0, 32: 2.0}, prune_configs_by=pruning, do_bench=no_bench)
+    bench.tune(lambda: launch(kernel, numbers()))()
+    launch(kernel, numbers())
+    assert bench.blocks() == [32, 32]
+
+
+def test_a_key_already_in_the_cache_is_respected(bench):
+    kernel = bench.kernel({16: 1.0, 32: 3.0})
+    kernel.cache[KEY] = kernel.configs[1]
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert bench.blocks() == [32]
+    assert bench.clock.marks == 0
+    assert (only(tuned.report).status, tuned.report.runs) == ("cached", 1)
+
+
+def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
+    kernel = bench.kernel({16: 1.0, 32: 3.0})
+    kernel.cache[KEY] = triton.Config({"BLOCK": 8}, num_warps=1)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    assert torch.equal(tuned(), numbers() + 1)
+    tuned()
+    assert bench.blocks() == [8, 8]
+    assert only(tuned.report).status == "cached"
+
+
+def test_what_stock_benchmarking_found_is_respected_and_left_as_it_is(bench):
+    times = {16: 5.0, 32: 0.5}
+
+    def do_bench(call, quantiles):
+        call()
+        return [times[bench.blocks()[-1]]] * 3
+
+    kernel = bench.kernel({16: 1.0, 32: 3.0}, do_bench=do_bench)
+    launch(kernel, numbers())
+    timings, bench_time = kernel.configs_timings, kernel.bench_time
+    bench.forget()
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert bench.blocks() == [32]
+    assert kernel.configs_timings is timings
+    assert kernel.bench_time == bench_time
+
+
+def test_a_provisional_result_is_used_but_not_respected(bench):
+    kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0}, do_bench=no_bench)
+    first = bench.tune(lambda: launch(kernel, numbers()), max_runs=3)
+    first()
+    assert only(first.report).status == "partial"
+    assert block_of(kernel.cache[KEY]) == 32
+    bench.forget()
+    second = bench.tune(lambda: launch(kernel, numbers()))
+    second()
+    assert bench.blocks() == [16, 32, 64, 64]
+    assert only(second.report).status == "tuned"
+
+
+def test_two_functions_share_what_one_has_found(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()), name="one")()
+    bench.forget()
+    other = bench.tune(lambda: launch(kernel, numbers()), name="other")
+    other()
+    assert bench.blocks() == [32]
+    assert only(other.report).status == "cached"
+
+
+def test_without_sharing_each_function_has_its_own_winner(bench):
+    fast = {"one": 16, "other": 32}
+    now = []
+    kernel = bench.kernel(
+        {block: lambda made: 1.0 if made.block == fast[now[-1]] else 2.0 for block in (16, 32)}
+    )
+
+    def body():
+        launch(kernel, numbers())
+
+    def thunk(name):
+        return bench.tune(body, name=name, share=False)
+
+    one, other = thunk("one"), thunk("other")
+    for name, tuned in (("one", one), ("other", other)) * 2:
+        now.append(name)
+        tuned()
+        assert bench.blocks()[-1] == fast[name]
+    bench.forget()
+    for name in ("one", "other"):  # and each finds its own on the disk
+        now.append(name)
+        fresh = thunk(name)
+        fresh()
+        assert only(fresh.report).status == "cached"
+    assert bench.blocks() == [16, 32]
+
+
+def test_without_sharing_functions_of_one_name_are_told_apart_by_their_source(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    one = bench.tune(lambda: launch(kernel, numbers()), share=False)
+    other = bench.tune(lambda: [launch(kernel, numbers())], share=False)
+    assert one.__qualname__ == other.__qualname__
+    one()
+    other()
+    assert bench.blocks() == [16, 32, 32] * 2
+
+
+@pytest.mark.parametrize("shares_first", [True, False], ids=["shared first", "own first"])
+def test_what_belongs_to_one_function_alone_is_neither_given_nor_taken(bench, shares_first):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    for share in (shares_first, not shares_first):
+        bench.forget()
+        tuned = bench.tune(lambda: launch(kernel, numbers()), share=share, name="one")
+        tuned()
+        assert only(tuned.report).status == "tuned"
+        assert bench.blocks() == [16, 32, 32]
+
+
+def test_a_kernel_whose_results_triton_would_store_is_tuned_and_its_own_store_left_alone(bench, monkeypatch):
+    monkeypatch.setattr(Autotuner, "check_disk_cache", no_bench)  # there stock Triton reads and writes them
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    kernel.cache_results = True  # as `cache_results=True` does, but for the interpreter
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    launch(kernel, numbers())  # outside: stock Triton finds the result in memory
+    assert bench.blocks() == [16, 32, 32, 32, 32]
+    assert kernel.cache[KEY] is kernel.configs[1]
+
+
+# ---- who listens
+
+
+def test_a_result_is_printed_as_stock_does(bench, monkeypatch, capsys):
+    monkeypatch.setattr(knobs.autotuning, "print", True)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"Triton autotuning for function add,\nwith key as {KEY},\nfinished after ")
+    assert f"best config selected: {kernel.configs[1]};" in printed
+    tuned()
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_printed_unless_asked_for(bench, capsys):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    assert capsys.readouterr().out == ""
+
+
+@NEEDS_LISTENER
+def test_the_listener_hears_of_every_final_result(bench, monkeypatch):
+    heard = []
+    monkeypatch.setattr(knobs.autotuning, "listener", lambda **event: heard.append(event))
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    (event,) = heard
+    assert event["fn"].fn is kernel.base_fn
+    assert (event["key"], event["best_config"], event["cache_hit"]) == (KEY, kernel.configs[1], False)
+    assert event["configs_timings"] == kernel.configs_timings
+    assert event["duration"] == kernel.bench_time
+    heard.clear()
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(fresh, numbers()))()
+    (event,) = heard
+    assert (event["cache_hit"], event["duration"], block_of(event["best_config"])) == (True, None, 32)
+
+
+@NEEDS_LISTENER
+def test_the_listener_hears_nothing_of_what_is_provisional_or_was_known(bench, monkeypatch):
+    heard = []
+    monkeypatch.setattr(knobs.autotuning, "listener", lambda **event: heard.append(event))
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    bench.tune(lambda: launch(kernel, numbers()), max_runs=2)()
+    known = bench.kernel({16: 3.0, 32: 1.0}, double)
+    known.cache[KEY] = known.configs[1]
+    bench.tune(lambda: launch(known, numbers()))()
+    assert heard == []
+
+
+# ---- the report and what is settled
+
+
+def test_there_is_no_report_before_the_first_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    assert tuned.report is None
+    assert not tuned.settled
+
+
+def test_the_report_says_what_was_found(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[64] = out_of_resources
+    tuned = bench.tune(lambda: launch(kernel, numbers()), n_repeat=2)
+    tuned()
+    assert tuned.report.runs == 2 + 2 + 1 + 1
+    context = only(tuned.report)
+    assert (context.kernel, context.key, context.config) == ("add", KEY, kernel.configs[1])
+    assert (context.ms, context.status) == (1.0, "tuned")
+    texts = [str(config) for config in kernel.configs]
+    assert dict(context.timings) == {texts[0]: 3.0, texts[1]: 1.0}
+    assert list(context.banned) == [texts[2]]
+    assert isinstance(tuned.report.contexts, tuple)
+
+
+def test_the_report_can_be_read_while_the_session_is_under_way(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    seen = []
+
+    def thunk():
+        report = tuned.report
+        seen.append((report.runs, [(c.status, dict(c.timings)) for c in report.contexts], tuned.settled))
+        launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    tuned()
+    first, second, final = seen
+    texts = [str(config) for config in kernel.configs]
+    assert first == (1, [], False)
+    assert second == (2, [("tuning", {texts[0]: 3.0})], False)
+    assert final == (3, [("tuned", {texts[0]: 3.0, texts[1]: 1.0})], False)
+    assert tuned.settled
+
+
+def test_any_thread_may_read_the_report_at_any_moment(bench):
+    kernel = bench.kernel({block: float(block) for block in range(16, 16 * 120, 16)})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), cache=False, log_dir=None)
+    is_over, errors = threading.Event(), []
+
+    def read():
+        while not is_over.is_set():
+            try:
+                str(tuned.report)
+            except RuntimeError as error:
+                errors.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(5):
+            tuned()
+            tuned.retune()
+    finally:
+        sys.setswitchinterval(interval_s)
+        is_over.set()
+        reader.join()
+    assert errors == []
+
+
+def test_online_the_report_grows_from_call_to_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    runs = []
+    for _ in range(4):
+        tuned()
+        runs.append((tuned.report.runs, len(only(tuned.report).timings), tuned.settled))
+    assert runs == [(1, 1, False), (2, 2, True), (2, 2, True), (2, 2, True)]
+
+
+def test_settlements_are_logged_once(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    (settled,) = records(ContextSettled)
+    assert (settled.status, settled.config_id, settled.ms) == ("tuned", 1, 1.0)

@@ -1,0 +1,294 @@
+"""What the next process finds on disk, what it must not use, and what is never written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+import triton.language as tl
+from kernels_for_tests import (
+    EMULATIONS,
+    F32,
+    KEY,
+    Probe,
+    block_of,
+    double,
+    entries,
+    grid_of,
+    launch,
+    numbers,
+    only,
+)
+
+from dist_autotune import CacheWarning, tunable
+from dist_autotune.storage.winners import DiskCache
+from dist_autotune.triton_api import interception
+
+
+def test_the_next_start_finds_the_winners(bench, tmp_cache):
+    def start():
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 128)])
+        tuned()
+        return kernel, tuned.report
+
+    start()
+    bench.forget()
+    kernel, report = start()
+    assert bench.blocks() == [32, 32]
+    assert report.runs == 1
+    assert [(c.status, block_of(c.config), c.ms) for c in report.contexts] == [("cached", 32, 1.0)] * 2
+    assert block_of(kernel.cache[KEY]) == 32
+    assert len(entries(tmp_cache)) == 2
+
+
+ANOTHER_PROCESS = """
+from kernels_for_tests import Bench, launch, numbers, only
+
+def main():
+    bench = Bench()
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    print(bench.blocks(), tuned.report.runs, only(tuned.report).status)
+
+main()
+"""
+
+
+def test_another_process_finds_the_winners(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER_PROCESS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[32] 1 cached"
+
+
+def test_no_call_scans_the_cache_captured_or_not(bench, tmp_cache, monkeypatch):
+    bench.tune(lambda: launch(bench.kernel({16: 3.0, 32: 1.0}), numbers()))()
+    bench.forget()
+    monkeypatch.delattr(DiskCache, "_entry_files")
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(interception, "is_capturing", lambda: True)
+        tuned(64), tuned(32), tuned(32)  # 32: no entry
+    tuned(64)
+    assert bench.blocks() == [32, 16, 16, 32]
+    assert tuned.report.runs == 1
+
+
+def test_an_entry_is_one_readable_file(bench, tmp_cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    (entry,) = entries(tmp_cache)
+    (path,) = tmp_cache.glob("add-*.json")
+    assert entry["key"]["kernel"] == "add"
+    assert entry["key"]["triton_version"] == triton.__version__
+    assert entry["key"]["world_size"] == 1
+    assert entry["key"]["device"] == "interpreter"
+    assert "BLOCK: 32" in entry["config"]
+    assert entry["ms"] == 1.0
+    assert sorted(entry["timings"].values()) == [1.0, 3.0]
+    assert entry["key"]["key"] == f"64, '{F32}', '{F32}'"
+    assert path.name.endswith(".json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"not json", b'{"schema": 999}', b"[]"],
+    ids=["empty", "truncated", "garbage", "other schema", "list"],
+)
+def test_a_damaged_entry_is_a_warning_with_its_path_and_a_miss(bench, tmp_cache, damage):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    (path,) = tmp_cache.glob("*.json")
+    path.write_bytes(damage)
+    bench.forget()
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    with pytest.warns(CacheWarning, match=path.name):
+        bench.tune(lambda: launch(fresh, numbers()))()
+    assert bench.blocks() == [16, 32, 32]
+    (entry,) = entries(tmp_cache)
+    assert "BLOCK: 32" in entry["config"]
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(bench, tmp_path):
+    (tmp_path / "file").write_text("")
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), cache=tmp_path / "file")
+    with pytest.warns(
+        CacheWarning, match="Cannot write the cache .* Winners are not kept on disk."
+    ) as caught:
+        tuned(64)
+    assert len(caught) == 1
+    for n in (64, 128, 128):  # a second warning would be an error
+        tuned(n)
+    assert bench.blocks(n=64) == [16, 32, 32, 32]
+    assert bench.blocks(n=128) == [16, 16, 32, 32, 32]  # the call that meets it tunes it
+
+
+@pytest.mark.parametrize("cache", [False, "chosen"], ids=["no cache", "a directory"])
+def test_the_cache_can_be_elsewhere_or_nowhere(bench, tmp_cache, tmp_path, cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()), cache=cache)()
+    assert not tmp_cache.exists()
+    assert bool(list((tmp_path / "chosen").glob("*.json"))) is (cache == "chosen")
+
+
+def test_only_tuned_results_are_written(bench, tmp_cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    bench.tune(lambda: launch(kernel, numbers()), max_runs=2)()
+    assert not tmp_cache.exists() or entries(tmp_cache) == []
+
+
+def test_a_result_without_a_time_is_not_written(bench, tmp_cache):
+    kernel = bench.kernel({16: float("nan"), 32: float("nan")})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.warns(UserWarning, match="gave no time that can be used"):
+        tuned()
+    assert (only(tuned.report).ms, block_of(only(tuned.report).config)) == (None, 16)
+    assert not tmp_cache.exists() or entries(tmp_cache) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ms": {16: 3.0, 32: 1.0, 64: 2.0}}, {"function": double}, {"key": ("n", "x_ptr")}],
+    ids=["another candidate", "another source", "another key"],
+)
+def test_an_entry_is_not_used_when_the_kernel_changes(bench, change):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    changed = bench.kernel(**{"ms": {16: 3.0, 32: 1.0}, **change})
+    if "key" in change:
+        changed.keys = ["n", "n"]  # as a list of keys it is another, as a key it can be hashed
+    bench.tune(lambda: launch(changed, numbers()))()
+    assert len(bench.blocks()) == len(changed.configs) + 1
+
+
+@triton.jit
+def plus_one(x):
+    return x + 1
+
+
+@triton.jit
+def plus_also_one(x):
+    return x + 2 - 1
+
+
+def applying(helper):
+    @triton.jit
+    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=offs < n)), mask=offs < n)
+
+    return apply
+
+
+def applying_otherwise(helper):
+    @triton.jit
+    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < n
+        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=mask)), mask=mask)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_used"),
+    [
+        (lambda: applying(plus_one), True),
+        (lambda: applying(plus_also_one), False),
+        (lambda: applying_otherwise(plus_one), False),
+    ],
+    ids=["the same", "another helper", "another body"],
+)
+def test_an_entry_is_not_used_when_the_source_changes_under_the_same_name(
+    bench, monkeypatch, changed, is_used
+):
+    first, second = applying(plus_one), changed()
+    for function in (first, second):
+        monkeypatch.setitem(EMULATIONS, function, lambda x, y: x + 1)
+    known = bench.kernel({16: 3.0, 32: 1.0}, first)
+    bench.tune(lambda: launch(known, numbers()))()
+    bench.forget()
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, second)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert bench.blocks() == ([32] if is_used else [16, 32, 32])
+    assert only(tuned.report).status == ("cached" if is_used else "tuned")
+
+
+def test_the_order_of_the_configs_does_not_matter(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    turned = bench.kernel({32: 1.0, 16: 3.0})
+    bench.tune(lambda: launch(turned, numbers()))()
+    assert bench.blocks() == [32]
+
+
+@triton.jit
+def scaled(x_ptr, y_ptr, n, GROUP: triton.language.constexpr, BLOCK: triton.language.constexpr):
+    pass
+
+
+class Scaled(Probe):
+    def run(self, *args, GROUP, **kwargs):
+        return Probe(double, "double", self.ms, self.launches).run(*args, **kwargs)
+
+
+def test_an_entry_holds_for_its_constexpr_arguments_only(bench):
+    def start(group):
+        bench.forget()
+        probe = Scaled(scaled, "scaled", {16: 3.0, 32: 1.0}, bench.launches)
+        kernel = triton.autotune([triton.Config({"BLOCK": b}) for b in (16, 32)], ["n"])(probe)
+        bench.tune(lambda: kernel[grid_of(64)](numbers(), numbers(), 64, GROUP=group))()
+        return bench.blocks()
+
+    assert start(8) == [16, 32, 32]
+    assert start(4) == [16, 32, 32]
+    assert start(8) == [32]
+
+
+@pytest.mark.parametrize("first", ["kernel", "thunk"])
+def test_what_was_judged_by_launches_does_not_answer_for_whole_runs(bench, first):
+    def tuned(objective):
+        kernel = bench.kernel({16: 2.0, 32: 1.0})  # anew: as in the next process
+
+        def thunk():
+            launch(kernel, numbers())
+            bench.spend(10.0 if bench.blocks()[-1] == 32 else 0.0)
+
+        made = bench.tune(thunk, objective=objective)
+        made()
+        return only(made.report)
+
+    fastest = {"kernel": 32, "thunk": 16}
+    for objective in (first, *(fastest.keys() - {first})):
+        assert tuned(objective).status == "tuned"
+    for objective, block in fastest.items():
+        again = tuned(objective)
+        assert (again.status, again.config.kwargs["BLOCK"]) == ("cached", block)
+
+
+def test_a_choice_of_the_host_is_found_again(bench):
+    def start():
+        def thunk():
+            chosen = tunable("slices", [1, 2])
+            bench.spend({1: 2.0, 2: 1.0}[chosen])
+            return chosen
+
+        tuned = bench.tune(thunk)
+        return tuned(), tuned.report
+
+    assert start()[0] == 2
+    chosen, report = start()
+    assert (chosen, report.runs, only(report).status) == (2, 1, "cached")

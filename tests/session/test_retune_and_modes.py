@@ -1,0 +1,174 @@
+"""Whether a call tunes: anew after retune(), never in the cached mode, not at all in the mode off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from kernels_for_tests import KEY, block_of, entries, launch, no_bench, numbers, only, records
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.logs.records import SessionClosed, SessionOpened
+
+# ---- anew
+
+
+def test_retune_ignores_what_memory_and_disk_hold(bench, tmp_cache):
+    ms = {16: 3.0, 32: 1.0}
+    kernel = bench.kernel(ms)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert tuned.settled
+    ms[32] = 9.0
+    tuned.retune()
+    assert not tuned.settled
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert (only(tuned.report).status, block_of(kernel.cache[KEY])) == ("tuned", 16)
+    assert ["BLOCK: 16" in entry["config"] for entry in entries(tmp_cache)] == [True]
+    tuned()
+    assert bench.blocks() == [16, 32, 16, 16]
+
+
+def test_retune_in_the_middle_of_a_session_starts_it_anew(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned()
+    tuned()
+    tuned.retune()
+    for _ in range(4):
+        tuned()
+    assert bench.blocks() == [16, 32, 16, 32, 64, 32]
+    assert len(records(SessionOpened)) == len(records(SessionClosed)) == 2
+    assert tuned.settled
+
+
+@pytest.mark.parametrize("run", [2, 5], ids=["while tuning", "in a settled call"])
+def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    runs = []
+
+    def thunk():
+        runs.append(launch(kernel, numbers()))
+        if len(runs) == run:
+            tuned.retune()
+
+    tuned = bench.tune(thunk)
+    tuned()
+    while len(runs) < run:
+        tuned()
+    assert bench.blocks() == [16, 32] + [16] * (len(runs) - 2)
+    assert not tuned.settled
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert tuned.settled
+
+
+def test_retune_of_a_function_that_was_never_called_ignores_the_disk(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    fresh = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(fresh, numbers()))
+    tuned.retune()
+    tuned()
+    assert bench.blocks() == [16, 32, 32]
+
+
+def test_retune_that_fails_is_still_to_be_done(bench):
+    ms = {16: 3.0, 32: 1.0}
+    kernel = bench.kernel(ms)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    ms[32] = 9.0
+    tuned.retune()
+    kernel.fn.failures.update(dict.fromkeys(ms, lambda: KeyError("users")))
+    with pytest.raises(KeyError):
+        tuned()
+    kernel.fn.failures.clear()
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+
+
+# ---- modes
+
+
+def test_mode_cached_uses_what_is_known_and_never_tries(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    marks = bench.clock.marks
+    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
+    for n in (64, 128, 64, 128, 128):
+        assert torch.equal(tuned(n), numbers(n) + 1)
+    assert bench.blocks(n=64) == [32, 32]
+    assert bench.blocks(n=128) == [16, 16, 16]
+    assert bench.clock.marks == marks
+    assert tuned.settled
+
+
+def test_mode_cached_finds_entries_of_keys_that_come_later(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 128)])()
+    bench.forget()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
+    for n in (64, 128, 128):
+        tuned(n)
+    assert bench.blocks() == [32] * 3
+
+
+def test_mode_cached_puts_off_a_retune(bench, monkeypatch):
+    ms = {16: 3.0, 32: 1.0}
+    kernel = bench.kernel(ms)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    ms[32] = 9.0
+    tuned.retune()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    bench.forget()
+    tuned()
+    tuned()
+    assert bench.blocks() == [32, 32]
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "tune")
+    tuned()
+    assert bench.blocks() == [32, 32, 16, 32, 16]
+
+
+def test_mode_off_is_the_bare_function(bench, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
+    stock = Autotuner.run
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=lambda call, quantiles: call() or [1.0] * 3)
+    seen = []
+
+    def thunk():
+        seen.append(Autotuner.run)
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert seen == [stock]
+    assert bench.clock.marks == 0
+    assert tuned.report is None
+    assert not Path(".autotune_logs").exists()
+
+
+def test_the_mode_may_change_between_calls(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    tuned()
+    assert bench.blocks() == [16]
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "tune")
+    tuned()
+    assert bench.blocks() == [16, 16, 32, 32]
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    tuned()
+    assert bench.blocks()[-1] == 32

@@ -1,0 +1,465 @@
+"""How often a function runs, what each run tries, and how a session ends, whatever the function does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import (
+    F32,
+    Mine,
+    block_of,
+    double,
+    entries,
+    launch,
+    no_bench,
+    numbers,
+    only,
+    records,
+    winner,
+)
+
+from dist_autotune import contextual_autotune, is_tuning
+from dist_autotune.logs.records import ContextSettled, SessionClosed, SessionOpened
+from dist_autotune.search.strategies import STRATEGIES
+
+# ---- the schedule
+
+
+def test_two_kernels_with_two_and_three_configs_follow_the_schedule_of_the_readme(bench):
+    one = bench.kernel({16: 2.0, 32: 1.0})
+    other = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0}, double)
+    tuned = bench.tune(lambda: (launch(one, numbers()), launch(other, numbers())), n_repeat=2)
+    first, second = tuned()
+    assert bench.blocks("add") == [16, 16, 32, 32, 32, 32, 32]
+    assert bench.blocks("double") == [16, 16, 32, 32, 64, 64, 16]
+    assert tuned.report.runs == 7
+    assert torch.equal(first, numbers() + 1)
+    assert torch.equal(second, numbers() * 2)
+
+
+def test_warm_up_runs_are_run_and_not_measured(bench):
+    kernel = bench.kernel({16: lambda _: 100.0 if len(bench.blocks()) < 2 else 1.0, 32: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), n_warmup=2, n_repeat=3)
+    tuned()
+    assert bench.blocks() == [16] * 5 + [32] * 5 + [16]
+    assert list(only(tuned.report).timings.values()) == [1.0, 2.0]
+
+
+def test_by_default_it_races(bench):
+    kernel = bench.kernel({16: 1.0, 32: 100.0, 64: 1.5})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), n_warmup=None, n_repeat=None)
+    tuned()
+    assert bench.blocks()[:3] == [16, 32, 64]
+    assert bench.blocks().count(32) == 1
+    assert bench.blocks()[-1] == winner(only(tuned.report)) == 16
+
+
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+@pytest.mark.parametrize("best", [16, 32, 64])
+def test_every_strategy_ends_on_the_fastest_config(bench, search, best):
+    kernel = bench.kernel({block: 1.0 if block == best else 2.0 for block in (16, 32, 64)})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=search)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks()[-1] == winner(only(tuned.report)) == best
+
+
+def test_a_strategy_of_the_users_own_may_be_given(bench):
+    def backwards(candidates, *, n_warmup, n_repeat):
+        ms = {}
+        for index in reversed(candidates):
+            ms[index] = yield index
+        return min(ms, key=ms.__getitem__)
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    bench.tune(lambda: launch(kernel, numbers()), search=backwards)()
+    # Nobody knows the candidates before the first launch, so that one is the incumbent's.
+    assert bench.blocks() == [16, 64, 32, 16, 32]
+
+
+def test_the_second_call_is_one_run_with_the_winners(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda x: launch(kernel, x))
+    tuned(numbers())
+    bench.forget()
+    assert torch.equal(tuned(numbers() + 5), numbers() + 6)
+    assert bench.blocks() == [32]
+
+
+def test_the_arguments_of_the_call_reach_every_run_and_its_last_result_comes_back(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    calls = []
+
+    def thunk(x, *, scale):
+        calls.append(scale)
+        return launch(kernel, x * scale), len(calls)
+
+    y, count = bench.tune(thunk)(numbers(), scale=3)
+    assert calls == [3, 3, 3]
+    assert count == 3
+    assert torch.equal(y, numbers() * 3 + 1)
+
+
+def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    seen = []
+
+    def thunk():
+        seen.append(is_tuning())
+        launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    assert not is_tuning()
+    tuned()
+    assert all(seen)
+    seen.clear()
+    tuned()
+    assert seen == [False]
+    assert not is_tuning()
+
+
+# ---- launches that come and go
+
+
+def test_a_kernel_launched_only_in_the_first_run_starves_and_that_is_said(bench):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    runs = itertools.count()
+    tuned = bench.tune(lambda: launch(kernel, numbers()) if next(runs) == 0 else None, n_repeat=3)
+    tuned()
+    assert tuned.report.runs <= 5
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("starved", 16)
+    (closed,) = records(SessionClosed)
+    assert "no longer launched" in closed.warning
+    assert "add" in closed.warning
+
+
+def test_a_caller_that_keeps_the_config_and_bypasses_the_autotuner_does_not_hang(bench):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    frozen: list[Any] = []
+
+    def thunk():
+        if not frozen:
+            launch(kernel, numbers())
+            frozen.append(kernel.best_config)
+        y = torch.zeros(64)
+        kernel.fn.run(numbers(), y, 64, grid=(8,), warmup=False, **frozen[0].all_kwargs())
+        return y
+
+    tuned = bench.tune(thunk, n_repeat=3)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("starved", 16)
+    (closed,) = records(SessionClosed)
+    assert closed.warning == tuned.report.warning
+    assert closed.warning.startswith("no longer launched, settled with what is known: add[64")
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 3), (2, 0, 1), (3, 0)], ids=str)
+def test_the_number_of_launches_may_vary_from_run_to_run(bench, counts):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    number = itertools.cycle(counts)
+    tuned = bench.tune(lambda: [launch(kernel, numbers()) for _ in range(next(number))], n_repeat=2)
+    tuned()
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 32)
+    assert set(only(tuned.report).timings.values()) == {1.0, 2.0, 3.0}
+
+
+def test_a_new_key_in_every_run_ends_with_incumbents(bench):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    sizes = iter(range(64, 164))  # a run too many would raise instead of going on for ever
+    tuned = bench.tune(lambda: launch(kernel, numbers(next(sizes))), n_repeat=5)
+    tuned()
+    assert tuned.report.runs < 60
+    assert {context.status for context in tuned.report.contexts} == {"starved", "partial"}
+    tuned()
+    assert bench.blocks()[-1] == 16
+
+
+def test_a_key_first_seen_in_a_settled_call_runs_its_incumbent_and_is_tuned_by_that_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    assert tuned.settled
+    bench.forget()
+    marks = bench.clock.marks
+    assert torch.equal(tuned(128), numbers(128) + 1)
+    assert bench.blocks() == [16, 16, 32, 32]  # met, two trials, the final run
+    assert bench.clock.marks == marks + 2
+    assert tuned.settled
+    assert (tuned.report.runs, winner(only(tuned.report))) == (3, 32)
+    tuned(128)
+    assert bench.blocks() == [16, 16, 32, 32, 32]
+
+
+def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    shapes = range(16, 80, 8)
+    for n in shapes:
+        assert torch.equal(tuned(n), numbers(n) + 1)
+        assert tuned.settled
+    assert [block_of(kernel.cache[n, F32, F32]) for n in shapes] == [32] * len(shapes)
+    assert [entry["config"].split(",")[0] for entry in entries(tmp_cache)] == ["BLOCK: 32"] * len(shapes)
+    assert [record.status for record in records(ContextSettled)] == ["tuned"] * len(shapes)
+
+
+def test_a_new_key_is_tuned_in_a_call_in_which_a_tuned_function_calls_another(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda n: launch(kernel, numbers(n)), name="inner")
+    outer = bench.tune(lambda n: inner(n), name="outer")
+    outer(64)
+    bench.forget()
+    outer(128)
+    assert bench.blocks() == [16, 16, 32, 32]
+    assert inner.report is None
+
+
+def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    fails = [False]
+
+    def thunk(n):
+        launch(kernel, numbers(n))
+        if fails[0]:
+            raise Mine
+
+    tuned = bench.tune(thunk)
+    tuned(64)
+    bench.forget()
+    fails[0] = True
+    with pytest.raises(Mine):
+        tuned(128)
+    assert bench.blocks() == [16]
+    fails[0] = False
+    tuned(128)
+    assert bench.blocks() == [16, 16, 16, 32, 32]
+
+
+def test_mode_cached_launches_a_new_key_once(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    for _ in range(2):
+        tuned(64)
+        tuned(128)
+    assert bench.blocks() == [16] * 4
+
+
+def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    bench.forget()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        tuned(128)
+    assert bench.blocks() == [16]
+    tuned(128)
+    assert bench.blocks() == [16, 16, 16, 32, 32]
+
+
+def test_a_context_admitted_too_late_is_partial_and_tuned_by_a_later_call(bench):
+    one, late = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
+    runs = itertools.count()
+
+    def thunk():
+        launch(one, numbers())
+        if next(runs) >= 16:
+            launch(late, numbers())
+
+    tuned = bench.tune(thunk, n_repeat=20)
+    tuned()
+    statuses = {context.kernel: context.status for context in tuned.report.contexts}
+    assert statuses == {"add": "tuned", "double": "partial"}
+    for _ in range(2):
+        tuned()
+    assert {context.kernel: winner(context) for context in tuned.report.contexts} == {"add": 16, "double": 32}
+    assert {context.status for context in tuned.report.contexts} <= {"tuned", "cached"}
+
+
+def test_a_function_without_launches_ends_at_once_and_says_so(bench):
+    calls = itertools.count()
+    tuned = bench.tune(lambda: next(calls))
+    assert tuned() == 0
+    assert (tuned.report.runs, tuned.report.contexts) == (1, ())
+    assert records(SessionClosed)[0].warning == "no launches of autotuned kernels seen"
+
+
+def test_kernels_first_launched_by_the_second_call_are_tuned_then(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda works: launch(kernel, numbers()) if works else None)
+    tuned(False)
+    tuned(True)
+    assert bench.blocks() == [16, 16, 32, 32]
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+@pytest.mark.parametrize("max_runs", [1, 2, 3, 5])
+def test_max_runs_is_never_exceeded_and_the_next_call_goes_on(bench, search, max_runs):
+    blocks = [16, 32, 64, 128, 256]
+    kernel = bench.kernel({block: 10.0 - i for i, block in enumerate(blocks)})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs, search=search)
+    tuned()
+    assert tuned.report.runs == max_runs  # also where the first run is the only trial
+    assert only(tuned.report).status == "partial"
+    assert not tuned.settled
+    for _ in range(100 if max_runs > 1 else 0):
+        tuned()
+        assert tuned.report.runs <= max_runs
+    if max_runs > 1:
+        assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 256)
+
+
+def test_a_spent_budget_keeps_the_best_so_far(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 0.5})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), max_runs=4)
+    tuned()
+    assert bench.blocks() == [16, 32, 64, 32]
+    assert kernel.best_config.kwargs["BLOCK"] == 32
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [128, 128]
+    assert only(tuned.report).status == "tuned"
+    assert tuned.settled
+
+
+def test_a_budget_in_seconds_ends_the_session(bench, monkeypatch):
+    now = itertools.count(step=1)
+    monkeypatch.setattr("dist_autotune.tuner.session.time.monotonic", lambda: float(next(now)))
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 0.5})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), budget_s=3.0)
+    tuned()
+    assert only(tuned.report).status == "partial"
+    assert tuned.report.runs < 5
+
+
+def test_a_search_without_an_end_is_ended(bench):
+    def endless(candidates, *, n_warmup, n_repeat):
+        while True:
+            for index in candidates:  # noqa: UP028  a range has no send()
+                yield index
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=endless, n_repeat=2)
+    tuned()
+    assert tuned.report.runs == 4 * (2 * 2 + 1)
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("partial", 32)
+
+
+# ---- functions in functions
+
+
+def test_a_tuned_function_inside_a_tuned_function_joins_its_session(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
+    inner = bench.tune(lambda: launch(one, numbers()), name="inner")
+    outer = bench.tune(lambda: (inner(), launch(other, numbers())), name="outer")
+    outer()
+    assert bench.blocks("add") == [16, 32, 32]
+    assert bench.blocks("double") == [16, 32, 16]
+    assert len(outer.report.contexts) == 2
+    assert inner.report is None
+    assert [record.thunk for record in records(SessionOpened)] == ["outer"]
+    bench.forget()
+    inner()  # on its own it finds what the outer session settled
+    assert bench.blocks("add") == [32]
+    assert only(inner.report).status == "cached"
+
+
+def test_one_function_may_call_itself(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def recursive(depth):
+        launch(kernel, numbers())
+        if depth:
+            tuned(depth - 1)
+
+    tuned = bench.tune(recursive)
+    tuned(2)
+    assert bench.blocks() == [16] * 3 + [32] * 3 + [32] * 3
+
+
+# ---- other shapes
+
+
+@pytest.mark.parametrize("agree", ["key", "ordinal"])
+def test_alone_both_ways_to_agree_find_the_same(bench, agree):
+    def start():
+        kernel = bench.kernel({16: lambda made: 1.0 * made.n, 32: lambda made: 100.0})
+        tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 256)], agree=agree)
+        tuned()
+        return {context.key[0]: winner(context) for context in tuned.report.contexts}, tuned.report.runs
+
+    assert start() == ({64: 16, 256: 32}, 3)
+    assert start() == ({64: 16, 256: 32}, 1)
+
+
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_all_defaults_work_in_the_interpreter(bench, objective):
+    kernel = bench.kernel({16: 1.0, 32: 1.0}, interpreted=True)
+    tuned = contextual_autotune(lambda x: launch(kernel, x), objective=objective)
+    assert torch.equal(tuned(numbers()), numbers() + 1)
+    assert torch.equal(tuned(numbers() + 1), numbers() + 2)
+    assert tuned.settled
+    context = only(tuned.report)
+    assert context.status == "tuned"
+    assert context.config in kernel.configs
+    assert all(ms > 0 for ms in context.timings.values())
+    assert tuned.report.clock == "WallClock"
+
+
+def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    class AddOne(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return launch(kernel, x.detach())
+
+        @staticmethod
+        def backward(ctx, gradient):
+            launch(kernel, numbers())  # as activation checkpointing does
+            return gradient
+
+    def thunk():
+        x = numbers().requires_grad_()
+        AddOne.apply(x).sum().backward()
+        return x.grad
+
+    assert torch.equal(bench.tune(thunk)(), torch.ones(64))
+    assert bench.blocks() == [16, 16, 32, 32, 32, 32]
+
+
+def test_a_method_tunes_for_all_instances(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    class Layer:
+        def __init__(self, bias):
+            self.bias = bias
+
+        @bench.tune()
+        def forward(self, x):
+            return launch(kernel, x) + self.bias
+
+    assert torch.equal(Layer(1).forward(numbers()), numbers() + 2)
+    bench.forget()
+    assert torch.equal(Layer(2).forward(numbers()), numbers() + 3)
+    assert bench.blocks() == [32]
+
+
+# ---- strategies of the user's
+
+
+def test_the_winner_of_a_users_strategy_stands_though_only_the_first_run_has_launched_it(bench):
+    def flow(candidates, *, n_warmup, n_repeat):
+        yield 1
+        return 0
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=flow)
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert winner(only(tuned.report)) == 16

@@ -1,0 +1,423 @@
+"""What runs leave behind: nothing is wiped, hidden or kept alive, and what is preserved is put back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels_for_tests import Mine, accumulate, launch, no_bench, numbers, records
+
+import dist_autotune.tuner.calls
+from dist_autotune.logs.records import Note
+
+# ---- hooks of stock benchmarking
+
+
+def test_reset_to_zero_does_not_wipe_a_buffer_that_is_being_filled(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, accumulate, reset_to_zero=["y_ptr"])
+    gradient = torch.ones(64)
+    tuned = bench.tune(lambda: launch(kernel, numbers(), gradient))
+    tuned()
+    assert torch.equal(gradient, 1 + numbers() * tuned.report.runs)
+
+
+def test_restore_value_does_not_hide_an_update_from_the_rest_of_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, restore_value=["y_ptr"])
+    seen = []
+
+    def thunk():
+        y = torch.zeros(64)
+        launch(kernel, numbers(), y)
+        seen.append(torch.equal(y, numbers() + 1))
+
+    bench.tune(thunk)()
+    assert seen == [True] * 3
+
+
+def test_hooks_given_to_triton_autotune_are_not_called(bench):
+    called = []
+    kernel = bench.kernel(
+        {16: 3.0, 32: 1.0},
+        pre_hook=lambda *args, **kwargs: called.append("pre"),
+        post_hook=lambda *args, **kwargs: called.append("post"),
+    )
+    bench.tune(lambda: launch(kernel, numbers()))()
+    assert called == []
+
+
+@pytest.mark.parametrize("n_repeat", [1, 3])
+def test_side_effects_happen_once_per_run_and_runs_are_counted(bench, n_repeat):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, accumulate)
+    total = torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, numbers(), total), n_repeat=n_repeat)
+    tuned()
+    assert tuned.report.runs == 2 * n_repeat + 1
+    assert torch.equal(total, numbers() * tuned.report.runs)
+
+
+# ---- memory
+
+
+def test_no_tensor_of_a_run_outlives_it(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[64] = lambda: torch.OutOfMemoryError("out of memory")
+    earlier: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def thunk():
+        alive.append(sum(tensor() is not None for tensor in earlier))
+        x = numbers()
+        y = launch(kernel, x)
+        earlier.extend((weakref.ref(x), weakref.ref(y)))
+        return y
+
+    gc.disable()  # a cycle would keep them as well
+    try:
+        result = bench.tune(thunk)()
+    finally:
+        gc.enable()
+    assert alive == [0] * len(alive)
+    assert len(alive) == 4
+    del result
+    assert not any(tensor() is not None for tensor in earlier)
+
+
+def test_no_argument_of_a_call_outlives_it(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda x: launch(kernel, x).sum())
+    x = numbers()
+    gone = weakref.ref(x)
+    tuned(x)
+    del x
+    assert gone() is None
+
+
+def test_the_arguments_of_a_call_that_raised_are_let_go(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk(x):
+        launch(kernel, x)
+        raise Mine
+
+    tuned = bench.tune(thunk)
+    x = numbers()
+    gone = weakref.ref(x)
+    with pytest.raises(Mine) as caught:
+        tuned(x)
+    del x, caught
+    assert gone() is None
+
+
+# ---- state that is put back between the runs of one call
+
+
+def test_preserved_tensors_are_as_if_only_the_final_run_had_happened(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, accumulate)
+    total, other = torch.ones(64), torch.ones(64)
+    address = total.data_ptr()
+
+    def thunk():
+        launch(kernel, numbers(), total)
+        launch(kernel, numbers(), other)
+
+    tuned = bench.tune(thunk, preserve=[total])
+    tuned()
+    assert torch.equal(total, 1 + numbers())
+    assert torch.equal(other, 1 + numbers() * tuned.report.runs)
+    assert total.data_ptr() == address
+    tuned()
+    assert torch.equal(total, 1 + 2 * numbers())
+
+
+class Step:
+    """One training step of a small model with dropout, whose bias comes from an autotuned kernel."""
+
+    def __init__(self, kernel: Any, optimizer: type[torch.optim.Optimizer], *, clears: bool) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        self.kernel = kernel
+        self.clears = clears
+
+    def __call__(self) -> float:
+        if self.clears:
+            self.optimizer.zero_grad()
+        x = torch.rand(4, 64) + random.random() + float(np.random.rand())
+        shifted = torch.stack([launch(self.kernel, row.contiguous()) for row in x])
+        loss = self.model(shifted).pow(2).mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self) -> list[Any]:
+        gradients = [p.grad for p in self.model.parameters()]
+        return [copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict()), gradients]
+
+
+def seed() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+
+
+def random_numbers() -> list[float]:
+    return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["zero_grad first", "gradients pile up"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_a_training_step_leaves_model_optimizer_and_random_numbers_as_one_execution_does(
+    bench, optimizer, clears
+):
+    plain = Step(bench.kernel({16: 1.0}), optimizer, clears=clears)
+    seed()
+    losses = [plain() for _ in range(3)]
+    after = random_numbers()
+
+    step = Step(bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}), optimizer, clears=clears)
+    tuned = bench.tune(step, preserve=[step.model, step.optimizer], name="step")
+    seed()
+    assert [tuned() for _ in range(3)] == losses
+    assert random_numbers() == after
+    assert_equal(step.state(), plain.state())
+
+
+def test_random_states_are_always_put_back(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk():
+        launch(kernel, numbers())
+        return random_numbers()
+
+    seed()
+    expected = [random_numbers() for _ in range(2)]
+    seed()
+    tuned = bench.tune(thunk)
+    assert [tuned(), tuned()] == expected
+
+
+def test_a_run_that_raises_leaves_exactly_its_own_effects(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, accumulate)
+    total = torch.zeros(64)
+
+    def thunk():
+        launch(kernel, numbers(), total)
+        if bench.blocks()[-1] == 64:
+            raise RuntimeError("in the third run")
+
+    tuned = bench.tune(thunk, preserve=[total])
+    with pytest.raises(RuntimeError, match="in the third run"):
+        tuned()
+    assert torch.equal(total, numbers())
+
+
+def test_a_parameter_and_its_gradient_are_put_back_in_place(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight = torch.nn.Parameter(numbers())
+    gradient = weight.grad = torch.ones(64)
+
+    def thunk():
+        launch(kernel, numbers())
+        weight.sum().backward()
+        with torch.no_grad():
+            weight.add_(1)
+
+    bench.tune(thunk, preserve=[weight])()
+    assert torch.equal(weight, numbers() + 1)
+    assert weight.grad is gradient
+    assert torch.equal(gradient, torch.full((64,), 2.0))
+
+
+class Counting:
+    """State that is counted instead of kept."""
+
+    loads = saves = 0
+
+    def state_dict(self):
+        self.saves += 1
+        return {}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+
+
+def test_settled_calls_put_nothing_back_and_soon_copy_nothing(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    counting = Counting()
+    tuned = bench.tune(lambda: launch(kernel, numbers()), preserve=[counting])
+    tuned()
+    assert (counting.saves, counting.loads) == (1, 2)
+    for _ in range(40):
+        tuned()
+    assert (counting.saves, counting.loads) == (17, 2)
+
+
+@pytest.mark.parametrize("mode", ["online", "cached"])
+def test_settled_calls_that_do_not_tune_a_new_key_at_once_copy_nothing(bench, mode, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online" if mode == "online" else "replay")
+    if mode == "cached":
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    while not tuned.settled:
+        tuned(64)
+    monkeypatch.setattr(dist_autotune.tuner.calls, "Snapshot", no_bench)
+    tuned(128)
+    assert bench.blocks(n=128) == [16]
+
+
+def step_of(kernel: Any, weight: torch.Tensor, drawn: list[Any]) -> Any:
+    def step(n):
+        drawn.append((float(torch.rand(1)), random.random(), float(np.random.rand())))
+        launch(kernel, numbers(n))
+        weight.add_(1)
+        return weight.clone()
+
+    return step
+
+
+def test_a_call_that_tunes_a_new_key_leaves_the_effects_of_one_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight, drawn = numbers(), []
+    tuned = bench.tune(step_of(kernel, weight, drawn), preserve=[weight])
+    tuned(64)
+    drawn.clear()
+    bench.forget()
+    assert torch.equal(tuned(128), numbers() + 2)
+    assert bench.blocks() == [16, 16, 32, 32]
+    assert torch.equal(weight, numbers() + 2)
+    assert len(set(drawn)) == 1
+    tuned(128)
+    assert len(set(drawn)) == 2
+
+
+def test_a_new_key_after_many_calls_without_one_is_tuned_in_that_call_where_nothing_is_preserved(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    for _ in range(20):
+        tuned(64)
+    tuned(128)
+    assert bench.blocks(n=128) == [16, 16, 32, 32]
+
+
+def test_a_new_key_after_many_calls_without_one_is_tuned_by_the_next_call_where_state_is_preserved(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight, drawn = numbers(), []
+    tuned = bench.tune(step_of(kernel, weight, drawn), preserve=[weight])
+    for _ in range(20):
+        tuned(64)
+    tuned(128)
+    assert bench.blocks(n=128) == [16]
+    assert not tuned.settled
+    (note,) = [record.text for record in records(Note)]
+    assert "is tuned by the next call" in note
+    tuned(128)
+    assert bench.blocks(n=128) == [16, 16, 32, 32]
+    assert torch.equal(weight, numbers() + 22)
+
+
+def test_a_call_that_raises_while_it_tunes_a_new_key_leaves_the_effects_of_that_run_alone(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    weight = numbers()
+    runs: list[int] = []
+
+    def step(n):
+        runs.append(n)
+        launch(kernel, numbers(n))
+        weight.add_(1)
+        if runs.count(128) == 2:
+            raise Mine
+
+    tuned = bench.tune(step, preserve=[weight])
+    tuned(64)
+    with pytest.raises(Mine):
+        tuned(128)
+    assert torch.equal(weight, numbers() + 2)
+    tuned(128)
+    assert torch.equal(weight, numbers() + 3)
+    assert bench.blocks(n=128)[-1] == 32
+
+
+# ---- one run per call: bit for bit what the undecorated function does
+
+
+class BlockSum:
+    """A training step whose result depends, in its last bits, on the config: sums in blocks of BLOCK."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.data = iter(torch.rand(1000, 8, 64, generator=torch.Generator().manual_seed(2)))
+
+    def train(self, block: int) -> float:
+        x = next(self.data)
+        self.optimizer.zero_grad()
+        y = self.model(x)
+        loss = sum(part.sum() for part in (y / 3).pow(2).split(block))
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def test_online_training_is_bit_equal_to_the_same_configs_without_a_tuner(bench):
+    kernel = bench.kernel({1: 3.0, 2: 1.0, 4: 2.0})
+    tuned_job = BlockSum()
+
+    def step():
+        launch(kernel, numbers())
+        return tuned_job.train(kernel.best_config.kwargs["BLOCK"])
+
+    tuned = bench.tune(step, mode="online", n_repeat=2, n_warmup=1)
+    losses = [tuned() for _ in range(14)]
+    assert set(bench.blocks()) == {1, 2, 4}
+    assert tuned.settled
+    plain = BlockSum()
+    assert [plain.train(block) for block in bench.blocks()] == losses
+    assert_equal(dict(plain.model.state_dict()), dict(tuned_job.model.state_dict()))
+
+
+def test_online_a_step_is_executed_once_per_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    batches = iter(range(100))
+    tuned = bench.tune(lambda: (launch(kernel, numbers()), next(batches))[1], mode="online")
+    assert [tuned() for _ in range(6)] == list(range(6))
+
+
+def test_online_random_numbers_are_left_alone(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk():
+        launch(kernel, numbers())
+        return random_numbers()
+
+    seed()
+    expected = [random_numbers() for _ in range(5)]
+    seed()
+    tuned = bench.tune(thunk, mode="online")
+    assert [tuned() for _ in range(5)] == expected

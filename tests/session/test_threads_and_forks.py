@@ -1,0 +1,409 @@
+"""The active call belongs to the whole process, one at a time, and never to a forked child."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import Bench, double, launch, numbers, only, records
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import TuningError, is_tuning, tunable
+from dist_autotune.logs.records import SessionClosed, SessionOpened
+from ranks import assert_all_ok, run_ranks
+
+STOCK_RUN = Autotuner.run
+STOCK_START = threading.Thread.start
+LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
+
+
+def on_thread(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns on a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(LONG_S)
+
+
+# ---- threads that work for the call
+
+
+def test_a_launch_on_another_thread_is_part_of_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: on_thread(lambda: launch(kernel, numbers())))
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 32, 32]
+    assert only(tuned.report).status == "tuned"
+
+
+def test_launches_of_many_threads_at_once_share_the_config_of_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk():
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda n: launch(kernel, numbers(n)), [64] * 16))
+
+    tuned = bench.tune(thunk)
+    assert all(torch.equal(y, numbers() + 1) for y in tuned())
+    runs = [set(bench.blocks()[begin : begin + 16]) for begin in range(0, 64, 16)]
+    best = only(tuned.report).config.kwargs["BLOCK"]  # any: the scripted times of launches at once add up
+    assert runs == [{16}, {32}, {64}, {best}]
+
+
+class Backward(torch.autograd.Function):
+    """Its backward calls whatever it was given."""
+
+    @staticmethod
+    def forward(ctx, x, in_backward):
+        ctx.in_backward = in_backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.in_backward()
+        return gradient, None
+
+
+def backward(in_backward: Callable[[], Any]) -> None:
+    Backward.apply(numbers().requires_grad_(), in_backward).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "threaded", [False, True], ids=["on the thread of the call", "on a thread of its own"]
+)
+def test_a_kernel_that_backward_launches_is_tuned(bench, threaded):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def step():
+        backward(lambda: launch(kernel, numbers()))
+
+    tuned = bench.tune(lambda: on_thread(step) if threaded else step())
+    tuned()
+    assert bench.blocks() == [16, 32, 32]
+
+
+def test_a_tuned_function_that_backward_calls_on_its_own_thread_joins_the_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner")
+    outer = bench.tune(lambda: on_thread(lambda: backward(inner)), name="outer")
+    outer()
+    assert bench.blocks() == [16, 32, 32]
+    assert [record.thunk for record in records(SessionOpened)] == ["outer"]
+
+
+def test_a_choice_asked_for_on_another_thread_is_that_of_the_run(bench):
+    def thunk():
+        chosen = on_thread(lambda: tunable("slices", [1, 2]))
+        bench.spend({1: 2.0, 2: 1.0}[chosen])
+        return chosen
+
+    assert bench.tune(thunk)() == 2
+
+
+def by_join(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def by_queue(function: Callable[[], Any]) -> None:
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=lambda: done.put(function())).start()
+    done.get(timeout=LONG_S)
+
+
+def by_thread_of_thread(function: Callable[[], Any]) -> None:
+    by_queue(lambda: by_queue(function))
+
+
+@pytest.mark.parametrize("waits", [by_join, on_thread, by_queue, by_thread_of_thread])
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_tuned_function_on_a_thread_that_the_call_starts_and_waits_for_joins_the_call(bench, waits, mode):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner")
+    outer = bench.tune(lambda: waits(inner), name="outer", mode=mode)
+    for _ in range(3):
+        outer()
+    assert bench.blocks()[:3] == [16, 32, 32]
+    assert outer.settled
+    assert [record.thunk for record in records(SessionOpened)] == ["outer"]
+    assert threading.Thread.start is STOCK_START
+
+
+def submitted(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
+    pool.submit(function).result(LONG_S)
+
+
+def waited(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
+    assert not concurrent.futures.wait([pool.submit(function)], LONG_S).not_done
+
+
+def completed(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
+    next(concurrent.futures.as_completed([pool.submit(function)], LONG_S))
+
+
+@pytest.mark.parametrize("waits", [submitted, waited, completed])
+def test_a_tuned_function_on_an_earlier_pool_joins_the_call_that_waits_for_its_future(bench, waits):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # its thread is there
+        outer = bench.tune(lambda: waits(pool, inner), name="outer")
+        outer()
+        assert bench.blocks() == [16, 32, 32]
+        assert outer.settled
+    inner()  # joined then, and tunes nothing: what it launches is known
+    assert [record.thunk for record in records(SessionOpened)] == ["outer", "inner"]
+
+
+def test_a_call_that_waits_for_an_unknown_thread_in_an_unseen_way_ends_with_the_reason(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda: launch(kernel, numbers()), name="inner", timeout_s=0.3)
+    asked, answered = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def worker():
+        asked.get()
+        try:
+            answered.put(inner())
+        except TuningError as error:
+            answered.put(error)
+
+    thread = threading.Thread(target=worker, name="a worker")
+    thread.start()
+
+    def thunk():
+        asked.put(None)
+        answer = answered.get(timeout=LONG_S)
+        raise answer
+
+    with pytest.raises(TuningError, match=r"inner waited 0 s .* on thread a worker: a call of outer has it"):
+        bench.tune(thunk, name="outer")()
+    thread.join()
+    assert torch.equal(inner(), numbers() + 1)  # the turn is free
+
+
+def test_a_thread_that_a_call_has_started_waits_its_turn_in_later_calls(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
+    order: list[str] = []
+    second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
+    in_later, about_to_call = threading.Event(), threading.Event()
+
+    def call_second():
+        assert in_later.wait(LONG_S)
+        about_to_call.set()
+        second()
+
+    thread = threading.Thread(target=call_second)
+    bench.tune(lambda: thread.start(), name="first")()
+
+    def later_thunk():
+        in_later.set()
+        assert about_to_call.wait(LONG_S)
+        order.append("later")
+        return launch(one, numbers())
+
+    bench.tune(later_thunk, name="later")()
+    thread.join(LONG_S)
+    assert order == ["later"] * 3 + ["second"] * 3
+
+
+# ---- threads that have calls of their own
+
+
+def test_a_call_on_another_thread_waits_its_turn(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
+    order: list[str] = []
+    about_to_call = threading.Event()
+    second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
+
+    in_first = threading.Event()
+
+    def call_second():
+        assert in_first.wait(LONG_S)
+        about_to_call.set()
+        second()
+
+    thread = threading.Thread(target=call_second)
+    thread.start()
+
+    def first_thunk():
+        in_first.set()
+        assert about_to_call.wait(LONG_S)
+        order.append("first")
+        return launch(one, numbers())
+
+    first = bench.tune(first_thunk, name="first")
+    first()
+    thread.join(LONG_S)
+    assert order == ["first"] * 3 + ["second"] * 3
+    assert [context.kernel for context in first.report.contexts] == ["add"]
+    assert [context.kernel for context in second.report.contexts] == ["double"]
+
+
+def test_settled_calls_take_turns_too(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inside = []
+
+    def thunk():
+        inside.append(1)
+        most = len(inside)
+        launch(kernel, numbers())
+        inside.pop()
+        return most
+
+    tuned = bench.tune(thunk)
+    tuned()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: tuned(), range(50))) == {1}
+    assert Autotuner.run is STOCK_RUN
+
+
+def test_a_call_that_raises_lets_the_next_thread_in(bench):
+    def thunk():
+        raise KeyError("mine")
+
+    tuned = bench.tune(thunk)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            on_thread(tuned)
+    with pytest.raises(KeyError):
+        tuned()
+
+
+def test_one_function_called_by_many_threads_is_tuned_once(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda x: launch(kernel, x))
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(tuned, [numbers() + i for i in range(12)]))
+    assert all(torch.equal(y, numbers() + i + 1) for i, y in enumerate(results))
+    assert bench.blocks() == [16, 32, 64] + [32] * 12
+    assert len(records(SessionClosed)) == 1
+
+
+# ---- forked children
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns in a process forked here."""
+    (value,) = assert_all_ok(run_ranks(lambda rank: function(), 1, init="none", fresh=False))
+    return value
+
+
+def fork_in_first_run(bench: Bench, kernel: Any, in_the_child: Callable[[], Any]) -> tuple[Any, Any]:
+    """Tune `kernel`, forking in the first run; return what the child returned, and the tuned function."""
+    values = []
+
+    def thunk():
+        if not values:
+            values.append(in_child(in_the_child))
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    tuned()
+    return values[0], tuned
+
+
+def test_a_child_forked_during_a_session_finds_the_stock_function(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    seen, _ = fork_in_first_run(
+        bench, kernel, lambda: (Autotuner.run is STOCK_RUN, is_tuning(), tunable("in a child", [1, 2]))
+    )
+    assert seen == (True, False, 1)
+    assert bench.blocks() == [16, 32, 32]
+
+
+def test_launches_in_a_child_are_stock_launches(bench):
+    benched = []
+    kernel = bench.kernel(
+        {16: 3.0, 32: 1.0}, double, do_bench=lambda call, quantiles: benched.append(call()) or [1.0] * 3
+    )
+
+    def child():
+        y = launch(kernel, numbers())
+        return torch.equal(y, numbers() * 2), len(benched), bench.clock.marks
+
+    assert fork_in_first_run(bench, bench.kernel({16: 3.0, 32: 1.0}), child)[0] == (True, 2, 0)
+    assert benched == []
+
+
+def test_a_child_writes_no_logs_of_the_session(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    log = Path(".autotune_logs/rank-0.jsonl").absolute()
+
+    def child():
+        before = log.read_bytes()
+        with pytest.raises(KeyError):
+            raise_in_session()
+        return log.read_bytes() == before
+
+    sessions = []
+
+    def raise_in_session():
+        sessions[0]()
+
+    def thunk():
+        if os.getpid() != parent:
+            raise KeyError("the child's own run")
+        launch(kernel, numbers())
+        if len(bench.blocks()) == 1:
+            assert in_child(child)
+
+    parent = os.getpid()
+    tuned = bench.tune(thunk)
+    sessions.append(tuned)
+    tuned()
+    assert [record.outcome for record in records(SessionClosed)] == ["settled"]
+
+
+def test_a_child_forked_between_calls_tunes_on_its_own(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+
+    def child():
+        y = tuned()
+        return torch.equal(y, numbers() + 1), bench.blocks(), Autotuner.run is STOCK_RUN
+
+    assert in_child(child) == (True, [16, 32, 32], True)
+    assert bench.blocks() == []
+    tuned()
+    assert Autotuner.run is STOCK_RUN
+
+
+def test_a_child_may_call_while_its_parent_is_in_the_middle_of_a_call(bench):
+    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
+    second = bench.tune(lambda: launch(other, numbers()), name="second")
+
+    def child():
+        result = on_thread(second)  # on any thread: the turn that the parent holds is not the child's
+        return torch.equal(result, numbers() * 2), Autotuner.run is STOCK_RUN
+
+    assert fork_in_first_run(bench, kernel, child)[0] == (True, True)
+    assert second.report is None
+
+
+def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):
+    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
+    second = bench.tune(lambda: launch(other, numbers()), name="second")
+    inside, forked = threading.Event(), threading.Event()
+
+    def thunk():
+        inside.set()
+        assert forked.wait(LONG_S)
+        return launch(kernel, numbers())
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(bench.tune(thunk, name="first"))
+        assert inside.wait(LONG_S)
+        try:
+            free = in_child(lambda: (Autotuner.run is STOCK_RUN, torch.equal(second(), numbers() * 2)))
+        finally:
+            forked.set()
+        assert torch.equal(first.result(LONG_S), numbers() + 1)
+    assert free == (True, True)

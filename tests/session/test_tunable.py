@@ -1,0 +1,132 @@
+"""Choices of the host, `tunable(name, options)`: when they are tuned, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from kernels_for_tests import launch, numbers
+
+from dist_autotune import tunable
+
+
+def test_a_tunable_is_chosen_by_the_time_of_the_run_after_the_kernels(bench):
+    kernel = bench.kernel({16: 2.0, 32: 1.0})
+    chosen = []
+
+    def thunk():
+        split = tunable("split", [1, 2, 4])
+        chosen.append(split)
+        launch(kernel, numbers())
+        bench.spend({1: 3.0, 2: 1.0, 4: 2.0}[split])
+        return split
+
+    tuned = bench.tune(thunk)
+    assert tuned() == 2
+    assert bench.blocks()[:2] == [16, 32]
+    assert chosen == [1, 1, 1, 2, 4, 2]
+    contexts = {context.kernel: context for context in tuned.report.contexts}
+    assert contexts["split"].config == 2
+    assert contexts["split"].status == "tuned"
+    assert tuned() == 2
+
+
+def test_a_tunable_outside_a_tuned_function_is_the_settled_choice_or_the_first_option(bench):
+    options = ["copy engine", "kernel"]
+    assert tunable("transport", options, key=(64,)) == "copy engine"
+
+    def thunk(size):
+        chosen = tunable("transport", options, key=(size,))
+        bench.spend({"copy engine": 2.0, "kernel": 1.0}[chosen])
+        return chosen
+
+    tuned = bench.tune(thunk)
+    assert tuned(64) == "kernel"
+    assert tunable("transport", options, key=(64,)) == "kernel"
+    assert tunable("transport", options, key=(128,)) == "copy engine"
+    assert tunable("transport", ["copy engine"], key=(64,)) == "copy engine"
+
+
+def test_a_tunable_has_a_context_for_each_key(bench):
+    def thunk():
+        chosen = [tunable("depth", [1, 2], key=(size,)) for size in (64, 128)]
+        bench.spend({1: 1.0, 2: 2.0}[chosen[0]] + {1: 2.0, 2: 1.0}[chosen[1]])
+        return chosen
+
+    tuned = bench.tune(thunk)
+    assert tuned() == [1, 2]
+    assert {context.key: context.config for context in tuned.report.contexts} == {(64,): 1, (128,): 2}
+
+
+def test_a_tunable_with_one_option_needs_no_trial(bench):
+    tuned = bench.tune(lambda: tunable("only", ["this"]))
+    assert tuned() == "this"
+    assert tuned.report.runs == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], None, 3, "ab", iter([1]), [object()], [{1, 2}], [1.0, float("nan")], [float("inf")]],
+    ids=["none", "no list", "a number", "a text", "an iterator", "object", "set", "nan", "inf"],
+)
+def test_options_of_a_tunable_must_be_json(bench, options):
+    for call in (lambda: tunable("bad", options), bench.tune(lambda: tunable("bad", options))):
+        with pytest.raises(ValueError, match=r"tunable\('bad'\)"):
+            call()
+
+
+@pytest.mark.parametrize("key", [4096, None, "abc"], ids=repr)
+def test_the_key_of_a_tunable_must_be_a_tuple(bench, key):
+    for call in (lambda: tunable("bad", [1], key=key), bench.tune(lambda: tunable("bad", [1], key=key))):
+        with pytest.raises(ValueError, match=r"tunable\('bad'\): key="):
+            call()
+
+
+def test_options_that_python_takes_for_equal_are_told_apart(bench):
+    def thunk():
+        chosen = tunable("mixed", [1, True, 1.0])
+        bench.spend({"1": 3.0, "True": 1.0, "1.0": 2.0}[repr(chosen)])
+        return chosen
+
+    tuned = bench.tune(thunk)
+    assert [repr(tuned()), repr(tuned()), repr(tuned())] == ["True"] * 3
+    assert repr(tunable("mixed", [1, 1.0, True])) == "True"
+    assert repr(tunable("mixed", [0, 1])) == "0"
+
+
+def test_settled_each_call_of_a_tunable_gets_one_of_its_own_options(bench):
+    options = [[1, 2]]
+
+    def thunk():
+        chosen = [tunable("shape", given) for given in options[-1]]
+        bench.spend(sum(1.0 if choice == 2 else 2.0 for choice in chosen))
+        return chosen
+
+    tuned = bench.tune(thunk)
+    for given in ([[1, 2]], [[2, 1]], [[1, 2], [True, 2]], [[True, False, 2]]):
+        options.append(given)
+        for _ in range(3):
+            chosen = tuned()
+        assert all(any(choice is option for option in own) for choice, own in zip(chosen, given, strict=True))
+        assert chosen == [2] * len(given)
+
+
+@pytest.mark.parametrize("option", [None, True, 1.5, "text", [1, 2], {"a": 1}], ids=repr)
+def test_any_json_option_comes_back_as_it_was_given(bench, option):
+    assert bench.tune(lambda: tunable("any", [option]))() is option
+
+
+@pytest.mark.parametrize("text", ["", "a\nb", "[/red]", "\x1b[31m", "\udc80", "x" * 5000], ids=ascii)
+def test_name_options_and_key_may_hold_any_text(bench, text):
+    def thunk():
+        chosen = tunable(text, [text, text + "2"], key=(text,))
+        bench.spend(2.0 if chosen == text else 1.0)
+        return chosen
+
+    bench.tune(thunk, name=text)()
+    again = bench.tune(thunk, name="another function")
+    assert (again(), again.report.runs) == (text + "2", 1)
+    for line in Path(".autotune_logs/rank-0.log").read_text().split("\n")[:-1]:
+        assert re.match(r"\[ *\d+\.\ds\] rank 0 ", line)
+        assert line.isprintable()

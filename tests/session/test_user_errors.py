@@ -1,0 +1,304 @@
+"""What the user's function, kernel, hook or grid raises reaches the caller, and the next call goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import Mine, inject, launch, numbers, only, out_of_resources, records, winner
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import OutOfResources
+
+import dist_autotune.triton_api.interception
+from dist_autotune import is_tuning
+from dist_autotune.logs.records import Banned, RunFailed
+from dist_autotune.triton_api.interception import INTERCEPTION
+
+STOCK_RUN = Autotuner.run
+
+
+# ---- from the function
+
+
+@pytest.mark.parametrize("failing_run", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "error", [Mine("mine"), StopIteration(7), KeyboardInterrupt(), SystemExit(3)], ids=repr
+)
+def test_what_the_function_raises_reaches_the_caller_and_the_next_call_goes_on(bench, failing_run, error):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    runs = itertools.count()
+
+    def thunk(x):
+        y = launch(kernel, x)
+        if next(runs) == failing_run:
+            raise error
+        return y
+
+    tuned = bench.tune(thunk)
+    with pytest.raises(type(error)) as caught:
+        tuned(numbers())
+    assert caught.value is error
+    assert tuned.report is not None
+    assert torch.equal(tuned(numbers() + 5), numbers() + 6)
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 32)
+    assert list(only(tuned.report).timings.values()) == [3.0, 1.0, 2.0]
+    blocks = [16, 32, 64, 32]
+    blocks.insert(failing_run, blocks[failing_run])
+    assert bench.blocks() == blocks
+    assert [record.by_rank for record in records(RunFailed)] == [0]
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise AttributeError("no such field")
+
+
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+def test_an_exception_that_cannot_say_its_text_reaches_the_caller(bench, is_settled):
+    kernel, errors = bench.kernel({16: 3.0, 32: 1.0}), [Mute()]
+
+    def thunk():
+        launch(kernel, numbers())
+        if is_tuning() is not is_settled and errors:
+            raise errors.pop()
+
+    tuned = bench.tune(thunk)
+    if is_settled:
+        tuned()
+    with pytest.raises(Mute):
+        tuned()
+    assert [record.error for record in records(RunFailed)] == (
+        [] if is_settled else ["Mute (its text cannot be told: AttributeError)"]
+    )
+    tuned()
+    assert tuned.settled
+
+
+def test_an_exception_before_any_launch_leaves_a_session_to_go_on(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    runs = itertools.count()
+
+    def thunk():
+        if next(runs) == 0:
+            raise Mine
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    with pytest.raises(Mine):
+        tuned()
+    tuned()
+    assert bench.blocks() == [16, 32, 32]
+
+
+def test_an_exception_in_a_settled_call_changes_nothing(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk(fails):
+        launch(kernel, numbers())
+        if fails:
+            raise Mine
+
+    tuned = bench.tune(thunk)
+    tuned(False)
+    report = tuned.report
+    with pytest.raises(Mine):
+        tuned(True)
+    assert tuned.settled
+    tuned(False)
+    assert bench.blocks()[-2:] == [32, 32]
+    assert tuned.report == report
+
+
+def test_an_exception_of_an_inner_function_ends_only_the_run(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    failures = iter([False, True])
+
+    def body():
+        launch(kernel, numbers())
+        if next(failures, False):
+            raise Mine
+
+    inner = bench.tune(body)
+
+    def outer():
+        try:
+            inner()
+        except Mine:
+            return "caught"
+        return "fine"
+
+    tuned = bench.tune(outer)
+    assert tuned() == "fine"
+    assert bench.blocks() == [16, 32, 32]
+
+
+def out_of_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_an_allocation_that_fails_elsewhere_in_the_function_is_the_users(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk():
+        launch(kernel, numbers())
+        out_of_memory()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.tune(thunk)()
+    assert records(Banned) == []
+
+
+# ---- from a launch, or the hook of a config
+
+
+def test_an_exception_inside_the_kernel_is_the_users(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    error = AssertionError("inside the kernel")
+    kernel.fn.failures[32] = lambda: error
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.raises(AssertionError) as caught:
+        tuned()
+    assert caught.value is error
+    kernel.fn.failures.clear()
+    tuned()
+    assert bench.blocks() == [16, 32, 32]
+
+
+@pytest.mark.parametrize("where", ["launch", "pre_hook"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("no such argument"),
+        AssertionError("bad shape"),
+        TypeError("missing argument"),
+        ValueError("bad stride"),
+        RuntimeError("the size of tensor a must match"),
+        NotImplementedError("PassManager::run failed"),
+        StopIteration(),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("bad", [16, 64], ids=["first run", "last trial"])
+def test_other_errors_propagate_unchanged_and_nothing_stays_patched(bench, where, error, bad):
+    kernel = inject(bench, where, {bad: lambda: error})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.raises(type(error)) as caught:
+        tuned()
+    assert caught.value is error
+    assert Autotuner.run is STOCK_RUN
+    assert not is_tuning()
+    assert records(Banned) == []
+    assert len(records(RunFailed)) == 1
+
+
+def test_after_an_error_of_the_users_the_next_call_goes_on(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[64] = lambda: KeyError("once")
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.raises(KeyError):
+        tuned()
+    kernel.fn.failures.clear()
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 32, 64, 32]
+
+
+def test_the_only_config_of_a_kernel_fails_as_it_does_without_the_tuner(bench):
+    kernel = bench.kernel({16: 1.0})
+    kernel.fn.failures[16] = out_of_resources
+    with pytest.raises(OutOfResources):
+        bench.tune(lambda: launch(kernel, numbers()))()
+
+
+def test_an_allocation_that_fails_in_a_hook_is_the_users(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={32: out_of_memory})
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.tune(lambda: launch(kernel, numbers()))()
+    assert records(Banned) == []
+
+
+# ---- from the grid
+
+
+def compiler_trouble(*_: Any) -> Any:
+    raise RuntimeError("PassManager::run failed")
+
+
+@pytest.mark.parametrize("raising", [out_of_memory, compiler_trouble])
+def test_an_error_of_the_grid_function_is_the_users(bench, raising):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    with pytest.raises(RuntimeError) as caught:
+        bench.tune(lambda: kernel[raising](numbers(), numbers(), 64))()
+    assert "failed" in str(caught.value) or isinstance(caught.value, torch.OutOfMemoryError)
+    assert records(Banned) == []
+
+
+def test_a_grid_may_be_any_callable(bench):
+    class Grid:
+        def __call__(self, meta):
+            out_of_memory()
+
+    for grid in (Grid(), functools.partial(out_of_memory, 1), Grid().__call__):
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        with pytest.raises(torch.OutOfMemoryError):
+            bench.tune(lambda kernel=kernel, grid=grid: kernel[grid](numbers(), numbers(), 64))()
+
+
+# ---- Ctrl-C between any two lines
+
+
+class CtrlC:
+    """While it is entered, raises KeyboardInterrupt before the n-th line of those files."""
+
+    FILES = (dist_autotune.triton_api.interception.__file__, "/active_call.py")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> None:
+        sys.settrace(self.on_call)
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def on_call(self, frame: Any, event: str, argument: Any) -> Any:
+        return self.on_line if frame.f_code.co_filename.endswith(self.FILES) else None
+
+    def on_line(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.on_line
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["tuning", "settled"])
+def test_ctrl_c_between_any_two_lines_leaves_nothing_patched_and_tuning_on(bench, settled):
+    before = threading.Thread.start
+    for at in itertools.count(1):
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        tuned = bench.tune(lambda kernel=kernel: launch(kernel, numbers()), name=f"at {at}", cache=False)
+        if settled:
+            tuned()
+        interrupt = CtrlC(at)
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            tuned()
+        assert Autotuner.run is STOCK_RUN
+        assert threading.Thread.start is before
+        assert (is_tuning(), INTERCEPTION.active) == (False, False)
+        bench.forget()
+        tuned()
+        assert only(tuned.report).status == "tuned"
+        assert bench.blocks()[-1] == 32
+        with ThreadPoolExecutor(1) as pool:  # and another thread gets its turn
+            assert torch.equal(pool.submit(tuned).result(10), numbers() + 1)
+        if interrupt.left > 0:
+            break
+    assert at > 20

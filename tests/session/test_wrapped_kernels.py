@@ -1,0 +1,218 @@
+"""What stands around an autotuned kernel: heuristics, subclasses, hooks and grids that launch others."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+import triton
+from kernels_for_tests import (
+    Bench,
+    Mine,
+    Probe,
+    add,
+    double,
+    launch,
+    numbers,
+    only,
+    out_of_resources,
+    winner,
+)
+from triton.runtime.autotuner import Autotuner
+
+
+def with_heuristics(bench: Bench, *, below: bool) -> Any:
+    heuristics = triton.heuristics({"EVEN": lambda args: args["n"] % args.get("BLOCK", 1) == 0})
+
+    class WithEven(Probe):
+        def run(self, *args, EVEN, **kwargs):
+            assert EVEN is True
+            return super().run(*args, **kwargs)
+
+    probe = WithEven(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
+    autotune = triton.autotune([triton.Config({"BLOCK": b}) for b in (16, 32)], ["n"])
+    return autotune(heuristics(probe)) if below else heuristics(autotune(probe))
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["below autotune", "above autotune"])
+def test_heuristics_may_stand_below_or_above(bench, below):
+    kernel = with_heuristics(bench, below=below)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks() == [16, 32, 32]
+    assert only(tuned.report).kernel == "add"
+
+
+class Counting(Autotuner):
+    """As some libraries do: works around the launch, then asks which config it was."""
+
+    seen: list[int]
+
+    def run(self, *args, **kwargs):
+        result = super().run(*args, **kwargs)
+        self.seen.append(self.best_config.kwargs["BLOCK"])
+        return result
+
+
+def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
+    probe = Probe(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
+    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
+    kernel.seen = []
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    tuned()
+    assert kernel.seen == bench.blocks() == [16, 32, 32, 32]
+
+
+class Library(Autotuner):
+    """A library's tuner that looks results up, benchmarks and launches by itself."""
+
+    benchmarked = 0
+
+    def run(self, *args, **kwargs):
+        config = self.configs[0]
+        if len(self.configs) > 1:
+            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+            key = tuple(32 * -(-named[name] // 32) for name in self.keys)
+            if key not in self.cache:
+                self.benchmarked += 1
+                self.cache[key] = min(self.prune_configs(kwargs), key=lambda config: str(config))
+            config = self.cache[key]
+        self.best_config = config
+        return self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+
+class OfTheLibrary(Library):
+    """Launches through its base class."""
+
+    around = 0
+
+    def run(self, *args, **kwargs):
+        self.around += 1
+        return super().run(*args, **kwargs)
+
+
+def noting(run: Any) -> Any:
+    @functools.wraps(run)
+    def noted(self, *args, **kwargs):
+        self.around += 1
+        return run(self, *args, **kwargs)
+
+    return noted
+
+
+class Decorated(Library):
+    """Launches through its base class too, as only what it wraps says."""
+
+    around = 0
+
+    @noting
+    def run(self, *args, **kwargs):
+        return super().run(*args, **kwargs)
+
+
+class Captured(Library):
+    """Calls the function of its base class, whatever stands there."""
+
+    around = 0
+    run = noting(Library.run)
+
+
+class Fixed(Autotuner):
+    """Launches what it has been told to."""
+
+    def run(self, *args, **kwargs):
+        self.best_config = self.configs[-1]
+        return self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
+
+
+def made_by(kind: type, bench: Bench) -> Any:
+    probe = Probe(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
+    return kind(probe, probe.arg_names, configs, ["n"], None, None)
+
+
+@pytest.mark.parametrize("kind", [Library, OfTheLibrary, Decorated, Captured])
+def test_a_subclass_that_benchmarks_by_itself_is_tuned_and_left_as_it_was(bench, kind):
+    kernel, runs = made_by(kind, bench), [Library.run, OfTheLibrary.run]
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    for _ in range(2):
+        assert torch.equal(tuned(), numbers() + 1)
+        assert [Library.run, OfTheLibrary.run] == runs
+    assert bench.blocks() == [16, 32, 32, 32]
+    assert winner(only(tuned.report)) == 32
+    assert (kernel.benchmarked, kernel.cache, kernel.best_config.kwargs["BLOCK"]) == (0, {}, 32)
+    assert getattr(kernel, "around", None) == {Library: None, Captured: 0}.get(kind, 4)
+    launch(kernel, numbers())
+    assert (kernel.benchmarked, bench.blocks()[-1]) == (1, 16)  # between calls it does what it did
+
+
+def test_what_replaces_the_run_of_a_subclass_goes_when_the_function_raises(bench):
+    kernel, before = made_by(Library, bench), Library.run
+
+    def thunk():
+        launch(kernel, numbers())
+        assert Library.run is not before
+        raise Mine
+
+    with pytest.raises(Mine):
+        bench.tune(thunk)()
+    assert Library.run is before
+
+
+def test_a_subclass_that_launches_what_it_likes_is_let_be_and_named_once(bench):
+    kernel, before = made_by(Fixed, bench), Fixed.run
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.warns(UserWarning, match=r"test_wrapped_kernels\.Fixed overrides Autotuner\.run .* super"):
+        tuned()
+    tuned()
+    assert bench.blocks() == [32, 32]
+    assert Fixed.run is before
+
+
+@pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])
+def test_a_config_that_failed_or_was_only_tried_is_never_kept_for_a_subclass(bench, tmp_cache, max_runs):
+    probe = Probe(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
+    probe.failures[64] = out_of_resources
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32, 64)]
+    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
+    kernel.seen = []
+    bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs)()
+    assert kernel.seen == bench.blocks()
+    kept = [json.loads(path.read_text())["config"] for path in tmp_cache.glob("*.json")]
+    assert [text.split(",")[0] for text in kept] == (["BLOCK: 32"] if max_runs is None else [])
+
+
+def test_a_grid_function_may_launch_another_autotuned_kernel(bench):
+    inner = bench.kernel({16: 1.0, 32: 3.0}, double)
+    outer = bench.kernel({16: 30.0, 32: 10.0})
+    doubled = []
+
+    def thunk():
+        y = torch.full((64,), -1.0)
+
+        def grid(meta):
+            doubled.append(launch(inner, numbers()))
+            return (triton.cdiv(64, meta["BLOCK"]),)
+
+        outer[grid](numbers(), y, 64)
+        return y
+
+    tuned = bench.tune(thunk)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert all(torch.equal(y, numbers() * 2) for y in doubled)
+    assert bench.blocks("add") == [16, 32, 32]
+    assert bench.blocks("double") == [16, 32, 16]
+
+
+def test_a_pre_hook_may_launch_another_autotuned_kernel(bench):
+    inner = bench.kernel({16: 1.0, 32: 3.0}, double)
+    hooks = {block: lambda args: launch(inner, numbers()) for block in (16, 32)}
+    outer = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks=hooks)
+    assert torch.equal(bench.tune(lambda: launch(outer, numbers()))(), numbers() + 1)
+    assert bench.blocks("add") == [16, 32, 32]
+    assert bench.blocks("double") == [16, 32, 16]

@@ -1,0 +1,246 @@
+"""The command line: what it prints, and that a mistake is one line with the next step and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from example_files import CONFIGS, KEY, entry, write_session
+from typer.testing import CliRunner, Result
+
+from dist_autotune.cli.commands import app
+from dist_autotune.formatting import WALL_CLOCK_NOTE
+from dist_autotune.storage.winners import DiskCache
+
+
+def run(*arguments: str | Path, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), input=answer)
+
+
+def assert_one_line_error(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    for part in parts:
+        assert part in result.stderr
+
+
+# ---- report
+
+
+def test_report_shows_winners_spread_stragglers_and_each_rank_alone(tmp_path: Path) -> None:
+    write_session(tmp_path / "logs")
+    result = run("report", "logs")
+    assert result.exit_code == 0
+    rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "matmul[4096, fp16] BLOCK=128 2.000 tuned 3 1 +33.3 +100.0" in rows
+    assert "1 6 6 +33.3" in rows  # rank 1: slowest in 6 of 6
+    assert f"0 0 {CONFIGS[0]} 1.000 4.000 +100.0" in rows  # rank 0 alone
+    assert "Best agreed time: 4.000 ms after run 0, 2.000 ms after run 2; last trial in run 5." in rows
+    assert WALL_CLOCK_NOTE not in result.stdout
+
+
+def test_report_reads_the_default_directory_or_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_session(tmp_path / ".autotune_logs", thunk="by_default")
+    write_session(tmp_path / "elsewhere", thunk="by_environment")
+    assert "by_default" in run("report").stdout
+    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", "elsewhere")
+    assert "by_environment" in run("report").stdout
+
+
+def test_report_labels_wall_clock_figures(tmp_path: Path) -> None:
+    write_session(tmp_path / "logs", clock="WallClock")
+    assert WALL_CLOCK_NOTE in run("report", "logs").stdout
+
+
+def test_report_lists_every_session_and_shows_the_newest_or_all(tmp_path: Path) -> None:
+    for name in ("s1", "s2"):
+        write_session(tmp_path / "logs", name)
+    newest, every = run("report", "logs").stdout, run("report", "logs", "--all").stdout
+    assert ("session s1," in newest, "session s2," in newest) == (False, True)
+    assert ("session s1," in every, "session s2," in every) == (True, True)
+    assert "\ns1  " in newest
+
+
+def test_report_says_which_lines_it_could_not_read(tmp_path: Path) -> None:
+    write_session(tmp_path / "logs")
+    with (tmp_path / "logs" / "rank-0.jsonl").open("a") as file:
+        file.write("{torn\n")
+    assert "rank-0.jsonl: skipped 1 line: 1 x damaged" in run("report", "logs").stdout
+
+
+HOSTILE = {
+    "nesting": b"[" * 5000 + b"\n",
+    "nesting in a record": b'{"schema":1,"event":"merged","session":"s1","rank":0,"run":0,"payload":{"kind":'
+    + b"[" * 400
+    + b"]" * 400
+    + b"}}\n",
+    "a lone surrogate": b'{"schema":1,"event":"note","session":"s1","rank":0,"text":"a \\udcff b"}\n',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize(
+    "command", [["report"], ["report", "--html", "all.html"], ["replay", "--json"]], ids=" ".join
+)
+def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
+    tmp_path: Path, command: list[str], line: bytes
+) -> None:
+    write_session(tmp_path / "logs")
+    with (tmp_path / "logs" / "rank-0.jsonl").open("ab") as file:
+        file.write(line)
+    os.mkfifo(tmp_path / "logs" / "rank-2.jsonl")
+    result = run(*command, "logs")
+    assert result.exit_code == (command[0] == "replay"), result.output
+    shown = (tmp_path / "all.html").read_text() if "--html" in command else result.stdout
+    assert "rank-2.jsonl" in shown
+    assert "not a regular file" in shown
+    if line != HOSTILE["a lone surrogate"]:
+        assert "damaged" in shown
+    elif command[0] == "report":
+        assert "a \\udcff b" in shown
+
+
+def test_report_writes_html(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the HTML report draws with matplotlib")
+    write_session(tmp_path / "logs")
+    result = run("report", "logs", "--html", "report.html")
+    assert (result.exit_code, result.stdout) == (0, "Wrote report.html\n")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_report_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_session(tmp_path / "logs")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+    assert_one_line_error(run("report", "logs", "--html", "report.html"), "pip install matplotlib")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_report_of_a_missing_directory_says_what_to_do() -> None:
+    assert_one_line_error(
+        run("report", "nowhere"), "There is no directory nowhere", "dist-autotune report DIR"
+    )
+
+
+def test_report_of_a_directory_without_records_says_what_to_do(tmp_path: Path) -> None:
+    assert_one_line_error(run("report", tmp_path), "holds no records", "dist-autotune report DIR")
+    (tmp_path / "rank-0.jsonl").write_text("garbage\ngarbage\n")
+    assert_one_line_error(run("report", tmp_path), "only 2 lines that cannot be read")
+
+
+def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_AUTOTUNE_LOGDIR", "logs")
+    assert_one_line_error(run("report"), "DIST_AUTOTUNE_LOGDIR")
+
+
+# ---- cache
+
+
+def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
+    DiskCache(tmp_cache).put(entry())
+    rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
+    assert f"{KEY.digest[:8]} matmul 4096, 'fp16' BLOCK=128 0.2500 test device 2 2026-01-02T03:04:05Z" in rows
+
+
+def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:
+    DiskCache(tmp_cache).put(entry(key="caf\u00e9 \udc80"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_autotune", "cache", "list"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"caf\xe9 \udc80" in done.stdout
+
+
+def test_cache_list_of_an_empty_cache_says_where_it_looked(tmp_cache: Path) -> None:
+    result = run("cache", "list")
+    assert result.exit_code == 0
+    assert f"No entries in {tmp_cache}" in result.stdout
+
+
+def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -> None:
+    DiskCache(tmp_cache).put(entry())
+    damaged = tmp_cache / f"add-{KEY.digest}.json"
+    damaged.write_text("")
+    result = run("cache", "list")
+    assert result.exit_code == 0
+    assert "matmul" in result.stdout
+    assert result.stderr == f"Ignored {damaged}: empty file. Tuning again.\n"
+
+
+@pytest.mark.parametrize("name", ["matmul", KEY.digest[:6], KEY.file_name], ids=["kernel", "digest", "file"])
+def test_cache_show_prints_an_entry_as_json(tmp_cache: Path, name: str) -> None:
+    DiskCache(tmp_cache).put(entry())
+    DiskCache(tmp_cache).put(entry(kernel="add"))
+    result = run("cache", "show", name)
+    shown = json.loads(result.stdout)
+    assert (shown["key"]["kernel"], shown["timings"]) == ("matmul", {"BLOCK=64": "inf", "BLOCK=128": 0.25})
+    assert result.stderr == f"{tmp_cache / KEY.file_name}\n"
+
+
+def test_cache_show_of_an_unknown_name_says_how_to_find_one() -> None:
+    assert_one_line_error(run("cache", "show", "add"), "No entry of 'add'", "dist-autotune cache list")
+
+
+def test_cache_clear_asks_first(tmp_cache: Path) -> None:
+    DiskCache(tmp_cache).put(entry())
+    refused = run("cache", "clear", answer="n\n")
+    assert refused.exit_code == 1
+    assert len(DiskCache(tmp_cache).load_all()) == 1
+    agreed = run("cache", "clear", answer="y\n")
+    assert agreed.exit_code == 0
+    assert "Deleted 1 entry" in agreed.stdout
+    assert DiskCache(tmp_cache).load_all() == {}
+
+
+def test_cache_clear_yes_does_not_ask(tmp_cache: Path) -> None:
+    DiskCache(tmp_cache).put(entry())
+    assert run("cache", "clear", "--yes").stdout == f"Deleted 1 entry in {tmp_cache}\n"
+
+
+def test_cache_export_and_import_carry_entries_over(
+    tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DiskCache(tmp_cache).put(entry())
+    assert "Exported 1 entry" in run("cache", "export", "all.json").stdout
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
+    assert "Imported 1 entry" in run("cache", "import", "all.json").stdout
+    assert DiskCache(tmp_path / "other").get(KEY) == entry()
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", '{"schema": 1}'], ids=["missing", "empty", "no export", "no entries"]
+)
+def test_cache_import_of_what_is_no_export_is_one_line(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "all.json").write_text(content)
+    assert_one_line_error(run("cache", "import", "all.json"), "all.json")
+
+
+# ---- the program
+
+
+def test_the_module_is_the_command() -> None:
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_autotune", "cache", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=root,
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("list", "show", "clear", "export", "import"):
+        assert command in done.stdout

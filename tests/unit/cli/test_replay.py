@@ -1,0 +1,471 @@
+"""`dist-autotune replay`: true logs verify, changed ones are found, other searches use their samples."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_files import write_session
+from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
+from rank_programs import tune
+from typer.testing import CliRunner, Result
+
+from dist_autotune import contextual_autotune, tunable
+from dist_autotune.cli import replay, what_if
+from dist_autotune.cli.commands import app
+from dist_autotune.cli.replay import Verdict
+from dist_autotune.logs import reader
+from ranks import assert_all_ok, run_ranks
+
+LOGS = Path(".autotune_logs")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+def verdicts() -> list[Verdict]:
+    sessions, skipped = reader.read_sessions(LOGS)
+    assert not skipped
+    return replay.verify(sessions)
+
+
+def assert_as_recorded(*, sessions: int) -> None:
+    found = verdicts()
+    assert len(found) == sessions
+    for verdict in found:
+        assert verdict.differences == ()
+        assert verdict.notes == ()
+        assert verdict.compared > 0
+
+
+def change(rank: int, event: str, edit: Callable[[dict[str, Any]], bool]) -> None:
+    """Let `edit` change records of one rank's log in place, until it has changed one."""
+    path = LOGS / f"rank-{rank}.jsonl"
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        if record["event"] == event and edit(record):
+            lines[number] = json.dumps(record)
+            path.write_text("\n".join(lines) + "\n")
+            return
+    raise AssertionError(f"no {event} of rank {rank} was changed")
+
+
+# ---- sessions of one process
+
+
+def racing(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 1.0005, 128: 30.0})
+    other = bench.kernel({16: 1.0, 32: 2.0}, double)
+    bench.tune(lambda: (launch(kernel, numbers()), launch(other, numbers())), search="racing")()
+
+
+def whole_runs(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk() -> None:
+        launch(kernel, numbers())
+        bench.spend({1: 2.0, 2: 1.0}[tunable("chunks", [1, 2])])
+
+    bench.tune(thunk, objective="thunk")()
+
+
+def banned(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[32] = out_of_resources
+    bench.tune(lambda: launch(kernel, numbers()), n_repeat=3)()
+
+
+def starved(bench: Bench) -> None:
+    kernel, calls = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}), []
+
+    def thunk() -> None:
+        calls.append(None)
+        if len(calls) < 3:
+            launch(kernel, numbers())
+
+    bench.tune(thunk)()
+
+
+def partial(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    bench.tune(lambda: launch(kernel, numbers()), max_runs=3)()
+
+
+def online(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    step = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    while not step.settled:
+        step()
+
+
+@pytest.mark.parametrize("program", [racing, whole_runs, banned, starved, partial, online])
+def test_a_session_replays_as_it_was_recorded(program: Callable[[Bench], None]) -> None:
+    program(Bench())
+    assert_as_recorded(sessions=1)
+    result = run()
+    assert (result.exit_code, "as recorded" in result.stdout) == (0, True)
+
+
+def test_what_a_cached_result_leads_to_is_recomputed_too(tmp_path: Path) -> None:
+    bench = Bench()
+    for _ in range(2):
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        bench.tune(lambda kernel=kernel: launch(kernel, numbers()), cache=tmp_path / "cache")()
+    assert_as_recorded(sessions=2)
+
+
+def test_a_late_reading_that_is_no_sample_is_no_difference() -> None:
+    bench, calls = Bench(), itertools.count()
+    kernel, every = (
+        bench.kernel({16: 3.0, 32: float("nan"), 64: 2.0}),
+        bench.kernel({16: 1.0, 32: 2.0}, double),
+    )
+    bench.clock.ready = lambda mark: False  # type: ignore[attr-defined]  # of every run, two runs later
+
+    def thunk() -> None:
+        launch(every, numbers())
+        if next(calls) % 3 == 0:
+            launch(kernel, numbers())
+
+    tuned = bench.tune(thunk, mode="online")
+    while not tuned.settled:
+        tuned()
+    assert_as_recorded(sessions=1)
+
+
+def test_a_session_goes_on_from_the_contexts_that_earlier_ones_have_settled() -> None:
+    bench, sizes = Bench(), [64]
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in sizes], objective="thunk")
+    tuned()
+    sizes.append(8)
+    tuned(), tuned()
+    tuned.retune()
+    tuned()
+    assert_as_recorded(sessions=3)
+
+
+def test_a_run_that_raised_and_was_made_again_is_no_difference() -> None:
+    bench, calls = Bench(), []
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk() -> None:
+        calls.append(None)
+        launch(kernel, numbers())
+        if len(calls) == 2:
+            raise ValueError("boom")
+
+    tuned = bench.tune(thunk)
+    with pytest.raises(ValueError, match="boom"):
+        tuned()
+    tuned()
+    assert_as_recorded(sessions=1)
+
+
+def test_a_search_of_the_users_own_is_said_to_be_out_of_reach() -> None:
+    def mine(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+        yield candidates[0]
+        return candidates[0]
+
+    bench = Bench()
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    contextual_autotune(lambda: launch(kernel, numbers()), search=mine, clock=bench.clock, cache=False)()
+    (verdict,) = verdicts()
+    assert (verdict.differences, verdict.compared) == ((), 0)
+    assert "its search" in verdict.notes[0]
+    assert run().exit_code == 0
+    result = run("--statistic", "min")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "--search" in result.stderr
+    assert run("--search", "exhaustive").exit_code == 0
+
+
+# ---- sessions of several ranks
+
+
+def two_ranks(rank: int) -> None:
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.5, 128: 1.0})
+    if rank == 1:
+        kernel.fn.failures[128] = out_of_resources
+    own = bench.kernel({16: 1.0, 32: 2.0}, double)
+
+    def thunk() -> None:
+        launch(kernel, x)
+        if rank == 0:
+            launch(own, x)
+
+    tune(bench, thunk, n_repeat=3, n_warmup=1, rank_reduce="mean")()
+
+
+@pytest.fixture
+def logs_of_two_ranks() -> None:
+    assert_all_ok(run_ranks(two_ranks, 2))
+
+
+@pytest.mark.usefixtures("logs_of_two_ranks")
+def test_agreed_times_are_made_anew_from_the_samples_of_all_ranks() -> None:
+    assert_as_recorded(sessions=1)
+    assert verdicts()[0].recounted > 8
+
+
+def changed_winner(record: dict[str, Any]) -> bool:
+    if record["kernel"] != "add":
+        return False
+    record["config_id"] = 0
+    return True
+
+
+def changed_sample(record: dict[str, Any]) -> bool:
+    if record["kernel"] != "add" or record["kind"] != "sample" or record["config_id"] != 1:
+        return False
+    record["ms"] = 0.25
+    return True
+
+
+def changed_plan(record: dict[str, Any]) -> bool:
+    if record["run"] < 2:
+        return False
+    record["plan"] = dict.fromkeys(record["plan"], 3)
+    return True
+
+
+def changed_agreement(record: dict[str, Any]) -> bool:
+    if record["ms"] is None:
+        return False
+    record["ms"] /= 2
+    return True
+
+
+def changed_words(record: dict[str, Any]) -> bool:
+    for part in record["payload"]["parts"].values():
+        if "worst_ms" in part and record["run"] > 1:
+            part["total_fs"] = 7
+            return True
+    return False
+
+
+@pytest.mark.usefixtures("logs_of_two_ranks")
+@pytest.mark.parametrize(
+    ("rank", "event", "edit", "about", "what"),
+    [
+        (0, "context_settled", changed_winner, "add[64", "context_settled of rank 0: config_id"),
+        (1, "trial", changed_sample, "add[64", "trial of rank 1: statistic_ms"),
+        (1, "run_started", changed_plan, "rank 1", "run_started: plan"),
+        (1, "agreed", changed_agreement, "[64", "agreed of rank 1: ms"),
+        (1, "merged", changed_words, "rank 1", "merged"),
+        (0, "merged", changed_words, "rank 1", "merged"),
+    ],
+    ids=["winner", "sample", "plan", "agreed time", "words of one rank", "words, as the first rank has them"],
+)
+def test_a_changed_record_is_found_and_named(
+    rank: int, event: str, edit: Callable[[dict[str, Any]], bool], about: str, what: str
+) -> None:
+    change(rank, event, edit)
+    (verdict,) = verdicts()
+    first = verdict.differences[0]
+    assert about in first.about
+    assert first.what == what
+    result = run()
+    assert result.exit_code == 1
+    assert what in result.stdout
+
+
+@pytest.mark.usefixtures("logs_of_two_ranks")
+def test_a_missing_rank_is_named_and_the_decisions_are_recomputed_without_it() -> None:
+    (LOGS / "rank-1.jsonl").unlink()
+    (verdict,) = verdicts()
+    assert [(d.about, d.recomputed) for d in verdict.differences] == [("rank 1", "rank-1.jsonl")]
+    assert (verdict.compared > 10, verdict.recounted) == (True, 0)
+    assert run().exit_code == 1
+
+
+@pytest.mark.usefixtures("logs_of_two_ranks")
+def test_a_run_whose_words_are_lost_ends_the_replay_there() -> None:
+    for rank in (0, 1):
+        path = LOGS / f"rank-{rank}.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text(
+            "".join(
+                x for x in lines if not (json.loads(x)["event"] == "merged" and json.loads(x)["run"] == 2)
+            )
+        )
+    (verdict,) = verdicts()
+    assert [(d.run, d.what, d.recorded) for d in verdict.differences] == [(2, "merged", "nothing")]
+
+
+def test_of_a_rank_that_died_the_rest_replays() -> None:
+    assert_all_ok(run_ranks(two_ranks, 2))
+    path = LOGS / "rank-1.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+    path = LOGS / "rank-0.jsonl"
+    lines = [x for x in path.read_text().splitlines(keepends=True) if "session_closed" not in x]
+    path.write_text("".join(lines))
+    assert verdicts()[0].differences == ()
+
+
+def killed_in_a_step(rank: int, cache: Path, number: int) -> None:
+    bench, calls = Bench(), []
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk() -> None:
+        calls.append(None)
+        launch(kernel, numbers())
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    bench.tune(thunk, n_repeat=2, cache=cache, name="steps")()
+
+
+def test_a_session_that_a_crash_ended_replays_and_so_does_the_one_that_took_it_up(tmp_path: Path) -> None:
+    for number in (4, 0):
+        run_ranks(killed_in_a_step, 1, tmp_path / "cache", number, init="none")
+    first, second = verdicts()
+    assert (first.differences, second.differences) == ((), ())
+    assert "took up a session that a crash ended" in second.notes[0]
+    assert second.compared > 3
+    assert run().exit_code == 0
+
+
+# ---- directories that cannot be replayed
+
+
+def assert_one_line_error(result: Result, *parts: str) -> None:
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_a_directory_without_records_is_one_line_that_says_so(tmp_path: Path) -> None:
+    assert_one_line_error(run(tmp_path), str(tmp_path), "no records (rank-N.jsonl)")
+    assert_one_line_error(run(tmp_path / "nowhere"), "There is no directory")
+
+
+def test_each_log_is_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    racing(bench)
+    read: list[str] = []
+    read_records = reader.read_records
+    monkeypatch.setattr(
+        reader, "read_records", lambda path, skipped: read.append(path.name) or read_records(path, skipped)
+    )
+    result = run("--statistic", "min")
+    assert (result.exit_code, read) == (0, ["rank-0.jsonl"]), result.output
+
+
+def test_records_of_another_schema_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").write_text('{"schema": 0, "event": "note", "text": "old"}\n')
+    assert_one_line_error(run(tmp_path), "skipped 1 line: 1 x schema 0, expected 1")
+
+
+def test_a_session_that_did_not_record_what_ranks_said_is_named() -> None:
+    write_session(LOGS)
+    result = run()
+    assert result.exit_code == 1
+    assert "what all ranks said of each run" in result.stdout
+
+
+def test_a_torn_line_is_named_and_fails_the_replay() -> None:
+    racing(Bench())
+    path = LOGS / "rank-0.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    result = run()
+    assert result.exit_code == 1
+    assert "rank-0.jsonl: skipped 1 line: 1 x damaged" in result.stdout
+    assert "as recorded" in result.stdout
+
+
+def test_json_holds_what_the_tables_show() -> None:
+    racing(Bench())
+    result = run("--json", "--search", "exhaustive", "--n-repeat", "2", "--n-warmup", "0")
+    data = json.loads(result.stdout)
+    assert [len(session["differences"]) for session in data["sessions"]] == [0]
+    assert {each["search"] for each in data["another_search"]} == {"exhaustive 0+2"}
+    assert {each["pick"]["regret_percent"] for each in data["another_search"]} == {0.0}
+
+
+# ---- another search on the recorded samples
+
+
+def noisy(rank: int) -> None:
+    """Samples whose median and whose minimum disagree, on two ranks that disagree."""
+    bench, runs = Bench(), {16: 0, 32: 0}
+    series = {16: [2.0, 2.0, 9.0, 2.0, 2.0], 32: [1.0, 3.0, 3.0, 3.0, 1.5]}
+
+    def ms(block: int) -> Callable[[Any], float]:
+        def next_ms(_: Any) -> float:
+            runs[block] += 1
+            return series[block][(runs[block] - 1) % 5] + rank
+
+        return next_ms
+
+    kernel = bench.kernel({16: ms(16), 32: ms(32)})
+    tune(bench, lambda: launch(kernel, numbers()), n_repeat=5, n_warmup=0)()
+
+
+def tried(**plan: Any) -> what_if.WhatIf:
+    sessions, _ = reader.read_sessions(LOGS)
+    (found,) = what_if.what_if(sessions, what_if.Plan(**plan))
+    return found
+
+
+@pytest.fixture
+def noisy_logs() -> None:
+    assert_all_ok(run_ranks(noisy, 2))
+
+
+@pytest.mark.usefixtures("noisy_logs")
+def test_the_same_search_on_the_same_samples_picks_the_same_in_as_many_runs() -> None:
+    found = tried()
+    assert (found.runs, found.recorded_runs, found.resampled) == (10, 10, 0)
+    assert found.pick == found.recorded
+    assert (found.pick.config.split(",")[0], found.pick.ms) == ("BLOCK: 16", 3.0)
+
+
+@pytest.mark.usefixtures("noisy_logs")
+def test_samples_are_dealt_in_recorded_order() -> None:
+    found = tried(n_repeat=1)  # first samples: 2 and 1 on rank 0
+    assert (found.runs, found.resampled) == (2, 0)
+    assert found.pick.config.startswith("BLOCK: 32")
+    assert found.pick.regret_percent == pytest.approx(100 / 3)  # by all of them: 4 against 3
+
+
+@pytest.mark.usefixtures("noisy_logs")
+def test_the_statistic_and_the_reduction_can_be_others() -> None:
+    assert tried(statistic="min").pick.config.startswith("BLOCK: 32")
+    assert tried(statistic="min").pick.ms == 2.0
+    assert tried(statistic="min", rank_reduce="mean").pick.ms == 1.5
+
+
+@pytest.mark.usefixtures("noisy_logs")
+def test_runs_beyond_the_recorded_ones_are_drawn_again_by_the_seed() -> None:
+    found = tried(n_repeat=20, n_warmup=1)
+    assert (found.runs, found.resampled) == (42, 32)  # 15 samples and a warm-up of each
+    assert found == tried(n_repeat=20, n_warmup=1)
+    assert "resampled" in run("--search", "racing", "--seed", "3").stdout
+
+
+def test_banned_candidates_are_not_tried_and_starved_ones_do_not_stop_it() -> None:
+    banned(Bench())
+    found = tried(search="racing")
+    assert found.candidates == 3
+    assert found.pick.config.startswith("BLOCK: 64")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--search", "best"), ("--statistic", "mode"), ("--rank-reduce", "min")],
+    ids=["search", "statistic", "rank-reduce"],
+)
+def test_an_option_that_does_not_exist_is_one_line_with_those_that_do(arguments: tuple[str, str]) -> None:
+    racing(Bench())
+    assert_one_line_error(run(*arguments), arguments[0], "expected one of")

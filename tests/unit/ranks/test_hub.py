@@ -1,0 +1,500 @@
+"""The hub without ranks: messages and positions only, then its sockets."""
+
+import _thread
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from rank_programs import wait_for
+
+from dist_autotune.ranks import hub as hub_module
+from dist_autotune.ranks.client import HubLost, LocalLine, SocketLine
+from dist_autotune.ranks.hub import Hub
+from dist_autotune.ranks.hub_exchanges import Exchanges, children
+from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, bytes_of, pack, text_of, unpack
+
+MERGED = {"merged": text_of(b"all")}
+
+
+class Ranks:
+    """The messages of all ranks to one set of exchanges, and what each was told."""
+
+    def __init__(self, size, fan_out=32):
+        self.exchanges = Exchanges(size, fan_out)
+        self.told = {position: [] for position in range(size)}
+        self.replies = {position: self.told[position].append for position in range(size)}
+
+    def send(self, position, op, sequence=0, **fields):
+        asks = {} if op == "beat" else {"id": 1}
+        message = {"op": op, "position": position, "sequence": sequence, **asks, **fields}
+        self.exchanges.handle(message, self.replies[position])
+
+    def give_up(self, position, sequence=0, is_patient=True):
+        self.send(position, "give up", sequence, end={"by": position}, is_patient=is_patient)
+
+
+# ---- the state
+
+
+def test_the_root_collects_publishes_and_everybody_is_told_once():
+    ranks = Ranks(3)
+    ranks.send(1, "post", payload="one")
+    ranks.send(0, "collect")
+    assert ranks.told[0] == []
+    ranks.send(2, "post", payload="two")
+    assert ranks.told[0] == [{"id": 1, "payloads": ["one", "two"]}]
+    ranks.send(0, "publish", end=MERGED)
+    assert ranks.told[1] == ranks.told[2] == [{"id": 1, "end": MERGED}]
+    assert len(ranks.exchanges) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 33, 34, 300])
+@pytest.mark.parametrize("fan_out", [1, 2, 32])
+def test_the_tree_has_every_position_once(size, fan_out):
+    below = [child for position in range(size) for child in children(position, fan_out, size)]
+    assert sorted(below) == list(range(1, size))
+    assert max(len(children(position, fan_out, size)) for position in range(size)) <= fan_out
+
+
+def test_the_first_end_stands_and_is_kept_until_everybody_knows():
+    ranks = Ranks(3)
+    ranks.send(2, "publish", end={"failed": 2})
+    ranks.send(1, "publish", end={"failed": 1})
+    assert ranks.told[1][-1]["end"] == ranks.told[2][-1]["end"] == {"failed": 2}
+    assert len(ranks.exchanges) == 1
+    ranks.send(0, "collect")
+    assert ranks.told[0] == [{"id": 1, "end": {"failed": 2}}]
+    assert len(ranks.exchanges) == 0
+
+
+@pytest.mark.parametrize("end", [MERGED, {"failed": 0}], ids=["merged", "failed"])
+def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
+    # A rank may be interrupted, or give up, in the moment in which it is told.
+    ranks = Ranks(2)
+    ranks.send(1, "post", payload="one")
+    ranks.send(0, "publish", end=end)
+    assert len(ranks.exchanges) == 0
+    ranks.send(1, "publish", end={"failed": 1})
+    ranks.give_up(1)
+    ranks.send(0, "collect")
+    ranks.send(1, "beat")
+    assert [told["end"] for told in ranks.told[0] + ranks.told[1]] == [end] * 5
+    assert len(ranks.exchanges) == 0
+
+
+@pytest.mark.parametrize(
+    ("here", "missing"),
+    [
+        ({0: "collect", 2: "post"}, [1]),
+        ({0: "collect"}, [1, 2]),
+        ({1: "post", 2: "post"}, [0]),
+        ({}, [0, 1, 2]),
+        ({0: "collect", 1: "post", 2: "post"}, [0]),  # it has been given all, and has not come back
+    ],
+    ids=str,
+)
+def test_who_is_missing(here, missing):
+    ranks = Ranks(3)
+    for position, op in here.items():
+        ranks.send(position, op, payload="x")
+    ranks.give_up(2)
+    assert ranks.told[2][-1]["end"] == {"by": 2, "missing_positions": missing}
+
+
+def test_in_a_tree_those_that_wait_for_the_missing_are_not_missing():
+    ranks = Ranks(7, fan_out=2)  # 0 over 1 and 2, 1 over 3 and 4, 2 over 5 and 6
+    for position in (0, 1, 2):
+        ranks.send(position, "collect")
+    for position in (3, 4, 6):
+        ranks.send(position, "post", payload="x")
+    ranks.send(1, "post", payload="x")
+    ranks.give_up(0)
+    assert ranks.told[0][-1]["end"]["missing_positions"] == [5]
+    assert ranks.told[2][-1]["end"]["missing_positions"] == [5]
+
+
+def test_beats_of_a_missing_rank_buy_patience_once_each():
+    ranks = Ranks(3)
+    ranks.send(0, "collect")
+    ranks.send(2, "beat")
+    ranks.give_up(0)
+    assert ranks.told[0] == [{"id": 1, "wait": True}]
+    ranks.give_up(1)  # another rank has not seen that beat
+    assert ranks.told[1] == [{"id": 1, "wait": True}]
+    ranks.give_up(0)
+    assert ranks.told[0][-1]["end"]["missing_positions"] == [1, 2]
+
+
+def test_patience_has_an_end_and_beats_of_those_present_buy_none():
+    ranks = Ranks(3)
+    ranks.send(2, "beat")
+    ranks.give_up(0, is_patient=False)
+    assert "end" in ranks.told[0][-1]
+    ranks.send(1, "beat", 1)
+    ranks.send(1, "post", 1, payload="x")
+    ranks.give_up(0, 1)
+    assert ranks.told[0][-1]["end"]["missing_positions"] == [0, 2]
+
+
+def test_a_closed_connection_waits_no_more_but_its_payload_counts():
+    ranks = Ranks(3)
+    ranks.send(0, "collect")
+    ranks.send(1, "post", payload="one")
+    ranks.exchanges.forget(ranks.replies[1])
+    ranks.send(2, "post", payload="two")
+    assert ranks.told[0] == [{"id": 1, "payloads": ["one", "two"]}]
+    ranks.send(0, "publish", end=MERGED)
+    assert ranks.told[1] == []
+    assert ranks.told[2] == [{"id": 1, "end": MERGED}]
+
+
+def test_any_order_of_messages_ends_the_same():
+    generator = random.Random(0)
+    for _ in range(200):
+        ranks = Ranks(7, fan_out=2)
+        collecting, done = set(), set()
+        while len(done) < 7:
+            given = {position for position in collecting if ranks.told[position]}
+            position = generator.choice(sorted(given | (set(range(7)) - collecting - done)))
+            if position not in given and ranks.exchanges.children(position):
+                collecting.add(position)
+                ranks.send(position, "collect")
+                continue
+            collecting.discard(position)
+            done.add(position)
+            below = ranks.told[position][-1]["payloads"] if position in given else []
+            total = 1 + sum(map(int, below))
+            if position:
+                ranks.send(position, "post", payload=str(total))
+            else:
+                ranks.send(position, "publish", end={"merged": total})
+        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": 7}] * 7
+        assert len(ranks.exchanges) == 0
+
+
+# ---- messages
+
+
+def test_messages_are_taken_apart_wherever_they_are_cut():
+    messages = [{"n": n, "text": "é" * n} for n in (0, 1, 300)]
+    data = b"".join(map(pack, messages))
+    for step in (1, 3, 4, 5, len(data)):
+        buffer, taken = bytearray(), []
+        for chunk in itertools.batched(data, step) if hasattr(itertools, "batched") else chunks(data, step):
+            buffer += bytes(chunk)
+            taken += unpack(buffer)
+        assert taken == messages
+        assert not buffer
+
+
+def chunks(data, step):
+    return (data[at : at + step] for at in range(0, len(data), step))
+
+
+def test_payloads_of_any_bytes_travel_as_text():
+    assert bytes_of(text_of(bytes(range(256)))) == bytes(range(256))
+
+
+# ---- the sockets
+
+
+def framed(body):
+    return LENGTH.pack(len(body)) + body
+
+
+def line_to(hub, position):
+    """Return the line of a rank on the hub's host."""
+    address = hub.address()
+    return SocketLine(address.ways(address.host), address.token, position)
+
+
+@pytest.fixture
+def hub():
+    hub = Hub(3, 32)
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def line(hub):
+    """The line of rank 1."""
+    line = line_to(hub, 1)
+    yield line
+    line.close()
+
+
+def test_lines_reach_the_hub(hub, line):
+    root, other = LocalLine(hub, 0), line_to(hub, 2)
+    posts = [each.send("post", 0, payload=text) for each, text in ((line, "one"), (other, "two"))]
+    reply = root.receive(root.send("collect", 0), 10)
+    assert reply["payloads"] == ["one", "two"]
+    root.send("publish", 0, end=MERGED)
+    ends = [each.receive(post, 10)["end"] for each, post in zip((line, other), posts, strict=True)]
+    assert ends == [MERGED] * 2
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "socket"])
+def test_a_reply_that_does_not_come_is_None_in_time(hub, kind):
+    line = LocalLine(hub, 0) if kind == "local" else line_to(hub, 0)
+    request = line.send("collect", 0)
+    began = time.monotonic()
+    assert line.receive(request, 0.1) is None
+    assert 0.05 < time.monotonic() - began < 30
+    assert line.receive(line.send("look", 0), 10)["end"] is None  # the line still works
+    line.close()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT raise KeyboardInterrupt, which it does not where pytest was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("kind", ["local", "socket"])
+def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(hub, kind, ctrl_c):
+    line = LocalLine(hub, 0) if kind == "local" else line_to(hub, 0)
+    request = line.send("collect", 0)
+    began = time.monotonic()
+    # As if the signal had come just before the system call: Python knows of it, the call goes on.
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        line.receive(request, 60)
+    assert time.monotonic() - began < 30
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"0" * TOKEN_BYTES,
+        pack([]),
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\2{]",
+        framed(b"[" * 1000),
+        b"",
+    ],
+    ids=["http", "wrong token", "no object", "too long", "no JSON", "nesting", "nothing"],
+)
+def test_strangers_are_turned_away(hub, line, first):
+    port = hub.address().port
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(
+            first + pack({"op": "publish", "id": 1, "sequence": 0, "position": 1, "end": MERGED})
+        )
+        with any_end():
+            assert stranger.recv(100) == b""
+    assert line.receive(line.send("look", 0), 10)["end"] is None
+
+
+class any_end:
+    """Closed or reset: anything but an answer."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, traceback):
+        return isinstance(error, OSError)
+
+
+class RawRank:
+    """Rank 2 as a bare connection: it sends what it likes and reads when it likes."""
+
+    def __init__(self, hub):
+        self.socket = socket.create_connection(("127.0.0.1", hub.address().port))
+        self.socket.settimeout(20)
+        self.socket.sendall(hub.address().token[:TOKEN_BYTES].encode())
+        assert self.read(TOKEN_BYTES) == hub.address().token[TOKEN_BYTES:].encode()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.socket.close()
+
+    def send(self, op, **fields):
+        self.socket.sendall(pack({"op": op, "id": 7, "sequence": 0, "position": 2, **fields}))
+
+    def read(self, size):
+        data = b""
+        while len(data) < size and (more := self.socket.recv(size - len(data))):
+            data += more
+        return data
+
+    def message(self):
+        (length,) = LENGTH.unpack(self.read(LENGTH.size))
+        return json.loads(self.read(length))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        framed(b"[" * 100_000),
+        framed(b"{}"),
+        pack({"op": "post", "position": 2, "sequence": "x"}),
+        framed(b"\xff"),
+    ],
+    ids=["nesting", "no position", "no sequence", "no text"],
+)
+def test_a_rank_that_sends_nonsense_loses_its_connection_and_the_others_are_served(hub, line, sent):
+    with RawRank(hub) as rank:
+        rank.socket.sendall(sent)
+        with any_end():
+            assert rank.socket.recv(100) == b""
+    assert line.receive(line.send("look", 0), 20)["end"] is None
+
+
+def test_no_exception_ends_the_hub(hub, line, monkeypatch):
+    line.send("look", 0)
+    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
+    turn, failures = hub._turn, [RecursionError("deep"), MemoryError(), RuntimeError("set changed")]
+
+    def fail_first():
+        if failures:
+            raise failures.pop()
+        turn()
+
+    monkeypatch.setattr(hub, "_turn", fail_first)
+    wait_for(lambda: not failures)
+    assert line.receive(line.send("look", 0), 20)["end"] is None
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_it_does(hub, line):
+    end = {"merged": "x" * (16 << 20)}  # more than any socket takes
+    with RawRank(hub) as rank:
+        rank.send("post", payload="two")
+        wait_for(lambda: len(hub.exchanges))
+        began = time.monotonic()
+        LocalLine(hub, 0).send("publish", 0, end=end)
+        assert line.receive(line.send("look", 1), 20)["end"] is None
+        assert time.monotonic() - began < hub_module.SEND_S  # while that rank has taken in next to nothing
+        rank.send("look")
+        assert [rank.message()["end"] == end for _ in range(2)] == [True, True]
+
+
+def test_a_rank_that_reads_nothing_for_long_is_shut_out_and_gets_its_answer_on_a_new_connection(
+    hub, line, monkeypatch
+):
+    monkeypatch.setattr(hub_module, "SEND_S", 0.2)
+    monkeypatch.setattr(hub_module, "TICK_S", 0.05)
+    end = {"merged": "x" * (16 << 20)}
+    with RawRank(hub) as rank:
+        rank.send("post", payload="two")
+        wait_for(lambda: len(hub.exchanges))
+        root = LocalLine(hub, 0)
+        published = root.send("publish", 0, end=end)
+        # The hub's own rank hears of the end last, as it may end its process; but not after this one.
+        assert root.receive(published, 20)["end"] == end
+        with any_end():
+            assert len(rank.read(16 << 20)) < 16 << 20
+    with RawRank(hub) as rank:
+        rank.send("collect")
+        assert rank.message()["end"] == end
+
+
+def test_connections_that_show_no_token_make_room_for_each_other_and_are_closed_in_time(
+    hub, line, monkeypatch
+):
+    monkeypatch.setattr(hub_module, "STRANGERS", 8)
+    port, before = hub.address().port, len(os.listdir("/proc/self/fd"))
+    line.send("look", 0)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for stranger in strangers:
+        stranger.sendall(b"half")
+    for stranger in strangers[:-8]:  # the oldest; the others wait
+        with any_end():
+            assert stranger.recv(100) == b""
+    assert line.receive(line.send("look", 0), 20)["end"] is None
+    assert len(os.listdir("/proc/self/fd")) <= before + 100 + 8 + 2
+    monkeypatch.setattr(hub_module, "STRANGERS_S", 0.0)
+    for stranger in strangers[-8:]:
+        with any_end():
+            assert stranger.recv(100) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_asks(hub):
+    # The whole net 127/8 is this host: what listens everywhere answers there.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", hub.address().port))
+    assert hub.address().ways("another host") == []
+    hub.open_towards("127.0.0.1")
+    ((name, port),) = hub.address().ways("another host")
+    line = SocketLine([(name, port)], hub.address().token, 1)
+    assert line.receive(line.send("look", 0), 20)["end"] is None
+    line.close()
+    hub.open_towards("127.0.0.1")
+    assert hub.address().ways("another host") == [(name, port)]
+
+
+def test_a_program_that_answers_in_place_of_the_hub_is_not_believed(hub):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = SocketLine([("127.0.0.1", server.getsockname()[1])], hub.address().token, 1)
+        request = line.send("look", 0)
+        with server.accept()[0] as other:
+            other.sendall(b"0" * TOKEN_BYTES + pack({"id": request, "end": MERGED}))
+            with pytest.raises(HubLost, match="another program"):
+                line.receive(request, 20)
+
+
+def test_a_hub_that_is_gone_is_told_apart_from_one_that_is_slow(hub, line):
+    request = line.send("post", 0, payload="x")
+    assert line.receive(request, 0.01) is None
+    hub.close()
+    with pytest.raises(HubLost):
+        line.receive(request, 10)
+    with pytest.raises(HubLost):
+        line.send("look", 0)
+
+
+def test_an_address_that_nobody_listens_at():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # so that nobody else comes to listen there
+        port = taken.getsockname()[1]
+        with pytest.raises(HubLost):
+            SocketLine([("127.0.0.1", port)], "token", 1).send("look", 0)
+
+
+def test_a_line_connects_anew_after_it_was_closed(line):
+    line.send("post", 0, payload="x")
+    line.close()
+    assert line.receive(line.send("look", 0), 10)["end"] is None
+
+
+def test_many_ranks_at_once():
+    size = 24
+    hub = Hub(size, 4)
+    ends = [None] * size
+
+    def rank(position):
+        line = LocalLine(hub, 0) if position == 0 else line_to(hub, position)
+        for sequence in range(20):
+            total = 1
+            if children(position, 4, size):
+                total += sum(map(int, line.receive(line.send("collect", sequence), 20)["payloads"]))
+            op = (
+                {"op": "post", "payload": str(total)}
+                if position
+                else {"op": "publish", "end": {"merged": total}}
+            )
+            ends[position] = line.receive(line.send(op.pop("op"), sequence, **op), 20)["end"]
+        line.close()
+
+    threads = [threading.Thread(target=rank, args=(position,)) for position in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert ends == [{"merged": size}] * size
+    assert len(hub.exchanges) == 0
+    hub.close()

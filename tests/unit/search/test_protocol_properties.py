@@ -1,0 +1,214 @@
+"""Random sessions of virtual ranks, a few hundred of them; `python tests/helpers/fuzz_protocol.py`: thousands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from fuzz_protocol import play, play_sessions
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program, draw_program
+from virtual_ranks import VirtualGroup
+from virtual_tuners import VirtualClock
+
+pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads that take turns
+
+ALWAYS = Pattern()
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000, 3000], ids=str)
+def test_whatever_ranks_do_they_agree_and_end(first):
+    counts: Counter[str] = Counter()
+    play_sessions(first, 40, counts)
+    assert counts["sessions"] >= 40
+    assert counts["tuned"] > 15
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+@given(random=st.randoms(use_true_random=False), order=st.integers(0, 1000))
+def test_no_program_that_hypothesis_draws_breaks_a_promise(random, order):
+    play(draw_program(random), Random(order), Counter())
+
+
+def program_of(
+    *kernels: Kernel, events: tuple[Event, ...] = (), calls: int = 1, late_clock: int = 0, **options: object
+) -> Program:
+    chosen = {"mode": "replay", "n_warmup": 0, "n_repeat": 1, "max_runs": None, "watch": True, **options}
+    choices = chosen.pop("choices", ())
+    assert isinstance(choices, tuple)
+    return Program(
+        world_size=len(kernels[0].candidates),
+        options=chosen,
+        search="exhaustive",
+        kernels=kernels,
+        choices=choices,
+        events=events,
+        calls=calls,
+        is_noisy=False,
+        late_clock=late_clock,
+        seconds_a_run=0.0,
+    )
+
+
+def kernel_of(*candidates: tuple[int, ...], patterns: tuple[Pattern, ...] = (), **fields: object) -> Kernel:
+    """Return a kernel of one key; its times fall with BLOCK."""
+    ranks = range(len(candidates))
+    plain = Kernel(
+        function=0,
+        candidates=candidates,
+        ms={(rank, block): 256.0 / block for rank in ranks for block in BLOCKS},
+        failures={},
+        bad_samples={},
+        is_sometimes_bad=False,
+        launches=tuple(((64, pattern),) for pattern in patterns or (ALWAYS,) * len(candidates)),
+    )
+    return replace(plain, **fields)
+
+
+def winners(ranks):
+    return [rank.endings[-1].winners for rank in ranks]
+
+
+def test_a_plain_program_has_the_winner_that_its_script_says():
+    ranks = play(program_of(kernel_of((16, 64, 32), (16, 64, 32))), Random(0), Counter())
+    assert winners(ranks) == [{(0, 64): 64}] * 2
+    assert [rank.endings[0].runs for rank in ranks] == [4, 4]
+
+
+def test_a_rank_that_launches_only_while_a_peer_reads_its_clock_does_not_hold_up_the_search(monkeypatch):
+    # Rank 0's sample is always read one run late, and in that run rank 1 launches: the incumbent, no trial.
+    monkeypatch.setattr(VirtualClock, "lateness", lambda self, rank, mark: 1 - rank)
+    kernel = kernel_of((16, 32, 64), (16, 32, 64), patterns=(ALWAYS, Pattern("odd")))
+    ranks = play(program_of(kernel, mode="online", calls=12), Random(0), Counter())
+    assert winners(ranks) == [{(0, 64): 64}] * 2
+    assert all(rank.endings[-1].is_settled for rank in ranks)
+
+
+def test_a_rank_that_missed_the_last_trial_has_its_say_when_a_peer_reads_its_clock_late(monkeypatch):
+    # Both launch the first sample of each candidate, rank 0 alone the second, which it reads one run later.
+    monkeypatch.setattr(VirtualClock, "lateness", lambda self, rank, mark: 1 - rank)
+    kernel = kernel_of((16, 32), (16, 32), patterns=(ALWAYS, Pattern("every", 4)))
+    slow = {**kernel.ms, (1, 16): 1.0, (0, 16): 1.0, (0, 32): 0.5, (1, 32): 9.0}
+    program = program_of(replace(kernel, ms=slow), mode="online", n_repeat=2, calls=12)
+    assert winners(play(program, Random(0), Counter())) == [{(0, 64): 16}] * 2
+
+
+def test_ranks_agree_after_the_first_call_even_if_nothing_may_be_tried():
+    # In the first run each rank launches its own first config; then all know what they share.
+    program = program_of(kernel_of((16, 32), (32, 64)), events=(Event("cached", 0),), calls=3)
+    ranks = play(program, Random(0), Counter())
+    assert winners(ranks) == [{(0, 64): 32}] * 2
+    assert [rank.clock.launched_last for rank in ranks] == [32, 32]
+
+
+@pytest.mark.parametrize("at_run", range(1, 20))
+def test_a_rank_that_raises_in_any_run_leaves_a_state_from_which_the_next_call_tunes(at_run):
+    # Nine runs tune, then two plans are compared in alternation.
+    kernel = kernel_of((16, 32, 64), (16, 32, 64))
+    events = (Event("raise", -1, rank=1, number=at_run),)
+    program = program_of(kernel, objective="thunk", events=events, calls=4)
+    ranks = play(program, Random(0), Counter())
+    assert [type(ending.error).__name__ for ending in ranks[0].endings].count("PeerFailed") == 1
+    assert winners(ranks) == [{(0, 64): 64}] * 2
+
+
+def test_a_candidate_banned_between_two_sessions_is_not_tried_by_the_second():
+    # The budget ends while 32 is on trial; then rank 1 comes to the kernel, and does not have it.
+    kernel = kernel_of((16, 32, 64), (16, 64), patterns=(ALWAYS, Pattern("from", 2)))
+    program = program_of(kernel, n_repeat=2, max_runs=3, calls=5)
+    ranks = play(program, Random(0), Counter())
+    assert winners(ranks) == [{(0, 64): 64}] * 2
+
+
+def test_a_kernel_for_which_nothing_works_does_not_keep_other_calls_from_running():
+    # Both ranks launch it in the first run only, and have no config in common that works.
+    bad = kernel_of(
+        (16, 32),
+        (16, 32),
+        patterns=(Pattern("until", 1),) * 2,
+        failures={(0, 16): "launch", (1, 32): "preflight"},
+    )
+    good = replace(kernel_of((16, 64), (16, 64)), function=1)
+    ranks = play(program_of(bad, good, calls=3), Random(0), Counter())
+    for rank in ranks:
+        assert [type(ending.error).__name__ for ending in rank.endings] == [
+            "NoValidConfig",
+            "NoneType",
+            "NoneType",
+        ]
+        assert rank.endings[-1].winners[1, 64] == 64
+
+
+def test_a_rank_that_leaves_is_named_by_all_others():
+    program = program_of(kernel_of((16, 32), (16, 32), (16, 32)), events=(Event("leave", -1, 2, 1),), calls=2)
+    counts: Counter[str] = Counter()
+    ranks = play(program, Random(0), counts)
+    for rank in ranks[:2]:
+        assert [ending.error.missing_ranks for ending in rank.endings] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize("first_run", [1, 2, 5])
+def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_run):
+    # In the first run each rank has launched one Autotuner of the function, with configs of its own.
+    one = kernel_of((16, 32), (16, 32), patterns=(ALWAYS, Pattern("never")))
+    other = kernel_of((16, 32, 64), (16, 32, 64))
+    late = ((96, Pattern("from", first_run)),), ((96, ALWAYS),)
+    program = program_of(one, replace(other, launches=late), agree="ordinal", n_repeat=3, calls=3)
+    first, _ = play(program, Random(0), Counter())
+    assert {n: block for (_, n), block in first.endings[-1].winners.items()} == {64: 32, 96: 64}
+
+
+def test_a_choice_is_tuned_with_the_kernels():
+    choice = Choice("split", ("a", "b"), {"a": 2.0, "b": 1.0}, (ALWAYS, ALWAYS))
+    ranks = play(program_of(kernel_of((16, 32), (16, 32)), choices=(choice,)), Random(0), Counter())
+    assert winners(ranks) == [{(0, 64): 32}] * 2
+
+
+# ---- the checks see what they are there for
+
+
+def test_ranks_whose_states_differ_are_found(monkeypatch):
+    from dist_autotune.search.context_search import Context
+
+    genuine, calls = Context.advance, []
+
+    def differs(self, part, judged):
+        calls.append(None)
+        if len(calls) == 6:
+            self.times.ms[0] = 0.001
+        return genuine(self, part, judged)
+
+    monkeypatch.setattr(Context, "advance", differs)
+    with pytest.raises(AssertionError, match="another state"):
+        play(program_of(kernel_of((16, 32, 64), (16, 32, 64))), Random(0), Counter())
+
+
+def test_a_merge_that_depends_on_its_order_is_found(monkeypatch):
+    from dist_autotune.search.messages import Payload
+
+    genuine = Payload.merged
+    monkeypatch.setattr(
+        Payload, "merged", lambda one, other: replace(genuine(one, other), elapsed_s=one.rank)
+    )
+    program = program_of(kernel_of(*[(16, 32)] * 8))  # of so many ranks some two trees differ
+    with pytest.raises(AssertionError, match="depends on its order"):
+        play(program, Random(0), Counter())
+
+
+def test_a_wait_for_a_rank_that_has_ended_is_found():
+    group = VirtualGroup(2, Random(0))
+
+    def program(agreement):
+        if agreement.rank:
+            agreement.exchange(b"", lambda *payloads: b"", 1.0, "nothing")
+
+    from dist_autotune import AgreementTimeout
+
+    with pytest.raises(AgreementTimeout, match=r"ranks \[0\]"):
+        group.run(program)

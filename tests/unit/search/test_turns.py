@@ -1,0 +1,221 @@
+"""In which order contexts are judged by the whole run's time, and which of them get no turn."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from kernels_for_tests import Bench, launch, numbers
+from rank_programs import tune
+
+from dist_autotune import tunable
+from dist_autotune.search.messages import Announcement, Part, Payload
+from dist_autotune.search.state import STARVED_RUNS
+from protocol_simulation import Simulation, columns
+from ranks import assert_all_ok, run_ranks
+
+
+def turns_of(plans, names):
+    """Return the contexts in the order in which a rival of theirs first ran."""
+    firsts = {name: next(c for c in columns(plans, name) if c is not None) for name in names}
+    tried = [name for plan in plans for name in names if plan.get(name, firsts[name]) != firsts[name]]
+    return list(dict.fromkeys(tried))
+
+
+def announced(names, rank, is_choice=True):
+    parts = {}
+    for place, name in enumerate(names):
+        order = ((f"{name}0", f"{name}0"), (f"{name}1", f"{name}1"))
+        shared = (f"{name}0", f"{name}1")
+        told = Announcement(rank, name, "k", order, shared, is_choice=is_choice, place=place)
+        parts[name] = Part(ran=f"{name}0", announcement=told)
+    return Payload("run", rank, parts=parts)
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations("zam")), ids="".join)
+def test_choices_take_turns_in_the_order_of_first_launch(names):
+    simulation = Simulation({name: [f"{name}0", f"{name}1"] for name in names}, {}, choices=set(names))
+    assert turns_of(simulation.session(), names) == list(names)
+
+
+def test_of_ranks_that_differ_the_lowest_one_s_order_counts_however_payloads_are_merged():
+    told = [announced("zam", 0), announced("maz", 1), announced("azmq", 2)]
+    for order in itertools.permutations(told):
+        merged = order[0].merged(order[1]).merged(order[2])
+        tuning = Simulation({}, {}).tuning
+        tuning.open()
+        tuning.step(Payload.decode(merged.encode()))
+        assert list(tuning.contexts) == ["z", "a", "m", "q"]  # q: as rank 2 alone has met it
+
+
+def test_kernels_take_their_turns_before_choices():
+    names = ["choice", "kernel"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {f"kernel{n}": 1.0 for n in range(2)},
+        choices={"choice"},
+        objective="thunk",
+    )
+    plans = simulation.session()
+    by_run = [(plan["kernel"], plan["choice"]) for plan in plans[2:6]]
+    assert by_run == [
+        ("kernel0", "choice0"),
+        ("kernel1", "choice0"),
+        ("kernel0", "choice0"),
+        ("kernel0", "choice1"),
+    ]
+
+
+def only_with(run_ms, condition, mode="replay", **options):
+    """Return a simulation in which `detail` is asked for only under some option of `way`."""
+    names = ["way", "detail", "other"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {},
+        choices=set(names),
+        run_ms=lambda plan: run_ms[plan["way"]],
+        launches=lambda run, rank, name: name != "detail" or condition(simulation._candidate("way")),
+        mode=mode,
+        **options,
+    )
+    return simulation
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
+    simulation = only_with({"way0": 2.0, "way1": 1.0}, lambda way: way == "way0", mode)
+    simulation.tuning.open()
+    while any(simulation.tuning.contexts.unsettled) or not simulation.plans:
+        simulation.run()
+        assert len(simulation.plans) < 100
+    assert simulation.statuses() == {"way": "tuned", "detail": "starved", "other": "tuned"}
+    assert simulation.tuning.contexts["detail"].is_unasked
+    assert "detail1" not in columns(simulation.plans, "detail")
+    # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
+    last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
+    assert len(simulation.plans) == max(1 + 2 + 2, last_asked + 1 + STARVED_RUNS[mode])
+
+
+@pytest.mark.parametrize(("mode", "every"), [("replay", 2), ("online", 2), ("online", 4)])
+def test_a_choice_that_is_asked_for_now_and_then_has_its_turn(mode, every):
+    names = ["always", "seldom"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {},
+        choices=set(names),
+        run_ms=lambda plan: 1.0,
+        launches=lambda run, rank, name: name == "always" or run % every == 0,
+        mode=mode,
+    )
+    simulation.tuning.open()
+    while any(simulation.tuning.contexts.unsettled) or not simulation.plans:
+        simulation.run()
+        assert len(simulation.plans) < 100
+    assert simulation.statuses() == {"always": "tuned", "seldom": "tuned"}
+
+
+def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
+    simulation = Simulation(
+        {"once": ["once0", "once1"], "other": ["other0", "other1"]},
+        {},
+        choices={"once", "other"},
+        run_ms=lambda plan: {"other0": 1.0, "other1": 2.0}[plan["other"]],
+        launches=lambda run, rank, name: name == "other" or run == 0,
+    )
+    simulation.session()
+    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
+    assert not simulation.tuning.contexts["once"].is_unasked
+
+
+def test_a_choice_that_the_best_plan_asks_for_has_its_turn_though_its_rival_s_run_was_last():
+    simulation = only_with({"way0": 1.0, "way1": 2.0}, lambda way: way == "way0")
+    simulation.session()
+    assert simulation.statuses() == {"way": "tuned", "detail": "tuned", "other": "tuned"}
+
+
+def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
+    names = ["kernel", "detail", "way"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {"kernel0": 1.0, "kernel1": 2.0},
+        choices={"detail", "way"},
+        run_ms=lambda plan: {"way0": 2.0, "way1": 1.0}[plan["way"]],
+        launches=lambda run, rank, name: (
+            name != "detail" or run == 0 or simulation._candidate("way") == "way1"
+        ),
+    )
+    plans = simulation.session()
+    assert turns_of(plans, ["detail", "way"]) == ["way", "detail"]
+    assert simulation.statuses() == {"kernel": "tuned", "detail": "tuned", "way": "tuned"}
+
+
+@pytest.mark.parametrize("max_runs", [None, 10], ids=["in one session", "cut short"])
+def test_a_choice_that_is_new_while_plans_are_compared_waits_for_the_end_of_that(bench, max_runs):
+    kernel, chosen = bench.kernel({16: 2.0, 32: 1.0}), []
+    cost = {"first": 3.0, "second": 1.0, "third": 2.0}
+
+    def step():
+        launch(kernel, numbers())
+        if len(bench.blocks()) > 8:  # by launches: 2 runs; by whole runs: 2; then the comparison
+            chosen.append(tunable("late", list(cost)))
+            bench.spend(cost[chosen[-1]])
+
+    tuned = bench.tune(step, objective="thunk", max_runs=max_runs, cache=False)
+    for _ in range(6):
+        tuned()
+    assert tuned.settled
+    if max_runs is None:
+        assert chosen[:11] == ["first"] * 9 + ["second", "third"]  # the comparison's last runs, and one trial
+    assert chosen[-1] == "second"
+    assert kernel.best_config is kernel.configs[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_in_a_session_too(world):
+    def program(rank):
+        bench, asked = Bench(), []
+        kernel = bench.kernel({16: 2.0, 32: 1.0})
+
+        def step():
+            launch(kernel, numbers())
+            way = tunable(f"way {world}", ["fast", "slow"])
+            asked.append(way)
+            bench.spend(2.0 if way == "slow" else 1.0)
+            if way == "slow":
+                asked.append(tunable(f"detail {world}", [1, 2]))
+            asked.append(tunable(f"last {world}", [3, 4]))
+
+        tuned = tune(bench, step)
+        tuned()
+        statuses = {context.kernel: context.status for context in tuned.report.contexts}
+        return statuses, asked, tuned.report.warning
+
+    for statuses, asked, warning in assert_all_ok(run_ranks(program, world)):
+        assert warning == ""
+        assert statuses[f"way {world}"] == statuses[f"last {world}"] == "tuned"
+        assert statuses[f"detail {world}"] == "starved"
+        assert 2 not in asked
+
+
+def test_a_choice_whose_turn_would_come_late_and_that_nobody_asks_for_by_then_is_no_reason_to_warn():
+    """Other choices come first, for more runs than a context that nobody launches is kept under way."""
+
+    def program(rank):
+        bench = Bench()
+
+        def step():
+            way = tunable("way", ["slow", "fast"])
+            bench.spend(2.0 if way == "slow" else 1.0)
+            for name in ("first", "second"):
+                tunable(name, [1, 2, 3])
+            if way == "slow":
+                tunable("detail", [1, 2])
+
+        tuned = tune(bench, step)
+        tuned()
+        statuses = {context.kernel: context.status for context in tuned.report.contexts}
+        return statuses, tuned.report.warning
+
+    ((statuses, warning),) = assert_all_ok(run_ranks(program, 1))
+    assert statuses == {"way": "tuned", "first": "tuned", "second": "tuned", "detail": "starved"}
+    assert warning == ""

@@ -1,0 +1,391 @@
+"""The disk cache: entries survive many writers, killed writers, damaged files and unusable directories."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_files import KEY, entry
+
+from dist_autotune.errors import CacheWarning
+from dist_autotune.settings import default_cache_directory
+from dist_autotune.storage import winners as cache_module
+from dist_autotune.storage.winners import DiskCache, EntryKey
+
+fork = multiprocessing.get_context("fork")
+
+
+def put_two(cache: DiskCache) -> None:
+    cache.put(entry(key="1"))
+    cache.put(entry(key="2"))
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+# ---- what an entry is
+
+
+def test_what_was_put_is_found_by_another_process_of_the_same_kind(tmp_path: Path) -> None:
+    DiskCache(tmp_path).put(entry())
+    assert DiskCache(tmp_path).get(KEY) == entry()
+    assert DiskCache(tmp_path).load_all() == {KEY.digest: entry()}
+    assert files(tmp_path) == [f"matmul-{KEY.digest}.json"]
+
+
+CHANGES = {
+    "kernel": "other", "kernel_digest": "k2", "key": "8192, 'fp16'", "constants": "GROUP=8",
+    "candidates": ("c0",), "device": "another device", "capability": "8.0", "triton_version": "3.9.0",
+    "world_size": 4, "scope": "layer", "agree": "ordinal", "driver": "580",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EntryKey)])
+def test_an_entry_is_not_used_when_anything_of_its_key_changes(tmp_path: Path, field: str) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put(entry())
+    assert cache.get(dataclasses.replace(KEY, **{field: CHANGES[field]})) is None
+
+
+def test_a_name_that_is_no_file_name_is_made_one(tmp_path: Path) -> None:
+    odd = entry(kernel="../<lambda> of/a tunable" + "x" * 300)
+    cache = DiskCache(tmp_path)
+    cache.put(odd)
+    assert cache.get(odd.key) == odd
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path]
+
+
+def test_load_all_asks_which_entries_are_wanted(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    for world_size in (1, 2):
+        cache.put(entry(world_size=world_size))
+    assert list(cache.load_all(lambda each: each.key.world_size == 2).values()) == [entry(world_size=2)]
+
+
+def test_without_a_directory_everything_is_a_miss() -> None:
+    cache = DiskCache(None)
+    cache.put(entry())
+    assert cache.get(KEY) is None
+    assert cache.load_all() == {}
+    assert cache.clear() == 0
+
+
+def test_the_same_winner_is_not_written_again_another_one_is(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put(entry())
+    before = (tmp_path / KEY.file_name).stat().st_ino
+    cache.put(dataclasses.replace(entry(), ms=0.5))
+    assert (tmp_path / KEY.file_name).stat().st_ino == before
+    cache.put(entry(winner="c0"))
+    assert cache.get(KEY) == entry(winner="c0")
+
+
+def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    cache = DiskCache(tmp_path)
+    cache.put(entry())
+    (tmp_path / f"damaged-{KEY.digest}.json").write_text("")
+    cache.note_launched("layer", KEY)
+    assert list(cache.launched_by("layer")) == [entry()]
+    assert cache.clear() == 2
+    assert files(tmp_path) == ["settings.json"]
+
+
+def test_the_default_directory_is_the_users_cache_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_directory() == tmp_path / "dist_autotune"
+
+
+# ---- export and import
+
+
+def test_exported_entries_can_be_imported_elsewhere(tmp_path: Path) -> None:
+    here, there = DiskCache(tmp_path / "here"), DiskCache(tmp_path / "there")
+    for key in ("1", "2"):
+        here.put(entry(key=key))
+    there.put(entry(winner="c0", key="1"))
+    assert here.export(tmp_path / "all.json") == 2
+    assert there.import_(tmp_path / "all.json") == 2
+    assert there.load_all() == here.load_all()
+
+
+def test_a_damaged_export_imports_nothing(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache")
+    cache.put(entry())
+    cache.export(tmp_path / "all.json")
+    cache.clear()
+    data = json.loads((tmp_path / "all.json").read_text())
+    del data["entries"][0]["winner"]
+    (tmp_path / "all.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="winner"):
+        cache.import_(tmp_path / "all.json")
+    assert cache.load_all() == {}
+
+
+# ---- damaged files
+
+DAMAGED = {
+    "empty": ("", "empty file"),
+    "truncated": ('{"schema": 1, "key": {"ker', "damaged JSON"),
+    "garbage": ("\x00\x01 not json", "damaged JSON"),
+    "endless nesting": ("[" * 100_000, "damaged JSON"),
+    "no object": ("[]", "no schema version"),
+    "empty object": ("{}", "no schema version"),
+    "another schema": ('{"schema": 99}', r"schema 99, expected 1\. Tuning again\."),
+    "no fields": ('{"schema": 1}', "missing"),
+    "wrong type": (
+        '{"schema": 1, "key": 5, "winner": "c1", "config": "", "ms": 1}',
+        "key: expected an object",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(
+    tmp_path: Path, content: str, reason: str
+) -> None:
+    path = tmp_path / KEY.file_name
+    path.write_text(content)
+    cache = DiskCache(tmp_path)
+    with pytest.warns(CacheWarning, match=f"Ignored {path}: .*{reason}"):
+        assert cache.get(KEY) is None
+    assert cache.load_all() == {}  # the second time there is no warning
+    cache.put(entry())
+    assert DiskCache(tmp_path).get(KEY) == entry()
+
+
+def test_bytes_that_are_no_text_are_a_miss(tmp_path: Path) -> None:
+    (tmp_path / KEY.file_name).write_bytes(b'{"schema": \xff\xfe}')
+    with pytest.warns(CacheWarning, match="damaged JSON"):
+        assert DiskCache(tmp_path).load_all() == {}
+
+
+def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / KEY.file_name)
+    with pytest.warns(CacheWarning, match="not a regular file"):
+        assert DiskCache(tmp_path).get(KEY) is None
+
+
+def test_a_huge_file_in_place_of_an_entry_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / KEY.file_name).open("wb") as file:
+        file.truncate(1 << 40)  # no memory holds it
+    with pytest.warns(CacheWarning, match=f"larger than {cache_module.MAX_ENTRY_BYTES} bytes"):
+        assert DiskCache(tmp_path).get(KEY) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"winner": "c7"}, "winner: 'c7' is none of its 2 candidates"),
+        ({"ms": "nan"}, "ms: expected a positive number, found nan"),
+        ({"ms": float("nan")}, "ms: expected a positive number, found nan"),
+        ({"ms": -1}, "ms: expected a positive number, found -1.0"),
+    ],
+    ids=["unknown winner", "nan", "bare nan", "negative"],
+)
+def test_what_no_search_can_have_found_is_damaged(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put(entry())
+    path = tmp_path / KEY.file_name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.warns(CacheWarning, match=f"Ignored {path}: {reason}"):
+        assert cache.get(KEY) is None
+
+
+def test_a_file_under_the_name_of_another_entry_is_a_miss(tmp_path: Path) -> None:
+    DiskCache(tmp_path).put(entry())
+    other = dataclasses.replace(KEY, world_size=4)
+    (tmp_path / KEY.file_name).rename(tmp_path / other.file_name)
+    with pytest.warns(CacheWarning, match=f"its content belongs in {KEY.file_name}"):
+        assert DiskCache(tmp_path).get(other) is None
+
+
+def test_one_damaged_file_does_not_hide_the_others(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put(entry(key="1"))
+    cache.put(entry(key="2"))
+    (tmp_path / entry(key="1").key.file_name).write_text("{")
+    with pytest.warns(CacheWarning):
+        assert list(cache.load_all().values()) == [entry(key="2")]
+
+
+# ---- many writers
+
+
+WRITERS = 16
+
+
+def put_all(
+    directory: Path, writer: int, keys: list[str], start: multiprocessing.synchronize.Barrier
+) -> None:
+    cache = DiskCache(directory)
+    start.wait(60)
+    for key in keys:
+        cache.put(
+            entry(key=key, winner=f"c{writer}", candidates=tuple(f"c{each}" for each in range(WRITERS)))
+        )
+
+
+def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
+    own, shared = 8, 4
+    start = fork.Barrier(WRITERS)
+    shared_keys = [f"shared {i}" for i in range(shared)]
+    processes = [
+        fork.Process(
+            target=put_all,
+            args=(tmp_path, writer, [f"{writer}.{i}" for i in range(own)] + shared_keys, start),
+        )
+        for writer in range(WRITERS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * WRITERS
+    found = DiskCache(tmp_path).load_all()  # warnings are errors: every file is valid
+    assert {each.key.key for each in found.values()} == {
+        *shared_keys,
+        *(f"{writer}.{i}" for writer in range(WRITERS) for i in range(own)),
+    }
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+# ---- killed writers
+
+
+def put_forever(directory: Path) -> None:
+    cache = DiskCache(directory)
+    for number in range(1_000_000):
+        cache.put(entry(key=f"{number % 5}", winner=f"c{number % 2}"))
+
+
+def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: Path) -> None:
+    for _ in range(5):
+        process = fork.Process(target=put_forever, args=(tmp_path,))
+        process.start()
+        deadline = time.monotonic() + 60
+        stamp = tmp_path.stat().st_mtime_ns
+        while tmp_path.stat().st_mtime_ns == stamp or not list(tmp_path.glob("*.json")):
+            assert time.monotonic() < deadline
+        process.kill()
+        process.join(60)
+        DiskCache(tmp_path).load_all()  # warnings are errors: no damage can be seen
+    DiskCache(tmp_path, lock_timeout_s=1.0).put(entry())  # and nobody holds the lock
+    assert DiskCache(tmp_path).get(KEY) == entry()
+
+
+def put_and_die_before_the_replace(directory: Path) -> None:
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
+    DiskCache(directory).put(entry(winner="c0"))
+
+
+def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later(tmp_path: Path) -> None:
+    DiskCache(tmp_path).put(entry())
+    process = fork.Process(target=put_and_die_before_the_replace, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = tmp_path.glob("*.tmp")
+    assert DiskCache(tmp_path).load_all() == {KEY.digest: entry()}
+
+    DiskCache(tmp_path).put(entry(key="1"))
+    assert left.exists()  # for all that is known its writer is still at it
+    written = left.stat().st_mtime - cache_module.STALE_AFTER_S - 1
+    os.utime(left, (written, written))
+    DiskCache(tmp_path).put(entry(key="2"))
+    assert not left.exists()
+
+
+# ---- directories that cannot be used
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_a_directory_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "some file")
+
+    cache = DiskCache(tmp_path)
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.warns(CacheWarning, match=os.strerror(number)) as caught:
+        put_two(cache)
+    assert len(caught) == 1
+    assert files(tmp_path) == []
+    monkeypatch.undo()
+    cache.put(entry())  # the disk has space again
+    assert cache.get(KEY) == entry()
+
+
+def test_a_directory_that_cannot_be_created_is_one_warning_and_misses(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = DiskCache(tmp_path / "file" / "cache")
+    assert cache.get(KEY) is None
+    with pytest.warns(CacheWarning, match="Cannot write the cache in") as caught:
+        put_two(cache)
+    assert len(caught) == 1
+    assert cache.load_all() == {}
+
+
+def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_path, open_file = Path.open, os.open
+
+    def refuse_writing(path: str, flags: int, *rest: int) -> int:
+        return refuse(path) if flags & (os.O_WRONLY | os.O_RDWR) else open_file(path, flags, *rest)
+
+    def refuse(path: object, *_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def refuse_new(path: Path, mode: str = "r", *rest: object, **options: object) -> object:
+        return refuse(path) if "x" in mode else open_path(path, mode, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse_writing)  # what filelock calls
+    monkeypatch.setattr(Path, "open", refuse_new)
+    cache = DiskCache(tmp_path)
+    with pytest.warns(CacheWarning, match="Read-only file system") as caught:
+        put_two(cache)
+    assert len(caught) == 1
+
+
+def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    cache = DiskCache(tmp_path)
+    with pytest.warns(CacheWarning, match="No lock on the cache") as caught:
+        put_two(cache)
+    assert len(caught) == 1
+    assert len(cache.load_all()) == 2
+
+
+def test_a_lock_held_by_another_process_is_waited_for_once_and_not_for_ever(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache = DiskCache(tmp_path, lock_timeout_s=3.0)
+        start = time.monotonic()
+        with pytest.warns(CacheWarning, match="No lock on the cache") as caught:
+            put_two(cache)
+        waited_s = time.monotonic() - start
+    assert 3.0 <= waited_s < 6.0  # the first entry has waited, the second not: else it took 6 s
+    assert len(caught) == 1
+    assert len(cache.load_all()) == 2

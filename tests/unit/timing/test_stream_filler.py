@@ -1,0 +1,270 @@
+"""What keeps the stream busy while the host prepares a run: how long, when not, what it tells of hosts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import block_of, only
+from virtual_gpu import LAUNCH_MS, VirtualGpu, VirtualGpus, autotuned
+
+from dist_autotune import EventClock
+from dist_autotune.timing.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, MARGIN, StreamFiller
+
+LONGEST = LONGEST_MS["replay"]
+REMEMBERED = 9  # runs
+RATE_ERROR = 0.005  # of a filler's length: what the host takes between an event and the filler is in it
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGpu:
+    return VirtualGpus(1).install(monkeypatch)[0]
+
+
+def filler_of(gpu: VirtualGpu, longest_ms: float = LONGEST) -> StreamFiller:
+    """Return a filler of a clock that is prepared, on an idle device."""
+    clock = EventClock()
+    clock.prepare()
+    gpu.synchronize()
+    gpu.fillers_ms.clear()
+    filler = clock.filler(longest_ms)
+    assert filler is not None
+    return filler
+
+
+def run(
+    gpu: VirtualGpu, filler: StreamFiller, host_ms: float, ms: float = 0.01, *, waits: bool = False
+) -> float:
+    """Make a run of one launch; return how late the host was."""
+    filler.begin(filler.length_ms(filler.wanted_ms))
+    gpu.launch(ms, host_ms=host_ms)
+    if waits:
+        gpu.synchronize()
+    late_ms = filler.end()
+    gpu.synchronize()  # what a session does when it reads its events
+    return late_ms
+
+
+def near(ms: float) -> Any:
+    return pytest.approx(ms, abs=0.05)  # what the calls around a launch take of the host
+
+
+# ---- how long
+
+
+def test_the_first_filler_is_a_guess_and_the_next_ones_follow_the_host(gpu):
+    filler = filler_of(gpu)
+    for _ in range(3):
+        run(gpu, filler, host_ms=4.0)
+    assert gpu.fillers_ms == [FIRST_MS, near(MARGIN * 4.0), near(MARGIN * 4.0)]
+
+
+def test_a_filler_covers_all_but_the_slowest_of_the_last_runs(gpu):
+    filler = filler_of(gpu)
+    for host_ms in (2.0, 2.0, 9.0, 2.0):
+        run(gpu, filler, host_ms)
+    assert filler.wanted_ms == near(MARGIN * 2.0)
+    run(gpu, filler, 9.0)
+    assert filler.wanted_ms == near(MARGIN * 9.0)
+    for _ in range(REMEMBERED):
+        run(gpu, filler, 2.0)
+    assert filler.wanted_ms == near(MARGIN * 2.0)
+
+
+def test_no_filler_is_longer_than_the_longest(gpu):
+    filler = filler_of(gpu)
+    for _ in range(3):
+        run(gpu, filler, host_ms=0.9 * LONGEST)
+    assert gpu.fillers_ms[1:] == [pytest.approx(LONGEST, rel=RATE_ERROR)] * 2
+
+
+@pytest.mark.parametrize("mode", sorted(LONGEST_MS))
+def test_a_host_that_is_usually_slower_than_the_longest_filler_gets_none(gpu, mode):
+    longest_ms = LONGEST_MS[mode]
+    filler = filler_of(gpu, longest_ms)
+    for _ in range(3):
+        assert run(gpu, filler, host_ms=1.2 * longest_ms) == 0.0
+    assert filler.wanted_ms > longest_ms
+    assert gpu.fillers_ms == [FIRST_MS]  # when that was not known
+    for _ in range(4):
+        run(gpu, filler, host_ms=0.3 * longest_ms)
+    assert gpu.fillers_ms == [
+        FIRST_MS,
+        pytest.approx(longest_ms, rel=RATE_ERROR),
+    ]  # of the second longest: soon it is forgotten
+
+
+def test_one_slow_run_does_not_end_the_filling(gpu):
+    filler = filler_of(gpu)
+    for host_ms in (1.0, 1.0, 2 * LONGEST, 1.0):
+        run(gpu, filler, host_ms)
+    assert len(gpu.fillers_ms) == 4
+
+
+def test_the_slowest_rank_decides_for_all_and_one_that_is_too_slow_for_any_filler_leaves_all_without(gpu):
+    filler = filler_of(gpu)
+    run(gpu, filler, host_ms=1.0)
+    assert filler.length_ms(7.5) == 7.5
+    assert filler.length_ms(LONGEST) == LONGEST
+    assert filler.length_ms(LONGEST + 0.1) == 0.0
+
+
+def test_a_stream_that_is_not_idle_gets_no_filler(gpu):
+    filler = filler_of(gpu)
+    gpu.launch(3.0)
+    filler.begin(1.0)
+    assert gpu.fillers_ms == []
+
+
+def test_what_is_enqueued_on_other_streams_that_were_forked_begins_behind_the_filler(gpu):
+    filler, side = filler_of(gpu), torch.cuda.Stream()
+    filler.begin(2.0)
+    side.wait_stream(torch.cuda.current_stream())
+    copy = gpu.launch(0.3, on=side)
+    kernel = gpu.launch(0.1)
+    filler.end()
+    assert copy.begin_ms == pytest.approx(kernel.begin_ms, abs=4 * LAUNCH_MS)
+    assert min(copy.begin_ms, kernel.begin_ms) >= 2.0
+
+
+# ---- what it tells of the host
+
+
+def test_a_host_that_is_done_before_the_filler_is_not_late(gpu):
+    filler = filler_of(gpu)
+    for host_ms in (0.5, 0.6, 0.5, 0.7, 0.2):
+        assert run(gpu, filler, host_ms) == 0.0
+
+
+def test_a_host_is_late_by_what_neither_it_usually_takes_nor_the_filler_covers(gpu):
+    filler = filler_of(gpu)
+    for _ in range(3):
+        assert run(gpu, filler, 2.0, ms=100.0) == 0.0
+    assert run(gpu, filler, 10.0, ms=100.0) == near(10.0 - MARGIN * 2.0)
+
+
+def test_a_host_that_is_slow_for_all_fillers_is_late_only_when_it_is_slower_than_usual(gpu):
+    filler, usual_ms = filler_of(gpu), 2 * LONGEST
+    found = [
+        run(gpu, filler, share * usual_ms, ms=1e4)
+        for share in (1.0, 1.0, 1.0, 0.9, 1 + 0.9 * LATE_SHARE, 1 + 2 * LATE_SHARE, 1.0)
+    ]
+    assert found[:5] == [0.0] * 5
+    assert found[5:] == [near(2 * LATE_SHARE * usual_ms), 0.0]
+
+
+def test_the_first_run_is_not_late_as_nothing_is_usual_yet(gpu):
+    assert run(gpu, filler_of(gpu), 50.0, ms=100.0) == 0.0
+
+
+def test_a_function_that_waits_for_the_device_at_its_end_is_never_late_and_its_filler_does_not_grow(gpu):
+    """What its host took by itself cannot be told from the device's time; the filler is none of it."""
+    filler, device_ms = filler_of(gpu), 3.0
+    for _ in range(8):
+        assert run(gpu, filler, 0.1, ms=device_ms, waits=True) == 0.0
+    assert max(gpu.fillers_ms) == pytest.approx(MARGIN * device_ms, rel=0.05)
+    assert run(gpu, filler, 0.1, ms=5 * device_ms, waits=True) == 0.0  # a slow candidate is no late host
+
+
+def test_an_end_without_a_beginning_tells_nothing_and_is_not_learned(gpu):
+    filler = filler_of(gpu)
+    assert filler.end() == 0.0
+    gpu.pass_ms(500.0)
+    assert filler.end() == 0.0
+    assert filler.wanted_ms == FIRST_MS
+
+
+# ---- in a session
+
+
+@pytest.mark.parametrize("mode", sorted(LONGEST_MS))
+def test_in_a_session_no_trial_waits_longer_than_the_mode_allows(monkeypatch, mode):
+    (gpu,) = gpus = VirtualGpus(1).install(monkeypatch)
+    ms = {16: 0.3, 32: 0.2, 64: 0.25}
+    kernel = autotuned(ms, lambda block: gpu.launch(ms[block], host_ms=0.9))
+
+    def step() -> None:
+        kernel[(1,)](0, 0, 64)
+
+    tuned = gpus.tuned(step, mode=mode)
+    while not tuned.settled:
+        tuned()
+        gpu.synchronize()
+    fillers_ms = [
+        filler_ms for filler_ms in gpu.fillers_ms if filler_ms > 0.5
+    ]  # not those of the clock itself
+    assert fillers_ms[0] == FIRST_MS
+    assert max(fillers_ms) == (near(MARGIN * 0.9) if mode == "replay" else LONGEST_MS[mode])
+    assert block_of(only(tuned.report).config) == 32
+    gpu.fillers_ms.clear()
+    tuned()
+    assert gpu.fillers_ms == []
+
+
+def waiting_for_a_late_peer(gpus: VirtualGpus, late_runs: set[int]) -> list[Any]:
+    """Tune a kernel that waits for a copy of the peer's; in some runs the second rank's host is late for it.
+
+    Returns what each rank has found, and the samples of the first rank's kernel.
+    """
+    ms = {16: 0.30, 32: 0.20, 64: 0.25}
+
+    def program(gpu: VirtualGpu) -> tuple[Any, list[float]]:
+        side, runs, commands = torch.cuda.Stream(), itertools.count(), []
+        peers: list[Any] = []
+        kernel = autotuned(ms, lambda block: commands.append(gpu.launch(peers[-1], ms[block])))
+
+        def step() -> None:
+            number = next(runs)
+            peers.append(gpus.flag(number, 1 - gpu.rank))
+            side.wait_stream(torch.cuda.current_stream())
+            if gpu.rank == 1 and number in late_runs:
+                gpu.pass_ms(30.0)
+            with torch.cuda.stream(side):
+                gpu.launch(0.05, sets=gpus.flag(number, gpu.rank))
+            kernel[(1,)](0, 0, 64)
+            torch.cuda.current_stream().wait_stream(side)
+
+        tuned = gpus.tuned(step)
+        tuned()
+        return tuned.report, [command.ms for command in commands]
+
+    return gpus.run(program)
+
+
+def test_a_rank_whose_host_is_late_makes_intervals_of_the_samples_of_all_ranks(monkeypatch):
+    """Racing three: 0 to 2 are warm-ups, 3 to 5 samples, then 64, 32, 16 again. 32 is late three times."""
+    late = {1, 4, 7}
+    gpus = VirtualGpus(2).install(monkeypatch)
+    (zero, waited_ms), (one, _) = waiting_for_a_late_peer(gpus, late)
+    assert {number for number, ms in enumerate(waited_ms) if ms > 10} == late  # on the rank that was in time
+    assert [block_of(only(report).config) for report in (zero, one)] == [32, 32]
+    assert only(zero).timings == only(one).timings
+    assert not only(zero).launch_bound
+    assert only(zero).ms == pytest.approx(0.25, abs=0.06)
+
+
+# ---- how fast the device counts
+
+
+@pytest.mark.parametrize("rate", [0.7, 1.0, 1.3])
+def test_a_filler_lasts_as_long_as_it_says_at_whatever_rate_the_device_counts(gpu, monkeypatch, rate):
+    counted = torch.cuda._sleep
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: counted(int(cycles / rate)))
+    filler = filler_of(gpu)
+    for _ in range(4):
+        run(gpu, filler, host_ms=4.0)
+    assert gpu.fillers_ms[0] == pytest.approx(FIRST_MS / rate, rel=RATE_ERROR)
+    assert gpu.fillers_ms[2:] == [pytest.approx(MARGIN * 4.0, rel=0.02)] * 2
+
+
+def test_a_run_that_compiles_says_nothing_of_how_long_the_host_takes(gpu):
+    filler = filler_of(gpu)
+    filler.begin(filler.length_ms(filler.wanted_ms))
+    gpu.launch(0.01, host_ms=900.0)
+    filler.end(compiled_ms=899.0)
+    gpu.synchronize()
+    assert filler.wanted_ms == FIRST_MS
+    run(gpu, filler, host_ms=0.5)
+    assert filler.wanted_ms == near(MARGIN * 0.5)

@@ -1,0 +1,425 @@
+"""Names that are the same text on every rank and in every process, or an error that says why not."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import importlib
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernels_for_tests import Bench, add, numbers
+
+from dist_autotune.errors import TuningError
+from dist_autotune.triton_api.identity import (
+    candidate_digest,
+    constants_text,
+    constexpr_names,
+    kernel_source,
+    key_text,
+)
+from dist_autotune.triton_api.interception import candidates_of, key_of, source_of, texts_of
+
+
+class Layout(enum.Enum):
+    ROW = 0
+    COLUMN = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int
+    n: int
+
+
+class Plain:
+    """Its repr holds an address."""
+
+
+def relu(x):
+    return x
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ((), ""),
+        ((64, "fp16"), "64, 'fp16'"),
+        ((None,), "None"),
+        ((True,), "1"),
+        ((False,), "0"),
+        ((1.0,), "1"),
+        ((0.5,), "0.5"),
+        ((-0.0,), "0"),
+        ((float("inf"),), "inf"),
+        ((float("nan"),), "nan"),
+        ((np.int64(64),), "64"),
+        ((np.int32(-1),), "-1"),
+        ((np.float32(0.5),), "0.5"),
+        ((np.True_,), "1"),
+        ((Fraction(1, 2),), "0.5"),
+        ((Decimal("0.5"),), "0.5"),
+        ((2**80,), str(2**80)),
+        ((torch.float16,), "torch.float16"),
+        ((torch.Size([2, 3]),), "(2, 3)"),
+        (((1, (True, None)),), "(1, (1, None))"),
+        ((torch.device("cpu"),), "device(type='cpu')"),
+        ((Layout.ROW,), "Layout.ROW"),
+        ((Shape(1, 2),), "Shape(m=1, n=2)"),
+        ((tl.constexpr(32),), "32"),
+        ((tl.float16,), "triton.language.float16"),
+        ((frozenset("ba"),), "{'a', 'b'}"),
+    ],
+    ids=str,
+)
+def test_a_key_has_one_text(key, text):
+    assert key_text(key) == text
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        (1, True, 1.0, np.int64(1), np.float64(1), np.True_),
+        (0, False, 0.0, -0.0, np.int8(0)),
+        (0.5, Fraction(1, 2)),
+    ],
+    ids=["ones", "zeros", "halves"],
+)
+def test_numbers_that_are_one_key_of_a_dict_have_one_text(equal):
+    assert len(dict.fromkeys((value,) for value in equal)) == 1
+    assert len({key_text((value,)) for value in equal}) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, "1"), (None, "None"), ((1, 2), "(1, 2)"), (1, 2), (0.1, 0.2), (torch.float16, "torch.float16")],
+    ids=str,
+)
+def test_keys_that_differ_have_texts_that_differ(one, other):
+    assert key_text((one,)) != key_text((other,))
+
+
+def test_a_function_is_named_and_digested_not_located():
+    text = key_text((relu,))
+    assert text.startswith(f"{__name__}.relu#")
+    assert "0x" not in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Plain(), object(), lambda x: x, [Plain()], torch.zeros(2)],
+    ids=["instance", "object", "lambda", "inside a list", "tensor"],
+)
+def test_a_value_without_a_text_of_its_own_is_an_error_not_a_silent_key_of_each_rank(value):
+    if callable(value):
+        assert "0x" not in key_text((value,))
+        return
+    with pytest.raises(TuningError, match="cannot be part of a tuning key"):
+        key_text((value,))
+
+
+def test_texts_are_the_same_in_another_process(tmp_path):
+    program = (
+        "import enum, torch, numpy as np\n"
+        "from dist_autotune.triton_api.identity import candidate_digest, key_text\n"
+        "key = (None, True, 2.5, np.int64(3), torch.bfloat16, 'x', frozenset('abcdef'), (1, 'y'))\n"
+        "print(key_text(key))\n"
+        "print(candidate_digest({'B': 16, 'A': [1, 2], 'num_warps': 4, 'opts': {'y': 1, 'x': {'b', 'a'}}}))\n"
+    )
+    outputs = set()
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "TRITON_INTERPRET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+
+
+# ---- the key that stock Triton computes
+
+
+def stock_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the key under which stock Triton looks for this launch."""
+    missed = []
+
+    class Watching(dict):
+        def __contains__(self, key):
+            missed.append(key)
+            return True
+
+        def __getitem__(self, key):
+            return kernel.configs[0]
+
+    kernel.cache = Watching()
+    kernel.run(*args, grid=(1,), warmup=True, **kwargs)
+    return missed[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("x", "y", 64), {}),
+        (("x",), {"n": 64, "y_ptr": "y"}),
+        ((), {"n": 64, "y_ptr": "y", "x_ptr": "x"}),
+        (("x", "y"), {"n": np.int64(64)}),
+        (("x", "y", None), {}),
+        (("x", "y", True), {"none_of_the_parameters": "x"}),
+        (("x", "y"), {}),
+    ],
+    ids=["positional", "mixed", "by keyword", "numpy", "None", "unknown keyword", "left to its default"],
+)
+def test_the_key_is_the_one_stock_triton_computes(args, kwargs):
+    x, y = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
+    by_name = {"x": x, "y": y}
+    args = tuple(by_name.get(a, a) if isinstance(a, str) else a for a in args)
+    kwargs = {k: by_name.get(v, v) if isinstance(v, str) else v for k, v in kwargs.items()}
+    kernel = Bench().kernel({16: 1.0, 32: 1.0}, key=("n",))
+    assert key_of(kernel, args, kwargs) == stock_key(kernel, args, kwargs)
+
+
+def test_a_key_argument_that_is_not_passed_is_left_out_as_stock_does():
+    kernel = Bench().kernel({16: 1.0, 32: 1.0}, key=("n",))
+    assert key_of(kernel, (numbers(), numbers()), {}) == ("torch.float32", "torch.float32")
+
+
+def test_a_dtype_of_somebody_elses_is_in_the_key():
+    class Descriptor:
+        dtype = "fp8"
+
+    kernel = Bench().kernel({16: 1.0, 32: 1.0})
+    assert key_of(kernel, (Descriptor(), numbers(), 64), {}) == (64, "fp8", "torch.float32")
+
+
+# ---- candidates
+
+
+def test_candidates_are_matched_by_content_not_by_the_order_of_their_options():
+    one = candidate_digest({"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4})
+    assert one == candidate_digest({"num_warps": 4, "BLOCK_N": 32, "BLOCK_M": 64})
+    assert one != candidate_digest({"num_warps": 8, "BLOCK_N": 32, "BLOCK_M": 64})
+
+
+@pytest.mark.parametrize(
+    "options", [{"order": [1, 0]}, {"layout": {"b": 1, "a": [2]}}, {"ACTIVATION": relu}, {"ACTIVATION": add}],
+    ids=["list", "dict", "function", "jit function"],
+)  # fmt: skip
+def test_any_value_of_a_config_can_be_matched(options):
+    assert len(candidate_digest(options)) == 16
+
+
+def test_equal_configs_are_one_candidate():
+    configs = [triton.Config({"BLOCK": b}, num_warps=w) for b, w in ((16, 4), (16, 4), (32, 4), (16, 8))]
+    kernel = Bench().kernel({}, configs=configs)
+    assert list(candidates_of(kernel, (numbers(), numbers(), 64), {}).values()) == [configs[0], *configs[2:]]
+
+
+def test_the_texts_of_different_candidates_differ():
+    configs = [triton.Config({"BLOCK": value}) for value in (16, "16")]
+    texts = texts_of(configs)
+    assert len(set(texts)) == 2
+    assert texts[0] == str(configs[0])
+
+
+# ---- the source of kernels
+
+MODULE = """
+import triton
+import triton.language as tl
+
+LIMIT = tl.constexpr({limit})
+UNUSED = {unused}
+SCALE: tl.constexpr = {scale}
+
+@triton.jit
+def activation(x):
+    return x {helper}
+
+@triton.jit
+def outer(x):
+    return activation(x)
+
+@triton.jit
+def kernel(x_ptr, n, BLOCK: tl.constexpr):
+    # {comment}
+    offs = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offs, outer(tl.load(x_ptr + offs)) * SCALE, mask=offs < LIMIT)
+
+tuned = triton.autotune([triton.Config({{"BLOCK": b}}) for b in {blocks}], ["n"])(kernel)
+with_heuristics = triton.autotune([triton.Config({{"BLOCK": b}}) for b in {blocks}], ["n"])(
+    triton.heuristics({{"n": lambda args: 1}})(kernel)
+)
+"""
+DEFAULTS = {"limit": 8, "unused": 1, "scale": 2, "helper": "+ 1", "comment": "", "blocks": (16, 32)}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what imports a module of kernels with some part changed."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    count = iter(range(100))
+
+    def load(**changes: Any) -> ModuleType:
+        directory = tmp_path / f"version{next(count)}"
+        directory.mkdir()
+        (directory / "kernels_of_a_user.py").write_text(MODULE.format(**{**DEFAULTS, **changes}))
+        monkeypatch.syspath_prepend(str(directory))
+        sys.modules.pop("kernels_of_a_user", None)
+        importlib.invalidate_caches()
+        return importlib.import_module("kernels_of_a_user")
+
+    yield load
+    sys.modules.pop("kernels_of_a_user", None)
+
+
+def test_the_same_source_has_the_same_digest(module):
+    assert source_of(module().tuned) == source_of(module().tuned)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"comment": "changed"}, {"helper": "+ 2"}, {"limit": 9}, {"scale": 3}],
+    ids=[
+        "the kernel",
+        "a jit function called by a called one",
+        "a captured constexpr",
+        "an annotated constexpr",
+    ],
+)
+def test_the_digest_covers_what_the_kernel_is_made_of(module, change):
+    assert source_of(module().tuned).digest != source_of(module(**change).tuned).digest
+
+
+@pytest.mark.parametrize(
+    ("change", "same_text"),
+    [({"helper": "+ 2"}, False), ({"comment": "changed"}, False), ({"limit": 9}, True)],
+    ids=["called function", "kernel", "constexpr"],
+)
+def test_captured_values_are_no_difference_of_the_source_text(module, change, same_text):
+    one, other = source_of(module().tuned), source_of(module(**change).tuned)
+    assert (one.text_digest == other.text_digest) is same_text
+
+
+@pytest.mark.parametrize(
+    "change", [{"unused": 2}, {"blocks": (64,)}], ids=["a global it does not use", "the configs"]
+)
+def test_the_digest_does_not_change_with_what_is_no_part_of_the_kernel(module, change):
+    assert source_of(module().tuned) == source_of(module(**change).tuned)
+
+
+def test_heuristics_between_do_not_hide_the_kernel(module):
+    loaded = module()
+    assert source_of(loaded.with_heuristics) == source_of(loaded.tuned)
+    assert source_of(loaded.tuned).name == "kernels_of_a_user.kernel"
+    assert source_of(loaded.tuned).short_name == "kernel"
+
+
+def test_a_closure_is_told_apart_by_what_it_captures():
+    def make(scale):
+        factor = tl.constexpr(scale)
+
+        @triton.jit
+        def kernel(x_ptr, BLOCK: tl.constexpr):
+            tl.store(x_ptr, tl.load(x_ptr) * factor)
+
+        return kernel.fn
+
+    assert kernel_source(make(2)).digest != kernel_source(make(3)).digest
+    assert kernel_source(make(2)).digest == kernel_source(make(2)).digest
+
+
+def test_a_helper_in_a_module_of_a_module_counts(module):
+    def kernel_with(package):
+        def kernel(x):
+            return package.inner.activation(x) + package.inner.LIMIT
+
+        return kernel_source(kernel)
+
+    def package(**changes):
+        made = ModuleType("package")
+        made.inner = module(**changes)
+        return made
+
+    plain = kernel_with(package())
+    assert kernel_with(package()) == plain
+    assert kernel_with(package(helper="+ 2")).text_digest != plain.text_digest
+    assert kernel_with(package(limit=9)).digest != plain.digest
+
+
+def test_two_helpers_of_one_name_both_count():
+    def helper(value):
+        constant = tl.constexpr(value)
+
+        @triton.jit
+        def activation(x):
+            return x * constant
+
+        return activation
+
+    def kernel_of(first, second):
+        f, g = helper(first), helper(second)
+
+        @triton.jit
+        def kernel(x_ptr):
+            tl.store(x_ptr, f(g(tl.load(x_ptr))))
+
+        return kernel_source(kernel.fn).digest
+
+    assert len({kernel_of(1, 2), kernel_of(1, 3), kernel_of(3, 2)}) == 3
+
+
+def test_a_kernel_made_anew_is_forgotten_with_its_last_user():
+    @triton.jit
+    def kernel(x_ptr, BLOCK: tl.constexpr):
+        tl.store(x_ptr, BLOCK)
+
+    function = weakref.ref(kernel.fn)
+    assert kernel_source(function()) == kernel_source(function())
+    assert constexpr_names(function()) == {"BLOCK"}
+    del kernel
+    gc.collect()
+    assert function() is None
+
+
+def test_a_function_that_calls_itself_is_walked_once():
+    assert kernel_source(recursive).digest == kernel_source(recursive).digest
+
+
+def recursive(n):
+    return n and recursive(n - 1)
+
+
+# ---- constants of a launch
+
+
+@triton.jit
+def with_constants(x_ptr, n, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(x_ptr, n)
+
+
+def test_constants_are_the_constexpr_arguments_that_are_not_in_the_key():
+    arguments = {"x_ptr": numbers(), "n": 64, "GROUP": 8, "ACTIVATION": relu, "BLOCK": 16}
+    text = constants_text(with_constants.fn, arguments, {"BLOCK"})
+    assert text.startswith(f"ACTIVATION={__name__}.relu#")
+    assert text.endswith(", GROUP=8")
+
+
+def test_a_constant_without_a_text_of_its_own_counts_by_its_type():
+    text = constants_text(with_constants.fn, {"ACTIVATION": Plain(), "GROUP": numbers()}, set())
+    assert text == "ACTIVATION=Plain, GROUP=Tensor"

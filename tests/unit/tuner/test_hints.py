@@ -1,0 +1,121 @@
+"""What is said once, where a program looks as if it meant something else."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import Bench, Mine, launch, numbers, only, records
+
+from dist_autotune.logs.records import SessionClosed
+from dist_autotune.tuner import hints
+from ranks import assert_all_ok, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "_told", set())
+
+
+def said(call: Any) -> list[str]:
+    """Return what a call warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 1), ({"is_dist": True, "timeout_s": 20}, 0)], ids=str)
+def test_several_ranks_without_is_dist_are_told_once_what_that_means(options, expected):
+    def program(rank: int) -> list[list[str]]:
+        told = []
+        for name in ("one", "other"):
+            bench = Bench()
+            kernel = bench.kernel({16: 3.0, 32: 1.0})
+            thunk = functools.partial(launch, kernel, numbers())
+            tuned = bench.tune(thunk, name=name, cache=False, **options)
+            told += [said(tuned), said(tuned)]
+        return told
+
+    for first, *others in assert_all_ok(run_ranks(program, 2)):
+        assert len(first) == expected
+        assert all("one is tuned without is_dist=True in a group of 2 ranks" in text for text in first)
+        assert others == [[]] * 3
+
+
+def test_one_rank_is_told_nothing():
+    def program(rank: int) -> list[str]:
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        return said(bench.tune(lambda: launch(kernel, numbers()), cache=False))
+
+    assert assert_all_ok(run_ranks(program, 1)) == [[]]
+
+
+def stepping(bench: Bench, **options: Any) -> Any:
+    weight = torch.nn.Parameter(numbers())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def step() -> None:
+        launch(kernel, numbers())
+        weight.grad = torch.ones(64)
+        optimizer.step()
+
+    chosen = {"preserve": [optimizer, weight]} if options.pop("preserves", False) else {}
+    return bench.tune(step, name="step", **chosen, **options)
+
+
+def test_a_replayed_function_that_steps_an_optimizer_and_preserves_nothing_is_told_once(bench):
+    tuned = stepping(bench)
+    (text,) = said(tuned)
+    assert text.startswith("step steps an optimizer (SGD) and is tuned by running it again and again")
+    assert 'mode="online"' in text
+    assert "preserve=[model, optimizer]" in text
+    tuned.retune()
+    assert said(tuned) == []
+
+
+@pytest.mark.parametrize("options", [{"mode": "online"}, {"preserves": True}, {"max_runs": 1}], ids=str)
+def test_a_function_whose_step_is_made_once_or_put_back_is_told_nothing(bench, options):
+    tuned = stepping(bench, **options)
+    assert said(tuned) == said(tuned) == []
+
+
+def test_no_hook_of_the_optimizers_outlives_the_call(bench):
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def thunk() -> None:
+        launch(kernel, numbers())
+        raise Mine
+
+    tuned = bench.tune(thunk)
+    for _ in range(3):
+        with pytest.raises(Mine):
+            tuned()
+    assert not _global_optimizer_post_hooks
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+@pytest.mark.parametrize("ms", [math.nan, -1.0, 0.0])
+def test_a_clock_that_gives_no_usable_time_is_named_once(bench, ms, mode):
+    kernel = bench.kernel({16: ms, 32: ms})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), name="step", mode=mode)
+    told = [text for _ in range(5) for text in said(tuned)]
+    (text,) = told
+    assert text.startswith("step: ScriptedClock gave no time that can be used")
+    assert tuned.report.warning == text == records(SessionClosed)[-1].warning
+    assert only(tuned.report).config.kwargs["BLOCK"] == 16
+
+
+def test_a_clock_that_gives_one_usable_time_is_not_complained_of(bench):
+    kernel = bench.kernel({16: math.nan, 32: 1.0})
+    assert said(bench.tune(lambda: launch(kernel, numbers()))) == []
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    assert said(bench.tune(lambda: launch(kernel, numbers(8)), n_warmup=5, max_runs=2)) == []
