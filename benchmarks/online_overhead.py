@@ -66,9 +66,8 @@ def step_of() -> Callable[[], None]:
     return step
 
 
-def measure(blocks: int, *, share: str, settled: bool, **options: Any) -> float:
+def measure(blocks: int, *, settled: bool, **options: Any) -> float:
     """Return the microseconds that the tuner adds to a step."""
-    os.environ["DIST_AUTOTUNE_ONLINE_SHARE"] = share
     n_repeat = 1 if settled else 10**6
     step = contextual_autotune(
         step_of(), mode="online", n_warmup=0, n_repeat=n_repeat, progress=False, cache=False, **options
@@ -97,11 +96,10 @@ def median_us(step: Callable[[], None]) -> float:
 
 
 ROWS: dict[str, dict[str, Any]] = {
-    "tuning": {"share": "1", "settled": False},
-    "tuning, no log": {"share": "1", "settled": False, "log_dir": None},
-    "tuning, trials held to 5 % of the time": {"share": "0.05", "settled": False},
-    "settled": {"share": "1", "settled": True},
-    "settled, watch=False": {"share": "1", "settled": True, "watch": False},
+    "tuning": {"settled": False},
+    "tuning, no log": {"settled": False, "log_dir": None},
+    "settled": {"settled": True},
+    "settled, watch=False": {"settled": True, "watch": False},
 }
 
 

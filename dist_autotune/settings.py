@@ -13,7 +13,6 @@ CACHE_DIR = "DIST_AUTOTUNE_CACHE_DIR"
 LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
-ONLINE_SHARE = "DIST_AUTOTUNE_ONLINE_SHARE"
 
 # Read by launch.sh and the test suite, not by the package; listed so that a typo is an error.
 TORCH_INDEX = "DIST_AUTOTUNE_TORCH_INDEX"
@@ -25,7 +24,6 @@ KNOWN_VARIABLES = (
     LOG_DIR,
     TIMEOUT_S,
     COMPILE_TIMEOUT_S,
-    ONLINE_SHARE,
     TORCH_INDEX,
     TEST_GPU,
 )
@@ -61,18 +59,6 @@ def run_mode() -> str:
     if mode not in MODES:
         raise InvalidOption(f"{MODE}={mode!r}: expected one of {', '.join(MODES)}")
     return mode
-
-
-def online_share() -> float:
-    """Return the share of an online session's time that trials may take; 1.0: no bound."""
-    text = os.environ.get(ONLINE_SHARE) or "1"
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise InvalidOption(f"{ONLINE_SHARE}={text!r}: give a share of the time, above 0 and at most 1")
-    return share
 
 
 def process_rank() -> int:
@@ -155,7 +141,6 @@ def check_variables() -> None:
     """Raise InvalidOption for a name or a value of a DIST_AUTOTUNE_... variable that cannot be used."""
     check_names()
     run_mode()
-    online_share()
     compile_timeout_s()
     timeout_s()
 

@@ -1,4 +1,4 @@
-"""The commands `dist-autotune cache ...`: the winners on disk, and the journals beside them."""
+"""The commands `dist-autotune cache ...`: the winners on disk, and the crash guards beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from .. import settings
 from ..codec import to_json
 from ..formatting import Table, columns, counted, format_ms
-from ..storage import orphans
+from ..storage import crash_guard
 from ..storage.winners import DiskCache, Entry
 from . import terminal
 
@@ -22,14 +22,13 @@ def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     with terminal.one_line_errors():
         cache = _open_cache()
-        entries, journals = list(cache.entries()), _journals(cache)
+        entries = list(cache.entries())
         if not entries:
             typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
-            typer.echo(journals, nl=bool(journals))
             return
         names = columns("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
         rows = tuple(_row(entry) for entry in entries)
-        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, journals)
+        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
         terminal.print_table(terminal.open_console(), table)
 
 
@@ -58,14 +57,15 @@ def show(
 
 @app.command()
 def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
-    """Delete all entries, and the journals of sessions whose processes are gone."""
+    """Delete all entries, and the crash guards of processes that are gone."""
     with terminal.one_line_errors():
         cache = _open_cache()
         if not yes:
             typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
-        count = orphans.remove_orphans(_journal_directory(cache))
-        journals = f" and {counted(count, 'journal')}" if count else ""
-        typer.echo(f"Deleted {_entries(cache.clear())}{journals} in {cache.directory}")
+        assert cache.directory is not None
+        count = crash_guard.remove_abandoned(cache.directory / crash_guard.FOLDER)
+        guards = f" and {counted(count, 'crash guard')}" if count else ""
+        typer.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
 
 
 @app.command("export")
@@ -92,21 +92,6 @@ def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache
 def _open_cache() -> DiskCache:
     directory = settings.cache_directory()
     return DiskCache(directory) if directory is not None else terminal.fail(f"No cache: {settings.NO_HOME}.")
-
-
-def _journal_directory(cache: DiskCache) -> Path:
-    assert cache.directory is not None
-    return cache.directory / orphans.FOLDER
-
-
-def _journals(cache: DiskCache) -> str:
-    """Return what there is to say of the sessions that have not settled; empty: there are none."""
-    paths = orphans.journals_in(_journal_directory(cache))
-    left = sum(orphans.is_orphan(path) for path in paths)
-    told = [f"{counted(left, 'session')} left unfinished: the next start goes on there"] if left else []
-    if len(paths) > left:
-        told.append(f"{counted(len(paths) - left, 'session')} under way")
-    return "; ".join(told) + "." if told else ""
 
 
 def _entries(count: int) -> str:

@@ -6,6 +6,7 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -87,11 +88,7 @@ def replay_logs(
 
     The exit code is 1 if something recorded does not follow from what was recorded before it.
     """
-    from . import (
-        replay,
-        replay_tables,
-        what_if,  # they and what they import serve this command alone
-    )
+    from . import replay, what_if  # they and what they import serve this command alone
 
     plan = what_if.Plan(search, n_warmup, n_repeat, statistic, rank_reduce, seed)
     with terminal.one_line_errors():
@@ -108,9 +105,24 @@ def replay_logs(
             chosen = set(sessions) if every else {session.name for session in newest}
             found = what_if.what_if({name: sessions[name] for name in sessions if name in chosen}, plan)
         if as_json:
-            typer.echo(to_json(replay_tables.as_dict(verdicts, found, unread), indent=True))
+            data = {
+                "sessions": list(map(asdict, verdicts)),
+                "another_search": list(map(asdict, found)),
+                "unreadable": unread,
+            }
+            typer.echo(to_json(data, indent=True))
         else:
-            terminal.print_replay(terminal.open_console(), verdicts, found, unread)
+            console = terminal.open_console()
+            terminal.print_table(console, replay.verdicts_table(verdicts))
+            notes = [f"{name}: {what}" for name, what in unread.items()]
+            for verdict in verdicts:
+                notes += [f"session {verdict.session}: {note}" for note in verdict.notes]
+            for note in notes:
+                terminal.print_text(console, note, "yellow")
+            if any(verdict.differences for verdict in verdicts):
+                terminal.print_table(console, replay.differences_table(verdicts))
+            if found:
+                terminal.print_table(console, what_if.what_if_table(found))
         if unread or any(verdict.differences for verdict in verdicts):
             raise typer.Exit(1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 import typer
@@ -16,9 +16,7 @@ from ..errors import CacheWarning, TuningError
 from ..formatting import Table
 from ..logs.analysis import History, SessionHistory
 from ..logs.writer import describe_skipped
-from . import replay_tables, tables
-from .replay import Verdict
-from .what_if import WhatIf
+from . import tables
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
 
@@ -48,22 +46,6 @@ def print_history(console: Console, history: History, shown: Iterable[SessionHis
         for context in session.contexts:
             for table in tables.context_tables(context):
                 print_table(console, table)
-
-
-def print_replay(
-    console: Console, verdicts: Sequence[Verdict], found: Sequence[WhatIf], unread: Mapping[str, str]
-) -> None:
-    """Print what recomputing the sessions found, and what another search would have done."""
-    print_table(console, replay_tables.verdicts_table(verdicts))
-    for name, what in unread.items():
-        print_text(console, f"{name}: {what}", "yellow")
-    for verdict in verdicts:
-        for note in verdict.notes:
-            print_text(console, f"session {verdict.session}: {note}", "yellow")
-    if any(verdict.differences for verdict in verdicts):
-        print_table(console, replay_tables.differences_table(verdicts))
-    if found:
-        print_table(console, replay_tables.what_if_table(found))
 
 
 def print_table(console: Console, table: Table) -> None:

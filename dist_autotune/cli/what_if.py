@@ -10,21 +10,26 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import InvalidOption
-from ..formatting import context_label
+from ..formatting import Table, columns, config_label, context_label, format_ms, format_percent
 from ..logs.analysis import percent_over
 from ..logs.records import Banned, ContextAdmitted, ContextSettled, Record, SessionOpened, Trial
 from ..search.context_search import Context
 from ..search.limits import RUNS_ALLOWED
-from ..search.messages import Announcement, Part
+from ..search.messages import Announcement, Part, femtoseconds
 from ..search.rules import Rules
 from ..search.strategies import STRATEGIES
-from .replay_recount import RecordedStopwatch
 
 OneRun = dict[int, float]  # rank -> ms
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "median": statistics.median,
+    "mean": statistics.fmean,
+    "min": min,
+}
 
 
 @dataclass(frozen=True)
@@ -120,11 +125,11 @@ class _Trial:
         context, recorded, rules = self._context, self._recorded, self._rules
         limit = RUNS_ALLOWED * max(rules.planned_runs(len(recorded.candidates)), 1)
         runs = 0
-        watches: dict[int, RecordedStopwatch] = {}
+        samples: dict[tuple[str, int], list[float]] = {}  # by candidate and rank
         context.start()
         while not context.settled and runs < limit:
             runs += 1
-            part = self._one_run(watches)
+            part = self._one_run(samples)
             context.advance(part, part)
         if not context.settled:
             context.settle("partial")
@@ -144,18 +149,23 @@ class _Trial:
             recorded=None if recorded.winner is None else self._pick(recorded.winner, best_ms),
         )
 
-    def _one_run(self, watches: dict[int, RecordedStopwatch]) -> Part:
-        """Return what the ranks would tell of a run of the candidate on trial."""
+    def _one_run(self, samples: dict[tuple[str, int], list[float]]) -> Part:
+        """Return what the ranks would report on a run of the candidate on trial."""
         context = self._context
         assert context.trial is not None
         candidate, is_warmup = context.digests[context.trial], context.is_warmup
-        times = self._deck.draw(context.trial, is_warmup=is_warmup)
-        told = []
-        for rank, ms in times.items():
-            watch = watches.setdefault(rank, RecordedStopwatch(self._statistic))
-            told.append(watch.measure(candidate, ms, counts=not is_warmup))
-        merged = functools.reduce(Part.merged, told, Part(unmeasured=int(not told)))
+        parts = []
+        for rank, ms in self._deck.draw(context.trial, is_warmup=is_warmup).items():
+            known = samples.setdefault((candidate, rank), [])
+            known += [] if is_warmup else [ms]
+            parts.append(self._part(known or [ms]))
+        merged = functools.reduce(Part.merged, parts, Part(unmeasured=int(not parts)))
         return replace(merged, ran=candidate)
+
+    def _part(self, samples: Sequence[float]) -> Part:
+        """Return one rank's report on its samples of a candidate."""
+        ms = STATISTICS[self._statistic](samples)
+        return Part(worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), measured=1)
 
     def _pick(self, index: int, best_ms: float | None) -> Pick:
         ms = self._all_ms(index)
@@ -165,13 +175,13 @@ class _Trial:
         """Return the agreed time of a candidate by all its samples; None: it has none, or is banned."""
         if index in self._recorded.bans:
             return None
-        watches: dict[int, RecordedStopwatch] = {}
-        told: dict[int, Part] = {}
+        samples: dict[int, list[float]] = {}
         for one_run in self._deck.samples(index):
             for rank, ms in one_run.items():
-                watch = watches.setdefault(rank, RecordedStopwatch(self._statistic))
-                told[rank] = watch.measure("", ms, counts=True)
-        return self._context.times.reduced_ms(functools.reduce(Part.merged, told.values(), Part()))
+                samples.setdefault(rank, []).append(ms)
+        return self._context.times.reduced_ms(
+            functools.reduce(Part.merged, map(self._part, samples.values()), Part())
+        )
 
     def _new_context(self) -> Context:
         recorded = self._recorded
@@ -242,3 +252,28 @@ def _take_trial(contexts: dict[tuple[str, str], Recorded], trial: Trial) -> None
         return
     kept = recorded.samples if trial.kind == "sample" else recorded.warmups
     kept.setdefault(trial.config_id, {}).setdefault(trial.run, {})[trial.rank] = trial.ms
+
+
+def what_if_table(found: Sequence[WhatIf]) -> Table:
+    """Return one row per context that was searched anew."""
+    rows = []
+    for each in found:
+        runs = str(each.runs), str(each.resampled), str(each.recorded_runs)
+        judged = each.context if each.judge == "launch" else f"{each.context} by the whole run"
+        picks = (*_cells(each.pick), *_cells(each.recorded))
+        rows.append((each.session, judged, str(each.candidates), each.search, *runs, *picks))
+    names = columns(
+        "session", "context", ">candidates", "search", ">runs", ">resampled", ">recorded runs",
+        "pick", ">ms", ">regret %", "recorded pick", ">ms", ">regret %",
+    )  # fmt: skip
+    note = (
+        "ms and regret: by all recorded samples of the config. resampled: runs for which the log holds no "
+        "further run of that config; one of those it holds was drawn again."
+    )
+    return Table("Another search on the recorded samples", names, tuple(rows), note)
+
+
+def _cells(pick: Pick | None) -> tuple[str, str, str]:
+    if pick is None:
+        return "-", "-", "-"
+    return config_label(pick.config), format_ms(pick.ms), format_percent(pick.regret_percent)

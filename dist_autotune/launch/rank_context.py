@@ -53,7 +53,6 @@ class Local:
     rank: int
     family: str = ""  # of Autotuners of the same function and keys
     slot: str = ""
-    entry: str = ""  # all that its samples depend on
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None
     context: Context | None = None  # the state all ranks share, once one of them has announced it

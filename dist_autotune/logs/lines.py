@@ -65,8 +65,6 @@ class LogLines:
                 where = "opening" if record.run < 0 else f"run {record.run}"
                 sizes = f"sent {record.sent_bytes} B, received {record.received_bytes} B"
                 return where, f"exchanged in {format_ms(record.ms)} ms, {sizes}"
-            case records.Resumed():
-                return "resumed", f"{counted(len(record.events), 'event')} of the journal"
             case records.Merged():
                 return f"run {record.run}", f"all ranks said: {self._said(record.payload)}"
             case records.RunTimed():

@@ -50,7 +50,6 @@ class SessionOpened(Record):
     max_runs: int | None = None
     budget_s: float | None = None
     tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
-    online_share: float = 1.0  # of the time, for trials (DIST_AUTOTUNE_ONLINE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +104,6 @@ class RunTimed(Record):
     counts: bool  # False: a warm-up, or a run that did not count
     ms: float | None
     statistic_ms: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed(Record):
-    """What the session took up of one that a crash ended: all that its state follows from."""
-
-    event: ClassVar[str] = "resumed"
-    events: tuple[dict[str, Any], ...]  # of the journal; see `past.Event`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +202,6 @@ RECORD_TYPES: dict[str, type[Record]] = {
         ContextAdmitted,
         RunStarted,
         Trial,
-        Resumed,
         RunTimed,
         Merged,
         Agreed,

@@ -43,7 +43,6 @@ class Context:
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
-        self.on_hold = False  # online: trials have had their share of the time for now
         self.override: int | None = None  # what a plan that is judged as a whole says
         self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
         self.launch_winner: int | None = None  # of them, where the whole run is still to judge
@@ -106,19 +105,14 @@ class Context:
     @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
-        if self.override is not None and self.override not in self.banned and not self.on_hold:
+        if self.override is not None and self.override not in self.banned:
             return self.override
         return self.trial if self.trial is not None and self.is_on_trial else self.incumbent
 
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        return self.trial is not None and not self.waiting and not self.on_hold
-
-    @property
-    def tries_rival(self) -> bool:
-        """Return whether what is on trial, now or since its sample is awaited, is not the incumbent."""
-        return self.trial is not None and self.trial != self.incumbent
+        return self.trial is not None and not self.waiting
 
     @property
     def is_warmup(self) -> bool:
@@ -181,13 +175,6 @@ class Context:
         if self.winner == index:
             self.winner = self.times.fastest(self.banned)
 
-    def rule_out(self, bans: dict[str, tuple[int, str]]) -> None:
-        """Ban candidates between two runs, and go on without them."""
-        self.take_bans(bans)
-        if self.trial in self.banned:
-            self.waiting = False
-            self._resume(math.inf)
-
     # -- the search ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -208,7 +195,6 @@ class Context:
         that does not count, the same trial is made again.
         """
         self.take_bans(part.bans)
-        is_trial = self.waiting or not self.on_hold
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
         if index is None or self.waiting or part.ran is None:
@@ -216,7 +202,7 @@ class Context:
         if index in self.banned:
             self._resume(math.inf)
             return Outcome(index=index)
-        if not is_trial or not counts:
+        if not counts:
             return Outcome()
         if part.ran != self.digests[index]:
             return Outcome(index=index)

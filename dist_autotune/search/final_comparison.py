@@ -71,10 +71,6 @@ class Duel(PlanTrial):
         return self.run < len(self.plans)
 
     @property
-    def is_rival(self) -> bool:
-        return self.side != TUNED
-
-    @property
     def is_over(self) -> bool:
         return self.run >= ROUNDS * len(self.plans) or len(self.plans) < 2
 

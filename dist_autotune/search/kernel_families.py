@@ -30,10 +30,6 @@ class KernelFamilies:
         self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
         self._families: dict[str, _Family] = {}
 
-    def forget_configs(self) -> None:
-        """Go on in another process, whose kernels may have other configs: those are kernels of their own."""
-        self._families.clear()
-
     def unite(self, merged: Payload, known: Container[str]) -> tuple[Payload, dict[str, str]]:
         """Return the payload with one name for what is one context; and the new names by the old.
 

@@ -9,15 +9,22 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import RankMismatch
-from .unfinished import Crash, Past, merged_crashes
 
 WHERE = {"open": "the opening of a session", "run": "the end of a trial", "vote": "the end of a settled call"}
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
 FS_PER_MS = 10**12
 MIXED = "*"  # launches of one run did not all use one candidate; payloads were not all of one kind
+
+
+INEXACT, EXPLAINED, EXACT = range(3)
+"""What is known of a run in which a process ended: that it did; that a rank had raised an exception, which is
+why others may have been killed; inside which launch it did."""
+
+CrashBans: TypeAlias = dict[str, dict[str, tuple[int, str]]]
+"""Context -> candidate -> (rank whose process ended, reason)."""
 
 
 def femtoseconds(ms: float) -> int:
@@ -101,6 +108,30 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Crash:
+    """A run in the middle of which a process ended without a word, or of the exception that explains it."""
+
+    rank: int
+    run: int
+    at: str  # when it was written
+    kind: int  # INEXACT | EXPLAINED | EXACT
+    suspects: dict[str, str] = field(default_factory=dict)  # context -> candidate, by digest
+
+    @staticmethod
+    def of_data(data: dict[str, Any]) -> Crash:
+        suspects = {str(context): str(candidate) for context, candidate in data.get("suspects", {}).items()}
+        return Crash(int(data["rank"]), int(data["run"]), str(data["at"]), int(data["kind"]), suspects)
+
+    def merged(self, other: Crash) -> Crash:
+        """Return what is known best of the latest run."""
+        known = [(crash.run, crash.kind) for crash in (self, other)]
+        if known[0] != known[1]:
+            return self if known[0] > known[1] else other
+        first, second = sorted((self, other), key=lambda crash: (crash.rank, crash.at))
+        return dataclasses.replace(first, suspects={**second.suspects, **first.suspects})
+
+
+@dataclass(frozen=True)
 class Payload:
     """What ranks say at one exchange. `facts` must be equal on all ranks; `offers` are disk entries."""
 
@@ -111,14 +142,13 @@ class Payload:
     parts: dict[str, Part] = field(default_factory=dict)
     run: Part = field(default_factory=Part)  # time of the whole run
     elapsed_s: float = 0.0
-    compiling_s: float = 0.0  # of this run; told where trials have a share of the time
     told_ns: int = 0  # when the last rank told this, where all read one clock; see `common_start`
     lag_ns: int = 0  # how long after the exchange before the last rank came to this run
     wanted_ms: float = 0.0  # the filler that the slowest host wants before the next run
     late_ms: float = 0.0  # how much longer than usual the host of some rank took for the trial that is told
     wants_session: bool = False
-    past: Past | None = None  # of a session that some rank's process did not live to end
-    crashes: dict[str, Crash] = field(default_factory=dict)  # by session
+    crashes: dict[str, Crash] = field(default_factory=dict)  # of earlier processes, by session
+    crash_bans: CrashBans = field(default_factory=dict)  # for crashes before those
 
     def merged(self, other: Payload) -> Payload:
         facts = {name: dict(values) for name, values in self.facts.items()}
@@ -139,15 +169,14 @@ class Payload:
             offers=offers,
             parts=parts,
             elapsed_s=max(self.elapsed_s, other.elapsed_s),
-            compiling_s=max(self.compiling_s, other.compiling_s),
             told_ns=max(self.told_ns, other.told_ns),
             lag_ns=max(self.lag_ns, other.lag_ns),
             wanted_ms=max(self.wanted_ms, other.wanted_ms),
             late_ms=max(self.late_ms, other.late_ms),
             run=self.run.merged(other.run),
             wants_session=self.wants_session or other.wants_session,
-            past=self.past.merged(other.past) if self.past and other.past else self.past or other.past,
-            crashes=merged_crashes(self.crashes, other.crashes),
+            crashes=_merged_crashes(self.crashes, other.crashes),
+            crash_bans=_merged_bans(self.crash_bans, other.crash_bans),
         )
 
     def in_order(self, known: Container[str]) -> list[str]:
@@ -181,10 +210,40 @@ class Payload:
         fields["offers"] = {entry: tuple(offer) for entry, offer in fields.get("offers", {}).items()}
         fields["parts"] = {context: _part(values) for context, values in fields.get("parts", {}).items()}
         fields["run"] = _part(fields.get("run", {}))
-        if fields.get("past") is not None:
-            fields["past"] = Past(**fields["past"])
-        fields["crashes"] = {name: Crash(**values) for name, values in fields.get("crashes", {}).items()}
+        crashes, bans = fields.get("crashes", {}), fields.get("crash_bans", {})
+        fields["crashes"] = {session: Crash.of_data(values) for session, values in crashes.items()}
+        fields["crash_bans"] = {
+            context: {candidate: (ban[0], ban[1]) for candidate, ban in each.items()}
+            for context, each in bans.items()
+        }
         return Payload(**fields)
+
+
+def _merged_crashes(one: dict[str, Crash], other: dict[str, Crash]) -> dict[str, Crash]:
+    both = {session: one[session].merged(other[session]) for session in one.keys() & other.keys()}
+    return {**one, **other, **both}
+
+
+def _merged_bans(one: CrashBans, other: CrashBans) -> CrashBans:
+    merged = {context: dict(bans) for context, bans in one.items()}
+    for context, bans in other.items():
+        known = merged.setdefault(context, {})
+        for candidate, ban in bans.items():
+            known[candidate] = min(known.get(candidate, ban), ban)
+    return merged
+
+
+def bans_for_crashes(merged: Payload) -> CrashBans:
+    """Return what all ranks ban for crashes of earlier processes, from what they said at the opening."""
+    bans: CrashBans = {}
+    for session, crash in sorted(merged.crashes.items()):
+        reason = (
+            f"was running when rank {crash.rank}'s process ended without a word "
+            f"(run {crash.run} of session {session}, {crash.at})"
+        )
+        for context, candidate in crash.suspects.items():
+            bans.setdefault(context, {})[candidate] = (crash.rank, reason)
+    return _merged_bans(bans, merged.crash_bans)
 
 
 def merge(first: bytes, *others: bytes) -> bytes:

@@ -15,15 +15,14 @@ class RunsSpent:
     runs: int = 0
     trials: int = 0
     waits: int = 0  # online: until the device was done with a trial, and its time was read on all ranks
-    holds: int = 0  # online: to keep trials to their share of the time
 
-    def after(self, *, trial: bool, wait: bool, hold: bool) -> RunsSpent:
+    def after(self, *, trial: bool, wait: bool) -> RunsSpent:
         """Return what they were for after one more."""
         if trial:
             return replace(self, runs=self.runs + 1, trials=self.trials + 1)
         if wait:
             return replace(self, runs=self.runs + 1, waits=self.waits + 1)
-        return replace(self, runs=self.runs + 1, holds=self.holds + hold)
+        return replace(self, runs=self.runs + 1)
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,6 @@ class Outlook:
         spent = self.spent
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
         trials = f"{spent.trials} of at most {counted(max(self.planned_trials, spent.trials), 'trial')}"
-        others = [
-            f"{runs} {what}"
-            for runs, what in (
-                (spent.waits, "waited for the device"),
-                (spent.holds, "kept trials to their share"),
-            )
-            if runs
-        ]
-        of_runs = f" ({', '.join(others)})" if others else ""
+        of_runs = f" ({spent.waits} waited for the device)" if spent.waits else ""
         runs = f"in {counted(spent.runs, 'run')}{of_runs}"
         return f"{made}, {trials} {runs}; about {counted(self.more_runs, 'run')} to go"

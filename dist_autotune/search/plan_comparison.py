@@ -50,7 +50,7 @@ class PlanComparison:
         self.duel = None if duel.is_over else duel
         return True
 
-    def take(self, merged: Payload, *, on_hold: bool, patience: int) -> str:
+    def take(self, merged: Payload, *, patience: int) -> str:
         """Take in one run of all ranks; return a remark for the log, if the tuned plan is not kept.
 
         The arguments are those of `Duel.take`.
@@ -58,7 +58,7 @@ class PlanComparison:
         duel = self.duel
         if duel is None:
             return ""
-        duel.take(merged, on_hold=on_hold, patience=patience)
+        duel.take(merged, patience=patience)
         if not duel.is_over:
             return ""
         self.duel = None

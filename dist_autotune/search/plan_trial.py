@@ -34,11 +34,6 @@ class PlanTrial(abc.ABC):
         """Whether the next run is no sample."""
 
     @property
-    @abc.abstractmethod
-    def is_rival(self) -> bool:
-        """Whether the next run launches something else than the incumbents."""
-
-    @property
     def holds(self) -> bool:
         """Whether the next run judges nothing."""
         return False
@@ -61,20 +56,19 @@ class PlanTrial(abc.ABC):
     def advance(self, ms: float) -> None:
         """Take the agreed time so far of the plan that ran; nan: it has none."""
 
-    def take(self, merged: Payload, *, on_hold: bool, patience: int) -> None:
+    def take(self, merged: Payload, *, patience: int) -> None:
         """Take in one run of all ranks.
 
-        `on_hold`: it was no trial. A run that launches nothing of what is compared compares nothing, but for
-        the last of `patience` such runs in a row.
+        A run that launches nothing of what is compared compares nothing, but for the last of `patience` such
+        runs in a row.
         """
-        is_turn = self.waiting or not on_hold
         self.has_counted = False
         if not self.waiting:  # else what is told now is of an earlier run
             parts = [merged.parts.get(context.name) for context in self.compared]
             self._was_launched = any(part is not None and part.ran is not None for part in parts)
         self.waiting = bool(merged.run.pending)
         self._turn()  # while a time is awaited, no more runs are spent on its plan
-        if self.waiting or not is_turn:
+        if self.waiting:
             return
         if not self._was_launched:
             self._idle_runs += 1

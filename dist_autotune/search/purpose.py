@@ -15,23 +15,14 @@ class Purpose:
 
     tries: bool  # a candidate, the incumbent among them, or a plan
     waits: bool  # for the sample of an earlier run
-    tries_rival: bool  # launches something else than the plan so far
-    awaits_rival: bool  # an earlier run whose sample is still to come did
-    holds: bool  # is no trial, to keep to the share of the time
 
     @staticmethod
-    def of(unsettled: Iterable[Context], plan: PlanTrial | None, *, on_hold: bool) -> Purpose:
+    def of(unsettled: Iterable[Context], plan: PlanTrial | None) -> Purpose:
         """Return what the next run is for, or the one under way. `plan`: what is judged as a whole."""
         if plan is not None:
-            tries, is_rival = not (plan.waiting or on_hold), plan.is_rival
-            return Purpose(tries, plan.waiting, tries and is_rival, plan.waiting and is_rival, on_hold)
+            return Purpose(not plan.waiting, plan.waiting)
         contexts = list(unsettled)
-        on_trial = [context for context in contexts if context.is_on_trial]
-        waiting = [context for context in contexts if context.waiting]
         return Purpose(
-            tries=bool(on_trial),
-            waits=bool(waiting),
-            tries_rival=any(context.tries_rival for context in on_trial),
-            awaits_rival=any(context.tries_rival for context in waiting),
-            holds=on_hold,
+            tries=any(context.is_on_trial for context in contexts),
+            waits=any(context.waiting for context in contexts),
         )

@@ -24,7 +24,6 @@ class Rules:
     max_runs: int | None = None
     budget_s: float | None = None
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
-    online_share: float = 1.0  # of a session's time, for trials; 1.0: no bound
 
     @property
     def races(self) -> bool:

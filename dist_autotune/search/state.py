@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import limits
-from .budget import Pace
 from .context_search import Context, Outcome
 from .contexts import Contexts
 from .kernel_families import KernelFamilies
-from .messages import Part, Payload
+from .messages import CrashBans, Part, Payload
 from .outlook import Outlook, RunsSpent
 from .plan_trial import PlanTrial
 from .purpose import Purpose
@@ -39,21 +38,14 @@ class Tuning:
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
-        self.on_hold = (
-            False  # the next run is no trial: a process's first, or to keep to `Rules.online_share`
-        )
         self.has_counted_run = False  # the time of the last run as a whole was a sample
         self.remark = ""
         self.session = ""  # the last one that used this state
-        self.crash_bans: dict[str, dict[str, tuple[int, str]]] = {}  # context -> candidate -> (rank, reason)
-        self.elapsed_before_s = 0.0  # of the session, in processes before this one
+        self.crash_bans: CrashBans = {}
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
-        self._resumed_at = 0  # the run with which this process took the session up
-        self._unconfirmed: set[str] = set()  # contexts taken up that may not be launched any more
         self._idle_runs = 0
         self._is_judging = True  # the run under way may judge what is judged by the whole run
         self._bringing_runs = 0  # in a row that announced kernels
-        self._pace = Pace(rules.online_share)
         self._spent = RunsSpent()
 
     # -- the state -----------------------------------------------------------------------------------------
@@ -69,6 +61,11 @@ class Tuning:
         return self.plan_trial is not None or any(c.trial is not None for c in self.contexts.values())
 
     @property
+    def has_work(self) -> bool:
+        """Return whether anything is left to try or to compare."""
+        return self.plan_trial is not None or any(self.contexts.unsettled)
+
+    @property
     def tries(self) -> bool:
         """Return whether something that the next run launches may be timed."""
         if not self.contexts:
@@ -77,13 +74,13 @@ class Tuning:
 
     @property
     def _purpose(self) -> Purpose:
-        return Purpose.of(self.contexts.unsettled, self.plan_trial, on_hold=self.on_hold)
+        return Purpose.of(self.contexts.unsettled, self.plan_trial)
 
     @property
     def judged_run(self) -> tuple[str, str] | None:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
         if self.plan_trial is not None:
-            return None if self.on_hold or self.plan_trial.holds else ("", self.plan_trial.label)
+            return None if self.plan_trial.holds else ("", self.plan_trial.label)
         context = self.contexts.on_turn
         if context is None or context.trial is None or not context.is_on_trial:
             return None
@@ -105,9 +102,7 @@ class Tuning:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
         self.remark, self._spent = "", RunsSpent()
-        self.elapsed_before_s, self._resumed_at, self._admitting = 0.0, 0, set()
-        self._pace = Pace(self.rules.online_share if self.rules.mode == "online" else 1.0)
-        self._hold(False)
+        self._admitting = set()
         self.contexts.open(begins=not self.closing)
         if not any(self.contexts.unsettled):
             self.contexts.take_turns(closing=self.closing)
@@ -115,21 +110,20 @@ class Tuning:
 
     def step(self, merged: Payload) -> dict[str, Outcome]:
         """Take in one run of all ranks; return what it was for each context."""
-        self._drop_unconfirmed(merged)
         had_trial, was_closing = self.has_trial, self.closing
         purpose, plan = self._purpose, self.plan_trial
         self.contexts.ran(merged)
         self.runs += 1
         is_new = any(part.announcement for part in merged.parts.values())
-        self._spent = self._spent.after(trial=purpose.tries or is_new, wait=purpose.waits, hold=purpose.holds)
+        self._spent = self._spent.after(trial=purpose.tries or is_new, wait=purpose.waits)
         merged = _with_late_hosts(merged)
         self._is_judging = not self._brings_kernels(merged)
         outcomes = {name: self._take(name, merged) for name in merged.in_order(self.contexts)}
         had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
         patience = STARVED_RUNS[self.rules.mode]
         if self.contexts.whole_run is not None:
-            self.contexts.whole_run.take(merged, on_hold=self.on_hold, patience=patience)
-        remark = self.contexts.comparison.take(merged, on_hold=self.on_hold, patience=patience)
+            self.contexts.whole_run.take(merged, patience=patience)
+        remark = self.contexts.comparison.take(merged, patience=patience)
         self.remark = remark or self.remark
         self.has_counted_run = (plan is not None and plan.has_counted) or any(
             outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
@@ -137,14 +131,6 @@ class Tuning:
         self.contexts.starve(self.runs, patience)
         self._close_if_spent(merged.elapsed_s)
         self.contexts.take_turns(closing=self.closing)
-        self._hold(
-            self._pace.take(
-                merged.elapsed_s,
-                was_trial=purpose.tries_rival,
-                waited=purpose.awaits_rival,
-                compiling_s=merged.compiling_s,
-            )
-        )
         if had_trial or self.has_trial or any(self.contexts.unsettled):
             self._idle_runs = 0
             return outcomes
@@ -154,43 +140,6 @@ class Tuning:
         )
         self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
         return outcomes
-
-    def rule_out(self, bans: dict[str, dict[str, tuple[int, str]]]) -> None:
-        """Ban what was running in a crash, also in contexts that are still to come.
-
-        Raises NoValidConfig when a context under way has nothing left.
-        """
-        for name, candidates in sorted(bans.items()):
-            self.crash_bans.setdefault(name, {}).update(candidates)
-            if name in self.contexts:
-                self.contexts[name].rule_out(candidates)
-        self.contexts.take_turns(closing=self.closing)
-
-    def await_confirmation(self) -> None:
-        """Go on in another process: what a rank was still to read is lost, and kernels may have changed.
-
-        The process's first run is no trial: it is slow for reasons of its own.
-        """
-        self._resumed_at = self.runs
-        self.kernels.forget_configs()
-        for context in self.contexts.values():
-            context.waiting = False
-        if self.plan_trial is not None:
-            self.plan_trial.waiting = False
-        self._hold(True)
-        if self.rules.mode == "replay":
-            self._unconfirmed = {context.name for context in self.contexts.unsettled}
-
-    def _drop_unconfirmed(self, merged: Payload) -> None:
-        """Forget the searches taken up that the first run of a replay has not launched."""
-        for name in self._unconfirmed - merged.parts.keys():
-            self.contexts.forget(name)
-        self._unconfirmed = set()
-
-    def _hold(self, on_hold: bool) -> None:
-        self.on_hold = on_hold
-        for context in self.contexts.values():
-            context.on_hold = on_hold
 
     def _take(self, name: str, merged: Payload) -> Outcome:
         part, context = merged.parts[name], self.contexts.get(name)
@@ -234,7 +183,7 @@ class Tuning:
         if self.rules.mode == "online":
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
         else:
-            is_late = self.runs - self._resumed_at > ADMISSION_RUNS
+            is_late = self.runs > ADMISSION_RUNS
         if search is not None:
             return is_late and not search.admits
         is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS

@@ -102,10 +102,6 @@ class WholeRun(PlanTrial):
         return self.is_exploring
 
     @property
-    def is_rival(self) -> bool:
-        return any(self._contexts[n].incumbent != i for n, i in self._plan.items() if n in self._contexts)
-
-    @property
     def is_over(self) -> bool:
         return self._is_over
 
@@ -121,7 +117,7 @@ class WholeRun(PlanTrial):
 
     # -- one run -------------------------------------------------------------------------------------------
 
-    def take(self, merged: Payload, *, on_hold: bool, patience: int) -> None:
+    def take(self, merged: Payload, *, patience: int) -> None:
         """Take in one run of all ranks, see `PlanTrial.take`. A run with a kernel on trial judges nothing."""
         self.has_counted = False
         self._launched = frozenset(name for name, part in merged.parts.items() if part.ran is not None)
@@ -131,7 +127,7 @@ class WholeRun(PlanTrial):
         if self._was_held or was_held or not self._ran_as_planned(merged):
             self._turn()
             return
-        super().take(merged, on_hold=on_hold, patience=patience)
+        super().take(merged, patience=patience)
 
     def advance(self, ms: float) -> None:
         if self.is_exploring:

@@ -27,7 +27,7 @@ from ..regular_files import read_bounded
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
 NOT_KEPT = "Winners are not kept on disk."
-NOT_RESUMED = "After a crash, tuning does not go on where it was."
+NOT_GUARDED = "What kills the process is not banned at its next start."
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 _PROBE_BYTES = 4096
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
@@ -252,12 +252,12 @@ class DiskCache:
             return None
         return entry
 
-    def journal_failed(self, directory: Path, reason: str) -> None:
-        """Warn that a journal beside the entries cannot be written, and whether entries can."""
+    def guard_failed(self, directory: Path, reason: str) -> None:
+        """Warn that a crash guard beside the entries cannot be written, and whether entries can."""
         if self._can_write():
-            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_RESUMED}")
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_GUARDED}")
         else:
-            self._tell_lost(directory, reason, f"{NOT_KEPT} {NOT_RESUMED}")
+            self._tell_lost(directory, reason, f"{NOT_KEPT} {NOT_GUARDED}")
 
     def _can_write(self) -> bool:
         """Return whether an entry could be stored now."""

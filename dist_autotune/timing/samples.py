@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +111,6 @@ class Stopwatch:
                 self.samples[str(self.report.ran)].pop()
                 gaps_ms.pop()
         self.report = None
-
-    def restore(self, samples: Mapping[str, list[tuple[float, float]]]) -> None:
-        """Go on from samples of an earlier process: by candidate, the (ms, gap ms) of each run."""
-        self.samples = {candidate: [ms for ms, _ in runs] for candidate, runs in samples.items()}
-        self._gaps_ms = {candidate: [gap_ms for _, gap_ms in runs] for candidate, runs in samples.items()}
 
     def abandon(self) -> None:
         """Drop the run under way: it raised."""

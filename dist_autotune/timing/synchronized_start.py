@@ -1,6 +1,6 @@
 """When the ranks of one host begin a run together.
 
-After an exchange the ranks go on at different times: one has its answer sooner, another writes its journal
+After an exchange the ranks go on at different times: one has its answer sooner, another writes its log
 longer. A rank that begins a run before its peers waits for them in the first kernel or copy that needs them,
 and that wait is in what is timed, of which the slowest rank's counts.
 So the device of each is kept busy until one moment, which all ranks compute from what they have agreed on:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..errors import TuningError
 from ..launch.dispatch import Launches
 from ..launch.kernel_ids import KernelNames
 from ..launch.new_candidates import NewCandidates
@@ -27,23 +25,19 @@ from ..options import Options
 from ..ranks.group import Agreement, Alone
 from ..search import strategies
 from ..search.context_search import Context
-from ..search.messages import Payload, check_facts
+from ..search.messages import Payload, bans_for_crashes, check_facts
 from ..search.rules import Rules
 from ..search.state import Tuning
-from ..settings import online_share
+from ..storage.crash_guard import FOLDER, CrashGuard
 from ..storage.device import Device
-from ..storage.journal import Journal
-from ..storage.orphans import FOLDER
 from ..storage.winners import DiskCache
 from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
 from ..triton_api import identity, interception
 from ..version import __version__
-from .recovery import Recovery
 from .results import Offers, Results
 from .time_spent import Ledger
 
-UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, zlib.error)  # of a past that is none
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 UNDER_WAY = "under way"  # the fact that says what session a rank would go on with
 MAY_DIFFER = ("device", "settled", "clock", "retune", "session", UNDER_WAY)  # facts of an opening
@@ -85,9 +79,7 @@ class Domain:
         self.in_session = False
         self._looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
-        self.recovery = Recovery(
-            self._journal(tunes=tunes), lambda local: self._results.entry_key(local).digest
-        )
+        self.guard = self._crash_guard(tunes=tunes)
         self.reset(tunes=tunes)
 
     def reset(self, *, tunes: bool) -> None:
@@ -106,7 +98,6 @@ class Domain:
                 max_runs=options.max_runs,
                 budget_s=options.budget_s,
                 tunes=tunes,
-                online_share=online_share(),
             )
         )
         rank, names = self.agreement.rank, KernelNames(self.tuning.kernels.aliases)
@@ -120,9 +111,12 @@ class Domain:
             options.statistic,
             rank,
             find_claim=self._find_claim,
-            recall=lambda local: self.recovery.recall(local, self.tuning),
+            recall=self._recall,
         )
-        self.new_candidates = NewCandidates(self.local_contexts, self.recovery.loading)
+        guard = self.guard
+        self.new_candidates = NewCandidates(
+            self.local_contexts, lambda local, candidate: guard.launching(local.name, candidate, loads=True)
+        )
         self.launches = Launches(
             names,
             self.local_contexts,
@@ -130,10 +124,17 @@ class Domain:
             self.new_candidates,
             self.clock,
             busy=self.compiling,
-            trying=self.recovery.trying,
+            trying=lambda local, candidate: guard.launching(local.name, candidate),
             passes_single=isinstance(self.agreement, Alone),
             is_frozen=not tunes,
         )
+
+    def _recall(self, local: Local) -> dict[str, str]:
+        """Join a context that is new on this rank to what the ranks share; return its bans, with reasons."""
+        local.context = self.tuning.contexts.get(local.name)
+        bans = {} if local.context is not None else self.tuning.crash_bans.get(local.name, {})
+        known = {candidate for candidate, _ in local.order}
+        return {candidate: reason for candidate, (_, reason) in bans.items() if candidate in known}
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -146,8 +147,8 @@ class Domain:
         """Return where in the program this rank is, to be told at every exchange."""
         return {"the tuned function": self.name}
 
-    def _journal(self, *, tunes: bool) -> Journal:
-        """Return the journal, named after all that samples depend on, but for kernels and keys."""
+    def _crash_guard(self, *, tunes: bool) -> CrashGuard:
+        """Return the crash guard, named after all that a crash depends on, but for kernels and keys."""
         options, cache = self.options, self.disk.directory
         strategy = identity.function_digest(options.search) if callable(options.search) else ""
         facts = {
@@ -163,20 +164,21 @@ class Domain:
             "torch": str(torch.__version__),
             **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
         }
-        return Journal(
+        return CrashGuard(
             cache / FOLDER if cache is not None and tunes else None,
             facts,
             self.name,
             self.agreement.rank,
-            self.disk.journal_failed,
+            self.disk.guard_failed,
         )
 
     # -- opening a session ---------------------------------------------------------------------------------
 
     def opening(self) -> Payload:
         """Return what this rank says when a session opens."""
-        said = self.recovery.said(replace(self.going_on(""), offers=self._offered()))
-        return replace(said, past=None, crashes={}) if self.forgetful else said
+        opening = replace(self.going_on(""), offers=self._offered())
+        crashes, bans = self.guard.take_over()
+        return opening if self.forgetful else replace(opening, crashes=crashes, crash_bans=bans)
 
     def _offered(self) -> dict[str, tuple[int, str, float]]:
         if self.forgetful or isinstance(self.agreement, Alone):  # alone, an entry is looked up when needed
@@ -196,7 +198,6 @@ class Domain:
             "the version of dist_autotune": __version__,
             "the version of Triton": triton.__version__,
             "retune": str(self.forgetful),
-            "DIST_AUTOTUNE_ONLINE_SHARE": str(self.tuning.rules.online_share),
             "DIST_AUTOTUNE_MODE": "tune" if self.tuning.rules.tunes else "cached",
             "device": self.device.text,
             "clock": clock_name(),
@@ -230,28 +231,12 @@ class Domain:
         self.in_session = True
         if self.forgetful:
             self.reset(tunes=self.tuning.rules.tunes)
-            merged = replace(merged, past=None)
-        remarks += self._begin(session, ", ".join(sorted(devices)), merged)
+        self.tuning.open()
+        self.tuning.crash_bans = bans_for_crashes(merged)
+        self.guard.begin_session(session, self.tuning.crash_bans)
         for local in self.local_contexts.by_name.values():
             if local.context is None and local.claim is None:  # met in a settled call
                 local.claim = self._claim_on_disk(local)
-        return remarks
-
-    def _begin(self, session: str, devices: str, merged: Payload) -> list[str]:
-        """Begin the session, where another one was left if there is one; return remarks for the log."""
-        if merged.past is not None:
-            self.reset(tunes=self.tuning.rules.tunes)
-            try:
-                return self.recovery.begin(session, devices, merged, self.tuning)
-            except TuningError:
-                raise
-            except UNREADABLE as error:  # the same on every rank
-                self.reset(tunes=self.tuning.rules.tunes)
-                reason = f"{type(error).__name__}: {error}"
-        self.tuning.open()
-        remarks = self.recovery.begin(session, devices, replace(merged, past=None), self.tuning)
-        if merged.past is not None:
-            remarks.append(f"session {merged.past.session} cannot be taken up ({reason}): tuning begins anew")
         return remarks
 
     def check_run(self, merged: Payload) -> None:
@@ -289,7 +274,6 @@ class Domain:
         """Forget the searches under way, on all ranks alike."""
         untold = {name for name, local in self.local_contexts.by_name.items() if local.context is None}
         self.launches.forget(self.tuning.contexts.drop_unsettled() | untold)
-        self.recovery.drop()
 
     # -- results -------------------------------------------------------------------------------------------
 

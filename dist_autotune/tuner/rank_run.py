@@ -48,8 +48,10 @@ class OwnRun:
         self.watch.begin_run()
         self._judged = tuning.judged_run
         self._tries = tuning.tries
-        self._chronicle.write(RunStarted(run=tuning.runs, plan=decisions.plan_of(tuning)))
-        domain.recovery.run(tuning)
+        plan = decisions.plan_of(tuning)
+        self._chronicle.write(RunStarted(run=tuning.runs, plan=plan))
+        on_trial = {name: tuning.contexts[name].digests[index] for name, index in plan.items()}
+        domain.guard.begin_run(tuning.runs, on_trial)
 
     def make(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
@@ -74,7 +76,7 @@ class OwnRun:
         """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
         domain, agreement = self._domain, self._domain.agreement
         if domain.new_candidates:
-            with domain.compiling(), domain.recovery.paused():
+            with domain.compiling(), domain.guard.paused():
                 for local, tally in domain.new_candidates.preflight(self._terms()):
                     self._chronicle.preflighted(local, tally)
         waits = domain.options.mode == "replay"
@@ -82,14 +84,12 @@ class OwnRun:
         run = Part()
         if self._judged is not None or self.watch.report is not None:
             run = self.watch.tell("|".join(self._judged or ()), waits=waits)
-        domain.recovery.ran()
+        domain.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in domain.local_contexts.new_sources().items()}
         facts = {name: {text: agreement.rank} for name, text in {**domain.point, **sources}.items()}
-        elapsed_s = domain.tuning.elapsed_before_s + self._chronicle.elapsed_s
+        elapsed_s = self._chronicle.elapsed_s
         payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
-        if domain.tuning.rules.online_share != 1.0:
-            payload = replace(payload, compiling_s=domain.ledger.new_compiling_s())
         if waits and domain.shares_clock and len(agreement.ranks) > 1:
             payload = self._common_start.told(payload)
         if self._filler is not None:
@@ -106,21 +106,14 @@ class OwnRun:
         self._domain.local_contexts.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
-    def samples(
-        self, told: Iterable[Local], outcomes: dict[str, Outcome], *, of_run: bool
-    ) -> dict[str, tuple[str, float, float]]:
-        """Return this rank's own samples of a run, as (candidate, ms, gap ms); "": of all of it."""
-        own = {}
-        for local in told:
-            outcome, watch = outcomes[local.name], local.stopwatch
+    def has_time(self, reported: Iterable[Local], outcomes: dict[str, Outcome], *, of_run: bool) -> bool:
+        """Return whether this rank has a time for anything that the run was a sample of."""
+        for local in reported:
+            outcome = outcomes[local.name]
             is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
-            if is_sample and outcome.index is not None and watch.sample_ms is not None:
-                candidate = self._domain.tuning.contexts[local.name].digests[outcome.index]
-                own[local.name] = (candidate, watch.sample_ms, watch.sample_gap_ms)
-        report, ms = self.watch.report, self.watch.sample_ms
-        if of_run and report is not None and ms is not None:
-            own[""] = (str(report.ran), ms, self.watch.sample_gap_ms)
-        return own
+            if is_sample and outcome.index is not None and local.stopwatch.sample_ms is not None:
+                return True
+        return of_run and self.watch.report is not None and self.watch.sample_ms is not None
 
     def retract(self) -> None:
         """Drop what the run under way has measured, and told: no rank counts it."""

@@ -99,7 +99,6 @@ class Chronicle:
             max_runs=options.max_runs,
             budget_s=options.budget_s,
             tunes=domain.tuning.rules.tunes,
-            online_share=domain.tuning.rules.online_share,
         )
 
     def ban(self, local: Local, candidate: str, reason: str) -> None:

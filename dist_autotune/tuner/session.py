@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import described
-from ..logs.records import Exchanged, Note, Resumed, SessionClosed
+from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.messages import Payload, merge
 from ..timing.device_errors import told_as_ours
@@ -138,13 +138,8 @@ class Session:
                 raise
             (self._chronicle.session,) = merged.facts["session"]
             self._chronicle.write(self._chronicle.opened())
-            if domain.recovery.taken_up:
-                self._chronicle.write(Resumed(events=tuple(domain.recovery.taken_up)))
             for remark in remarks:
                 self._chronicle.write(Note(text=remark))
-            for ban in domain.recovery.banned(domain.tuning):
-                self._chronicle.write(ban)
-            self._run.watch.restore(domain.recovery.run_samples)
 
     def _opened(self) -> Payload:
         """Return what all ranks say to open a session."""
@@ -229,7 +224,8 @@ class Session:
         if error is None and self._has_asked and not self._has_time:
             self.warning = hints.useless_clock(self.domain.name, self.domain.clock)
         if outcome == "settled" or isinstance(error, NoValidConfig):
-            self.domain.recovery.discard(tuning)
+            tuning.crash_bans = {}
+            self.domain.guard.close()
         self._chronicle.write(
             SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=self.warning)
         )
@@ -270,7 +266,6 @@ class Session:
         domain, tuning = self.domain, self.domain.tuning
         run = tuning.runs
         self._is_stepping = True
-        said = merged
         self._run.take(merged)
         try:
             domain.check_run(merged)
@@ -291,10 +286,8 @@ class Session:
         domain.local_contexts.take(tuning.contexts, outcomes, late_ms=merged.late_ms)
         counts = tuning.has_counted_run
         self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
-        own = self._run.samples(told, outcomes, of_run=counts and not merged.run.pending)
-        domain.recovery.agreed(said, own, told)
         self._has_asked |= any(outcomes[local.name].kind == "sample" for local in told)
-        self._has_time |= bool(own)
+        self._has_time |= self._run.has_time(told, outcomes, of_run=counts and not merged.run.pending)
         self._run.watch.take(waiting=bool(merged.run.pending), counts=counts, late_ms=merged.late_ms)
         if tuning.remark:
             self._chronicle.write(Note(text=tuning.remark))
@@ -321,7 +314,7 @@ class Session:
     def _fail(self, error: BaseException, told: BaseException) -> None:
         """Leave a run that raised: the peers are `told`, the next call goes on or starts anew."""
         domain = self.domain
-        domain.recovery.failed()
+        domain.guard.explain()
         self._failures.write(told, domain.agreement.rank)
         is_of_function = self._is_in_function and not isinstance(error, TuningError) and told is error
         self._is_in_function = False

@@ -33,18 +33,12 @@ class Ledger:
     def clear(self) -> None:
         """Begin anew, for another session."""
         with self._lock:
-            self._compiling_s = self._runs_s = self._exchanges_s = self._told_s = 0.0
+            self._compiling_s = self._runs_s = self._exchanges_s = 0.0
 
     @property
     def spent(self) -> Spent:
         with self._lock:
             return Spent(self._compiling_s, self._runs_s, self._exchanges_s)
-
-    def new_compiling_s(self) -> float:
-        """Return the seconds of compiling since this was last asked."""
-        with self._lock:
-            new_s, self._told_s = self._compiling_s - self._told_s, self._compiling_s
-            return new_s
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import online_simulator
 import render
 import tuning_time
 from tuning_time import ARMS, Start
@@ -55,25 +54,3 @@ def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path: Pa
 def test_a_rank_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="ended with"):
         tuning_time.start_ranks(["--no-such-option"], 1, tmp_path, {})
-
-
-@pytest.mark.parametrize(
-    ("share", "queued", "steps"), [(1.0, 0, 68), (0.1, 0, 680), (1.0, 9, 680), (0.1, 9, 680)]
-)
-def test_steps_until_settled_follow_from_the_share_or_the_queue(share, queued, steps, monkeypatch):
-    """Where some candidates are hard to tell apart, racing makes all of its 69 runs."""
-    monkeypatch.setattr(online_simulator, "WINDOW_STEPS", 100)
-    row = online_simulator.measure(share, queued, kernels=2, candidates=4, sessions=2)
-    assert 0.7 * steps <= row.settled_after <= 1.1 * steps
-    assert row.first_is_best_percent > 0
-    assert row.dearest_20_percent > row.first_is_best_percent
-
-
-def test_the_simulator_ends_with_a_table(tmp_path: Path) -> None:
-    program = Path(online_simulator.__file__)
-    options = ["--shares", "1", "--queues", "0", "--kernels", "2", "--candidates", "3", "--sessions", "1"]
-    command = [sys.executable, program, *options, "--json", "rows.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.startswith("2 kernels x 3 candidates, 1 sessions a row\nqueued")
-    (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert row["settled_after"] > 3

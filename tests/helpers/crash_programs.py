@@ -6,6 +6,7 @@ import signal
 import triton
 from kernels_for_tests import Bench, add, launch, numbers, records
 
+from dist_autotune.storage.crash_guard import FOLDER
 from ranks import assert_all_ok, run_ranks
 
 MS = {16: 3.0, 32: 2.0, 64: 1.0}
@@ -79,5 +80,5 @@ def value_of(function, *arguments):
     return assert_all_ok([alone(function, *arguments)])[0]
 
 
-def journals(cache):
-    return sorted((cache / "journal").glob("*.jsonl"))
+def guards(cache):
+    return sorted((cache / FOLDER).glob("*.json"))

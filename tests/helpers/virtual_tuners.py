@@ -147,7 +147,7 @@ class VirtualRank:
             name="step",
             clock=self.clock,
             group=self.agreement,
-            cache=False,  # no directory, so no journal; see VirtualDisk
+            cache=False,  # no directory, so no crash guard; see VirtualDisk
             log_dir=None,
             progress=False,
             **options,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,8 @@ def assert_as_recorded(*, sessions: int) -> None:
     found = verdicts()
     assert len(found) == sessions
     for verdict in found:
-        assert verdict.differences == ()
-        assert verdict.notes == ()
+        assert verdict.differences == []
+        assert verdict.notes == []
         assert verdict.compared > 0
 
 
@@ -179,7 +177,7 @@ def test_a_search_of_the_users_own_is_said_to_be_out_of_reach() -> None:
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     contextual_autotune(lambda: launch(kernel, numbers()), search=mine, clock=bench.clock, cache=False)()
     (verdict,) = verdicts()
-    assert (verdict.differences, verdict.compared) == ((), 0)
+    assert (verdict.differences, verdict.compared) == ([], 0)
     assert "its search" in verdict.notes[0]
     assert run().exit_code == 0
     result = run("--statistic", "min")
@@ -212,9 +210,8 @@ def logs_of_two_ranks() -> None:
 
 
 @pytest.mark.usefixtures("logs_of_two_ranks")
-def test_agreed_times_are_made_anew_from_the_samples_of_all_ranks() -> None:
+def test_what_two_ranks_recorded_follows_from_what_they_said() -> None:
     assert_as_recorded(sessions=1)
-    assert verdicts()[0].recounted > 8
 
 
 def changed_winner(record: dict[str, Any]) -> bool:
@@ -224,24 +221,10 @@ def changed_winner(record: dict[str, Any]) -> bool:
     return True
 
 
-def changed_sample(record: dict[str, Any]) -> bool:
-    if record["kernel"] != "add" or record["kind"] != "sample" or record["config_id"] != 1:
-        return False
-    record["ms"] = 0.25
-    return True
-
-
 def changed_plan(record: dict[str, Any]) -> bool:
     if record["run"] < 2:
         return False
     record["plan"] = dict.fromkeys(record["plan"], 3)
-    return True
-
-
-def changed_agreement(record: dict[str, Any]) -> bool:
-    if record["ms"] is None:
-        return False
-    record["ms"] /= 2
     return True
 
 
@@ -258,13 +241,11 @@ def changed_words(record: dict[str, Any]) -> bool:
     ("rank", "event", "edit", "about", "what"),
     [
         (0, "context_settled", changed_winner, "add[64", "context_settled of rank 0: config_id"),
-        (1, "trial", changed_sample, "add[64", "trial of rank 1: statistic_ms"),
         (1, "run_started", changed_plan, "rank 1", "run_started: plan"),
-        (1, "agreed", changed_agreement, "[64", "agreed of rank 1: ms"),
         (1, "merged", changed_words, "rank 1", "merged"),
         (0, "merged", changed_words, "rank 1", "merged"),
     ],
-    ids=["winner", "sample", "plan", "agreed time", "words of one rank", "words, as the first rank has them"],
+    ids=["winner", "plan", "words of one rank", "words, as the first rank has them"],
 )
 def test_a_changed_record_is_found_and_named(
     rank: int, event: str, edit: Callable[[dict[str, Any]], bool], about: str, what: str
@@ -284,7 +265,7 @@ def test_a_missing_rank_is_named_and_the_decisions_are_recomputed_without_it() -
     (LOGS / "rank-1.jsonl").unlink()
     (verdict,) = verdicts()
     assert [(d.about, d.recomputed) for d in verdict.differences] == [("rank 1", "rank-1.jsonl")]
-    assert (verdict.compared > 10, verdict.recounted) == (True, 0)
+    assert verdict.compared > 10
     assert run().exit_code == 1
 
 
@@ -310,30 +291,7 @@ def test_of_a_rank_that_died_the_rest_replays() -> None:
     path = LOGS / "rank-0.jsonl"
     lines = [x for x in path.read_text().splitlines(keepends=True) if "session_closed" not in x]
     path.write_text("".join(lines))
-    assert verdicts()[0].differences == ()
-
-
-def killed_in_a_step(rank: int, cache: Path, number: int) -> None:
-    bench, calls = Bench(), []
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-    def thunk() -> None:
-        calls.append(None)
-        launch(kernel, numbers())
-        if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    bench.tune(thunk, n_repeat=2, cache=cache, name="steps")()
-
-
-def test_a_session_that_a_crash_ended_replays_and_so_does_the_one_that_took_it_up(tmp_path: Path) -> None:
-    for number in (4, 0):
-        run_ranks(killed_in_a_step, 1, tmp_path / "cache", number, init="none")
-    first, second = verdicts()
-    assert (first.differences, second.differences) == ((), ())
-    assert "took up a session that a crash ended" in second.notes[0]
-    assert second.compared > 3
-    assert run().exit_code == 0
+    assert verdicts()[0].differences == []
 
 
 # ---- directories that cannot be replayed

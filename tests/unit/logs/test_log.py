@@ -81,7 +81,6 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     known[records.RunTimed] = records.RunTimed(
         run=3, judged="c0ffee|c1", counts=True, ms=2.5, statistic_ms=2.5
     )
-    known[records.Resumed] = records.Resumed(events=({"open": "s0"},))
     known[records.Merged] = records.Merged(
         run=3, payload={"kind": "run", "parts": {"c0ffee": {"ran": "c1", "measured": 2, "worst_ms": 2.5}}}
     )

@@ -12,12 +12,12 @@ from ranks import assert_all_ok, run_ranks
 
 
 def test_what_is_left_is_estimated_from_the_runs_that_a_trial_has_taken():
-    spent = RunsSpent(runs=210, trials=10, waits=150, holds=50)
+    spent = RunsSpent(runs=210, trials=10, waits=150)
     outlook = Outlook(timed=4, candidates=16, planned_trials=30, spent=spent)
     assert outlook.more_runs == 420
     assert str(outlook) == (
-        "4 of 16 candidates timed, 10 of at most 30 trials in 210 runs "
-        "(150 waited for the device, 50 kept trials to their share); about 420 runs to go"
+        "4 of 16 candidates timed, 10 of at most 30 trials in 210 runs (150 waited for the device); "
+        "about 420 runs to go"
     )
 
 
@@ -30,9 +30,9 @@ def test_there_is_always_something_left_while_a_session_is_under_way(spent):
 
 def test_a_run_is_for_one_thing():
     spent = RunsSpent()
-    for trial, wait, hold in ((True, True, True), (False, True, True), (False, False, True), (False,) * 3):
-        spent = spent.after(trial=trial, wait=wait, hold=hold)
-    assert spent == RunsSpent(runs=4, trials=1, waits=1, holds=1)
+    for trial, wait in ((True, True), (False, True), (False, False)):
+        spent = spent.after(trial=trial, wait=wait)
+    assert spent == RunsSpent(runs=3, trials=1, waits=1)
 
 
 def test_the_report_tells_it_until_all_is_settled():

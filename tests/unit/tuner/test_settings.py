@@ -384,7 +384,7 @@ def test_an_empty_variable_counts_as_unset(monkeypatch):
         waits = settings.timeout_s(), settings.compile_timeout_s()
         places = settings.process_rank(), settings.place_on_host(1, 2)
         directories = Options().resolved_cache_dir(), Options().resolved_log_dir()
-        return waits, places, directories, run_mode(), settings.online_share(), settings.variables()
+        return waits, places, directories, run_mode(), settings.variables()
 
     for name in ours:
         monkeypatch.delenv(name, raising=False)

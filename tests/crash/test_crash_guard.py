@@ -1,0 +1,366 @@
+"""A candidate kills the process in its first launch: the next start bans it."""
+
+import json
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, scripted, summary, value_of
+from kernels_for_tests import Bench, double, launch, numbers, records
+from rank_programs import blocks_of, raise_, wait_for
+from typer.testing import CliRunner
+
+from dist_autotune import CacheWarning
+from dist_autotune.cli import commands
+from dist_autotune.search.messages import EXACT
+from dist_autotune.storage import crash_guard
+from dist_autotune.storage.crash_guard import CrashGuard
+from ranks import assert_all_ok, run_ranks
+
+RACING = {"search": "racing", "n_warmup": None, "n_repeat": None}
+DEADLY = [signal.SIGKILL, signal.SIGSEGV]
+EVERYTHING = [16] * 3 + [32] * 3 + [64] * 4
+
+
+def kill():
+    die(signal.SIGKILL)
+
+
+# ---- what the next start bans
+
+
+@pytest.mark.parametrize("number", DEADLY, ids=lambda number: number.name)
+@pytest.mark.parametrize("options", [EXHAUSTIVE, RACING], ids=["exhaustive", "racing"])
+def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache, number, options):
+    assert alone(program, {(32, 1): lambda: die(number)}, options).signal == number
+    (path,) = guards(tmp_cache)
+    started = [event for event in records() if event.event == "run_started"][-1]
+    crash = json.loads(path.read_text().splitlines()[0])["crash"]
+    assert (crash["run"], list(crash["suspects"])) == (started.run, list(started.plan))
+    second = value_of(program, None, options)
+    assert 32 not in second["blocks"]
+    assert list(second["banned"]) == ["add BLOCK: 32"]
+    (reason,) = second["banned"].values()
+    where = f"(run {started.run} of session {started.session}, "
+    assert f"was running when rank 0's process ended without a word {where}" in reason
+    assert reason.endswith(" UTC)")
+    assert second["winners"] == {"add64": 64}
+    assert not (tmp_cache / crash_guard.FOLDER).exists()
+
+
+def test_a_crash_in_the_first_run_bans_the_first_config(tmp_cache):
+    assert alone(program, {(16, 1): kill}).signal == signal.SIGKILL
+    second = value_of(program)
+    assert list(second["banned"]) == ["add BLOCK: 16"]
+    assert second["blocks"] == [32] * 3 + [64] * 4
+
+
+def test_a_candidate_that_has_completed_a_run_is_not_suspected_again(tmp_cache):
+    assert alone(program, {(32, 2): kill}).signal == signal.SIGKILL
+    second = value_of(program)
+    assert second["banned"] == {}
+    assert second["blocks"] == EVERYTHING
+
+
+def test_bans_stand_until_the_function_settles_through_another_crash(tmp_cache):
+    alone(program, {(16, 1): kill})
+    alone(program, {(32, 1): kill})
+    third = value_of(program)
+    assert sorted(third["banned"]) == ["add BLOCK: 16", "add BLOCK: 32"]
+    assert third["blocks"] == [64]
+    assert guards(tmp_cache) == []
+    assert value_of(program)["blocks"] == EVERYTHING  # a single candidate left was not timed: not stored
+
+
+def test_when_all_candidates_have_crashed_all_are_named_and_the_next_start_begins_anew(tmp_cache):
+    for block in MS:
+        assert alone(program, {(block, 1): kill}).signal == signal.SIGKILL
+    fourth = alone(program)
+    assert fourth.error_type == "NoValidConfig"
+    assert fourth.error.count("was running when rank 0's process ended without a word") == 3
+    assert value_of(program)["blocks"] == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [lambda: raise_(KeyboardInterrupt()), lambda: raise_(ArithmeticError("no")), lambda: sys.exit(3)],
+    ids=["KeyboardInterrupt", "exception", "sys.exit"],
+)
+def test_an_orderly_end_bans_nothing(tmp_cache, leave):
+    assert alone(program, {(32, 1): leave}).error is not None
+    second = value_of(program)
+    assert (second["banned"], second["blocks"]) == ({}, EVERYTHING)
+    assert guards(tmp_cache) == []
+
+
+def two_kernels(rank, dies_in=None):
+    bench, x = Bench(), numbers()
+    first = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def launched(block, value):
+        if dies_in == "second launch" and block == 32:
+            kill()
+        return value
+
+    times = {
+        16: lambda _: launched(16, 1.0),
+        32: lambda _: launched(32, 2.0),
+        64: lambda _: launched(64, 3.0),
+    }
+    second = bench.kernel(times, double)
+
+    def thunk():
+        y = launch(first, x)
+        launch(second, x)
+        if dies_in == "between" and bench.blocks("add")[-1] == 32:
+            kill()
+        return y
+
+    step = bench.tune(thunk)
+    step()
+    return summary(bench, step)
+
+
+@pytest.mark.parametrize(
+    ("dies_in", "banned", "winners"),
+    [
+        ("second launch", ["double BLOCK: 32"], {"add64": 32, "double64": 16}),
+        ("between", ["add BLOCK: 32", "double BLOCK: 32"], {"add64": 64, "double64": 16}),
+    ],
+)
+def test_the_candidate_inside_its_launch_is_banned_else_all_that_were_new_in_the_run(
+    tmp_cache, dies_in, banned, winners
+):
+    assert alone(two_kernels, dies_in).signal == signal.SIGKILL
+    second = value_of(two_kernels)
+    assert sorted(second["banned"]) == banned
+    assert second["winners"] == winners
+
+
+def test_a_death_between_two_runs_bans_nothing(tmp_cache):
+    def online(rank, calls):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel(MS)
+        step = bench.tune(lambda: launch(kernel, x), mode="online", **EXHAUSTIVE)
+        for _ in range(calls):
+            step()
+        if not step.settled:
+            kill()
+        return summary(bench, step)
+
+    assert alone(online, 4).signal == signal.SIGKILL
+    assert value_of(online, 9)["banned"] == {}
+
+
+def test_other_kernels_and_retune_know_of_no_crash(tmp_cache):
+    def retuned(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel(scripted(bench, MS, {}))
+        step = bench.tune(lambda: launch(kernel, x), **EXHAUSTIVE, name="program")
+        step.retune()
+        step()
+        return summary(bench, step)
+
+    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
+    second = value_of(program, None, EXHAUSTIVE, MS, double)
+    assert (second["banned"], second["blocks"], second["warning"]) == ({}, EVERYTHING, "")
+    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
+    assert value_of(retuned)["blocks"] == EVERYTHING
+
+
+# ---- whose guard is whose
+
+
+def open_guard(directory):
+    return CrashGuard(directory, {}, "f", 0, lambda directory, reason: pytest.fail(reason))
+
+
+def test_two_living_processes_of_one_rank_number_do_not_disturb_each_other(tmp_cache, tmp_path):
+    def living(number):
+        def meet():
+            (tmp_path / f"in {number}").touch()
+            wait_for(lambda: (tmp_path / f"in {1 - number}").exists())
+
+        return program(number, {(32, 1): meet})
+
+    for found in assert_all_ok(run_ranks(living, 2, init="none")):
+        assert (found["blocks"], found["banned"]) == (EVERYTHING, {})
+    assert guards(tmp_cache) == []
+
+
+def test_of_two_that_crashed_each_successor_takes_over_one(tmp_cache, tmp_path):
+    def meeting(number, name, then=lambda: None):
+        def meet():
+            (tmp_path / f"{name} {number}").touch()
+            wait_for(lambda: (tmp_path / f"{name} {1 - number}").exists())
+            then()
+
+        return meet
+
+    def dying(number):
+        return program(number, {(32, 1): meeting(number, "in", kill)})
+
+    def successor(number):
+        return program(number, {(64, 1): meeting(number, "after")})
+
+    assert [result.signal for result in run_ranks(dying, 2, init="none")] == [signal.SIGKILL] * 2
+    assert len(guards(tmp_cache)) == 2
+    for found in assert_all_ok(run_ranks(successor, 2, init="none")):
+        assert found["blocks"] == [16] * 3 + [64] * 4
+    assert guards(tmp_cache) == []
+
+
+def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path):
+    reading, writing = os.pipe()
+
+    def owner(rank):
+        written = open_guard(tmp_path)
+        written.begin_session("abc", {})
+        written.begin_run(0, {"c" * 16: "d"})
+        if os.fork() == 0:
+            os.setsid()
+            os.close(writing)
+            os.read(reading, 1)  # until the test lets go
+            os._exit(0)
+        kill()
+
+    assert alone(owner).signal == signal.SIGKILL
+    assert crash_guard.remove_abandoned(tmp_path) == 1  # while the child lives
+    os.close(writing)
+    os.close(reading)
+
+
+def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(tmp_path):
+    def owner(rank):
+        written = open_guard(tmp_path)
+        written.begin_session("abc", {})
+        written.begin_run(0, {"c" * 16: "on trial"})
+        written.end_run()
+        with written.paused():
+            with written.launching("d" * 16, "well loaded", loads=True):
+                pass
+            with written.launching("d" * 16, "deadly", loads=True):
+                die(signal.SIGSEGV)
+
+    assert alone(owner).signal == signal.SIGSEGV
+    found = open_guard(tmp_path)
+    crashes, bans = found.take_over()
+    assert (crashes["abc"].kind, crashes["abc"].suspects, bans) == (EXACT, {"d" * 16: "deadly"}, {})
+    found.close()
+
+
+def test_what_many_threads_launch_first_at_once_is_all_suspected(tmp_path):
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    contexts = [f"{context:016}" for context in range(16)]
+
+    def launched(guard, name):
+        with guard.launching(name, "d"):
+            pass
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for session in range(20):
+                directory = tmp_path / str(session)
+                guard = open_guard(directory)
+                guard.begin_session("abc", {})
+                guard.begin_run(0, {})
+                list(pool.map(lambda name, guard=guard: launched(guard, name), contexts))
+                (path,) = directory.iterdir()
+                crash = json.loads(path.read_text().splitlines()[0])["crash"]
+                assert sorted(crash["suspects"]) == contexts
+                guard.close()
+                assert not directory.exists()
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {}], ids=["no cache", "cached mode"])
+def test_without_a_cache_or_without_trials_nothing_is_written(tmp_cache, tmp_path, monkeypatch, options):
+    if not options:
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    bench, x, seen = Bench(), numbers(), []
+    kernel = bench.kernel({16: lambda _: seen.append(guards(tmp_cache)) or 1.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, x), **options)()
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "rename"])
+def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp_cache, monkeypatch, call):
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel(MS)
+    step = bench.tune(lambda: launch(kernel, x), **EXHAUSTIVE, log_dir=None)
+    original, calls = getattr(os, call), []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) >= (1 if call == "rename" else 3):
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    monkeypatch.setattr(os, call, full)
+    folder = tmp_cache / crash_guard.FOLDER
+    with pytest.warns(CacheWarning, match=f"Cannot write the cache in {folder}: No space") as caught:
+        step()
+    monkeypatch.undo()
+    assert len(caught) == 1
+    assert blocks_of(step) == {"add64": 64}
+    assert guards(tmp_cache) == []
+
+
+def test_what_is_older_than_a_day_is_ignored_and_deleted(tmp_cache):
+    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
+    (path,) = guards(tmp_cache)
+    old = time.time() - crash_guard.MAX_AGE_S - 60
+    os.utime(path, (old, old))
+    assert value_of(program)["blocks"] == EVERYTHING
+    assert guards(tmp_cache) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: text.replace('"crash"', '"crash', 1), "damaged JSON"),
+        (lambda text: text.replace('"schema":2', '"schema":99', 1), "schema 99, expected 2"),
+        (lambda text: "", "no complete line"),
+        (lambda text: "[]\n", "damaged"),
+        (lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1), "damaged"),
+        (lambda text: "[" * 5000 + "\n", ""),
+    ],
+    ids=["a broken line", "another schema", "empty", "no object", "another type", "endless nesting"],
+)
+def test_a_damaged_guard_is_a_warning_with_its_path_and_nothing_is_banned(tmp_cache, damage, reason):
+    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
+    (path,) = guards(tmp_cache)
+    path.write_text(damage(path.read_text()))
+
+    def warned(rank):
+        with pytest.warns(CacheWarning, match=f"Ignored and deleted {path}: .*({reason})") as caught:
+            found = program(rank)
+        return found["blocks"], len(caught)
+
+    assert value_of(warned) == (EVERYTHING, 1)
+    assert guards(tmp_cache) == []
+
+
+def test_cache_clear_deletes_what_is_abandoned_and_leaves_a_session_that_is_under_way(tmp_cache):
+    def busy(rank):
+        texts = []
+        clear = lambda: texts.append(CliRunner().invoke(commands.app, ["cache", "clear", "-y"]).output)  # noqa: E731
+        program(rank, {(32, 1): clear})
+        return texts
+
+    assert value_of(busy) == [f"Deleted 0 entries in {tmp_cache}\n"]
+    for path in tmp_cache.glob("*.json"):
+        path.unlink()
+    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
+    cleared = CliRunner().invoke(commands.app, ["cache", "clear", "--yes"])
+    assert cleared.output == f"Deleted 0 entries and 1 crash guard in {tmp_cache}\n"
+    assert guards(tmp_cache) == []
