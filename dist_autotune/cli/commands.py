@@ -135,7 +135,7 @@ def examine_machine(
 
     The exit code is 1 if something that is needed does not work.
     """
-    from ..doctor import facts, findings, tables  # they and what they import serve this command alone
+    from ..doctor import facts, findings  # they and what they import serve this command alone
 
     with terminal.one_line_errors():
         with terminal.busy("Trying ranks, GPUs and links"):
@@ -145,10 +145,10 @@ def examine_machine(
             typer.echo(to_json(findings.as_dict(seen, found), indent=True))
         else:
             console = terminal.open_console()
-            for table in tables.doctor_tables(seen, found):
+            for table in findings.tables(seen, found):
                 terminal.print_table(console, table)
             terminal.print_text(console, "")
-            for line in tables.next_steps(found):
+            for line in findings.next_steps(found):
                 terminal.print_text(console, line, "bold")
         if not findings.is_healthy(found):
             raise typer.Exit(1)

@@ -1,7 +1,6 @@
 """What the doctor tries out, in helper processes: directories, two CPU ranks, GPUs, symmetric memory.
 
-A probe is a function that reports stage by stage. It may crash, hang or end its process: `children` deals
-with that.
+A probe is a function that reports stage by stage. It may crash, hang or end its process: see `helpers`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from filelock import FileLock
 
 from ..ranks.group import GroupAgreement
 from ..search.messages import Payload, merge
-from ..tuner.decorator import contextual_autotune
-from . import gpu_probe
-from .helper_process import report_path
+from ..storage.device import Device
+from .helpers import report_path
 
-EXCHANGES = 50
-WARM_UPS = 5
+EXCHANGES, WARM_UPS = 50, 5
 EXCHANGE_LIMIT_S = 20.0
 LOCK_LIMIT_S = 5.0
 WORDS = 1024  # int32, what each rank writes to each other in a trial of symmetric memory
@@ -74,9 +71,6 @@ def main(probe: str, arguments: dict[str, Any]) -> None:
     os._exit(0)
 
 
-# ---- directories and two CPU ranks
-
-
 def ranks(place: Place, *, directories: dict[str, str]) -> None:
     """Try the directories that the tuner writes to, then the exchange between ranks and their memory."""
     if place.rank == 0:
@@ -86,9 +80,13 @@ def ranks(place: Place, *, directories: dict[str, str]) -> None:
     with place.stage("gloo"):
         _join("gloo", place)
     with place.stage("exchange") as facts:
-        facts["median_ms"] = _median_ms(_exchange(place.rank), EXCHANGES)
-    with place.stage("vote") as facts:
-        facts["median_ms"] = _median_ms(_vote(), EXCHANGES)
+        agreement, payload = GroupAgreement(dist.group.WORLD), Payload("run", place.rank).encode()
+        times_ms = []
+        for _ in range(WARM_UPS + EXCHANGES):
+            began = time.perf_counter()
+            agreement.exchange(payload, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
+            times_ms.append((time.perf_counter() - began) * 1e3)
+        facts["median_ms"] = statistics.median(times_ms[WARM_UPS:])
     with place.stage("shm") as facts:
         facts.update(_try_memory("shm", place))
 
@@ -112,62 +110,36 @@ def why_unwritable(directory: Path) -> str:
     return ""
 
 
-def _join(backend: str, place: Place) -> None:
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{place.directory}/store",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=datetime.timedelta(seconds=place.limit_s),
-    )
-
-
-def _exchange(rank: int) -> Callable[[], object]:
-    """Return one exchange of the tuner's own, between ranks that reach it at the same time."""
-    agreement = GroupAgreement(dist.group.WORLD)
-    payload = Payload("run", rank).encode()
-    return lambda: agreement.exchange(payload, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
-
-
-def _vote() -> Callable[[], object]:
-    """Return a call of a settled function without kernels: its vote is all that it costs."""
-    settled: Callable[[], object] = contextual_autotune(
-        lambda: None, is_dist=True, cache=False, log_dir=None, progress=False, timeout_s=EXCHANGE_LIMIT_S
-    )
-    return settled
-
-
-def _median_ms(act: Callable[[], object], times: int) -> float:
-    for _ in range(WARM_UPS):
-        act()
-    return statistics.median(_ms(act) for _ in range(times))
-
-
-def _ms(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    act()
-    return (time.perf_counter() - began) * 1e3
-
-
-# ---- GPUs and their links
-
-
 def gpus(place: Place) -> None:
-    """Describe the GPUs that torch sees, try copies between them, and ask nvidia-smi how they are linked."""
+    """Describe the GPUs that torch sees, and which can read which."""
     with place.stage("devices") as facts:
-        facts.update(gpu_probe.devices())
-    indices = [gpu["index"] for gpu in facts["gpus"]]
-    pairs = [(source, target) for source in indices for target in indices if source != target]
-    if pairs:
-        with place.stage("peers") as facts:
-            facts["access"] = [[*pair, torch.cuda.can_device_access_peer(*pair)] for pair in pairs]
-        with place.stage("copies") as facts:
-            facts["gb_per_s"] = [[*pair, gpu_probe.copy_gb_per_s(*pair)] for pair in pairs]
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        facts["gpus"] = [_describe(index) for index in range(count)]
+        facts["why_none"] = "" if count else _why_no_gpu()
+        facts["device_files"] = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        facts["driver"] = Device.current().driver
     with place.stage("links") as facts:
-        facts.update(gpu_probe.ask_smi())
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        facts["peer_access"] = [[*pair, torch.cuda.can_device_access_peer(*pair)] for pair in pairs]
 
 
-# ---- symmetric memory
+def _describe(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "index": index,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+    }
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter: a build of torch for the CPU
+        return str(error).strip().splitlines()[0]
+    return "torch counts no devices"
 
 
 def memory(place: Place, *, backend: str) -> None:
@@ -179,6 +151,16 @@ def memory(place: Place, *, backend: str) -> None:
         facts.update(_try_memory(backend, place))
 
 
+def _join(backend: str, place: Place) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{place.directory}/store",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=datetime.timedelta(seconds=place.limit_s),
+    )
+
+
 def _try_memory(backend: str, place: Place) -> dict[str, str]:
     """Return the backend that was used and why, after each rank has written to each; or what is absent."""
     try:  # the tuner does without the workloads, and so does an installation of it
@@ -188,20 +170,15 @@ def _try_memory(backend: str, place: Place) -> dict[str, str]:
     device = "cpu" if backend == "shm" else None
     with open_symmetric_memory(None, backend, device, timeout_s=EXCHANGE_LIMIT_S) as opened:
         box = opened.allocate((place.world_size, WORDS), torch.int32)
-        signals = opened.allocate((place.world_size,), torch.int32)
         mine = torch.full((WORDS,), place.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
         stream.fork()
         for peer in range(place.world_size):
             opened.copy(box.peers[peer][place.rank], mine, stream)
-            opened.write_signal(signals.peers[peer][place.rank], 1, stream)
         stream.join()
         opened.barrier()
-        for peer in range(place.world_size):
-            opened.wait_signal(signals.local[peer], 1, stream)  # given already: nothing is left to wait for
-        stream.join()
         wanted = torch.arange(1, place.world_size + 1, dtype=torch.int32)[:, None].expand(-1, WORDS)
-        if not torch.equal(box.local.cpu(), wanted) or signals.local.tolist() != [1] * place.world_size:
+        if not torch.equal(box.local.cpu(), wanted):
             raise RuntimeError(f"rank {place.rank} did not see what its peers wrote")
         return {"backend": opened.name, "reason": opened.reason}
 

@@ -16,11 +16,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
-from dist_autotune.doctor import facts, helper_process
+from dist_autotune.doctor import facts, helpers
 from dist_autotune.doctor.facts import CACHE, CPU_ONLY, LOGS, Examination
 from dist_autotune.doctor.findings import Finding, as_dict, is_healthy, judge
-from dist_autotune.doctor.gpu_probe import parse_topology
-from dist_autotune.doctor.helper_process import Child, first_problem, run_children
+from dist_autotune.doctor.helpers import Helper, first_problem, run_helpers
 from dist_autotune.doctor.probes import why_unwritable
 
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -42,7 +41,6 @@ def test_a_machine_without_gpus_is_healthy_and_its_world_is_the_interpreter(tmp_
     assert seen["symmetric_memory"]["shm"] == {"works": True, "seen": "2 ranks wrote to each other"}
     assert seen["symmetric_memory"]["torch"]["works"] is False
     assert 0 < seen["exchange_ms"] < 1000
-    assert 0 < seen["vote_ms"] < 1000
     assert seen["directories"][LOGS] == {"path": str(tmp_path / ".autotune_logs"), "problem": ""}
     assert list(tmp_path.iterdir()) == []  # what was made to try it is gone
 
@@ -61,9 +59,9 @@ def test_a_broken_cache_directory_is_a_problem_with_the_next_step(
 
 
 def test_a_probe_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = helper_process.command
+    real = helpers.command
     monkeypatch.setattr(
-        helper_process, "command", lambda probe, about: HANG if probe == "gpus" else real(probe, about)
+        helpers, "command", lambda probe, about: HANG if probe == "gpus" else real(probe, about)
     )
     monkeypatch.setattr(facts, "GPU_LIMIT_S", 0.5)
     result = run("--json")
@@ -80,7 +78,7 @@ def test_a_machine_with_gpus_measures_its_links_and_some_backend_works() -> None
     assert result.exit_code == 0, result.stdout
     seen = json.loads(result.stdout)
     assert seen["world"] == "gpu"
-    assert all(link["gb_per_s"] > 1 for link in seen["links"])
+    assert all(link["peer_access"] for link in seen["links"])
     assert len(seen["links"]) == len(seen["gpus"]) * (len(seen["gpus"]) - 1)
     assert any(seen["symmetric_memory"][name]["works"] for name in ("nvshmem", "torch"))
 
@@ -88,21 +86,21 @@ def test_a_machine_with_gpus_measures_its_links_and_some_backend_works() -> None
 # ---- helper processes
 
 
-def helpers(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float = 20.0) -> list[Child]:
+def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float = 20.0) -> list[Helper]:
     """Run a program for each rank in place of a probe. `say(...)` reports as a probe does."""
     say = "import json, os, signal, sys, time\ndef say(**record):\n  out.write(json.dumps(record) + chr(10))"
 
     def command(probe: str, about: dict[str, Any]) -> list[str]:
-        path = helper_process.report_path(about["directory"], about["rank"])
+        path = helpers.report_path(about["directory"], about["rank"])
         return [sys.executable, "-c", f"{say}\nout = open({str(path)!r}, 'a', 1)\n{programs[about['rank']]}"]
 
-    monkeypatch.setattr(helper_process, "command", command)
-    return run_children("any", len(programs), limit_s, {})
+    monkeypatch.setattr(helpers, "command", command)
+    return run_helpers("any", len(programs), limit_s, {})
 
 
 def test_what_was_reported_before_a_crash_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "say(stage='a', facts={'x': 1}); say(stage='b'); print('no device', flush=True); os._exit(255)"
-    (child,) = helpers(monkeypatch, program)
+    (child,) = helpers_of(monkeypatch, program)
     assert child.facts == {"a": {"x": 1}}
     assert child.ending == "ended with exit code 255; its last words: no device (in b)"
 
@@ -117,7 +115,7 @@ def test_what_was_reported_before_a_crash_is_kept(monkeypatch: pytest.MonkeyPatc
     ids=["signal", "exception", "torn line"],
 )
 def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch, program: str, ending: str | None) -> None:
-    (child,) = helpers(monkeypatch, program)
+    (child,) = helpers_of(monkeypatch, program)
     assert (child.ending if child.problem else None) == ending
 
 
@@ -130,7 +128,7 @@ def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
         f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{grandchild.pid}}')\n"
         "say(stage='a'); signal.pause()"
     )
-    (child,) = helpers(monkeypatch, program, limit_s=3.0)
+    (child,) = helpers_of(monkeypatch, program, limit_s=3.0)
     assert re.fullmatch(r"cut off after \d+ s \(in a\)", child.ending)
     deadline = time.monotonic() + 10
     for pid in map(int, (tmp_path / "pids").read_text().split()):
@@ -141,9 +139,9 @@ def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
 def test_the_helper_that_failed_explains_the_others_which_do_not_wait_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(helper_process, "PEERS_GRACE_S", 0.5)
+    monkeypatch.setattr(helpers, "PEERS_GRACE_S", 0.5)
     began = time.monotonic()
-    waits, failed = helpers(monkeypatch, "signal.pause()", "say(stage='join'); os._exit(3)", limit_s=60.0)
+    waits, failed = helpers_of(monkeypatch, "signal.pause()", "say(stage='join'); os._exit(3)", limit_s=60.0)
     assert time.monotonic() - began < 20
     assert waits.problem.startswith("cut off")
     assert first_problem([waits, failed]) is failed
@@ -153,11 +151,9 @@ def test_the_helper_that_failed_explains_the_others_which_do_not_wait_long(
 def test_helpers_see_other_variables_and_not_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     monkeypatch.setenv("ONE", "1")
-    monkeypatch.setattr(
-        helper_process, "command", lambda probe, about: [sys.executable, "-c", about["program"]]
-    )
+    monkeypatch.setattr(helpers, "command", lambda probe, about: [sys.executable, "-c", about["program"]])
     program = "import os; os._exit('DIST_AUTOTUNE_MODE' in os.environ or os.environ.get('TWO') != '2')"
-    (child,) = run_children("any", 1, 20.0, {"ONE": None, "TWO": "2"}, program=program)
+    (child,) = run_helpers("any", 1, 20.0, {"ONE": None, "TWO": "2"}, program=program)
     assert child.problem == ""
 
 
@@ -184,7 +180,6 @@ GPU = {
     "capability": "9.0",
     "sms": 132,
     "memory_bytes": 140 << 30,
-    "free_bytes": 139 << 30,
 }
 SLOW_STEP = "Every run of a session pays this"
 
@@ -196,21 +191,15 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
         "directories": {CACHE: "", LOGS: ""},
         "gloo": {},
         "exchange": {"median_ms": 0.3},
-        "vote": {"median_ms": 0.4},
         "shm": {"backend": "shm", "reason": "asked for"},
     }
-    devices = [{**GPU, "index": index, "uuid": f"u{index}"} for index in range(gpus)]
+    devices = [{**GPU, "index": index} for index in range(gpus)]
     facts = {
-        "devices": {"gpus": devices, "why_none": "", "device_files": gpus, "driver": "580.1", "nccl": "2.28"},
-        "peers": {"access": [[*pair, True] for pair in pairs]},
-        "copies": {"gb_per_s": [[*pair, 390.0 + pair[0]] for pair in pairs]},
-        "links": {
-            "index_of_uuid": {f"u{i}": i + 4 for i in range(gpus)},
-            "links": {"4 5": "NV18", "5 4": "NV18"},
-        },
+        "devices": {"gpus": devices, "why_none": "", "device_files": gpus, "driver": "580.1"},
+        "links": {"peer_access": [[*pair, True] for pair in pairs]},
     }
-    works = Child(facts={"memory": {"backend": "nvshmem", "reason": "every rank can use it"}})
-    asked = Child(facts={"memory": {"backend": "torch", "reason": "asked for"}})
+    works = Helper(facts={"memory": {"backend": "nvshmem", "reason": "every rank can use it"}})
+    asked = Helper(facts={"memory": {"backend": "torch", "reason": "asked for"}})
     names = ("nvshmem4py", "libnvshmem", "cuda-bindings", "cuda-core", "NCCL")
     healthy = Examination(
         versions={"CUDA": "13.0", "triton": "3.6.0", "numpy": "2.3.5", **dict.fromkeys(names, "1.0")},
@@ -218,8 +207,8 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
         setting_error="",
         directories={CACHE: "/cache", LOGS: "/logs"},
         is_interpreted=gpus == 0,
-        ranks=(Child(facts=of_rank), Child(facts={})),
-        gpu=Child(facts=facts),
+        ranks=(Helper(facts=of_rank), Helper(facts={})),
+        gpu=Helper(facts=facts),
         memory={"auto": (works,) * gpus, "torch": (asked,) * gpus} if gpus > 1 else {},
     )
     return dataclasses.replace(healthy, **changes)
@@ -234,11 +223,11 @@ def test_a_healthy_machine_with_gpus_has_nothing_to_do() -> None:
     assert {finding.level for finding in judge(seen)} == {"ok"}
     assert seen.world == "gpu"
     assert "on 2 GPUs (NVIDIA H200)" in [finding.seen for finding in judge(seen)]
-    link = {"from": 0, "to": 1, "peer_access": True, "gb_per_s": 390.0, "link": "NV18"}
+    link = {"from": 0, "to": 1, "peer_access": True}
     assert as_dict(seen, judge(seen))["links"][0] == link
 
 
-def test_the_tables_show_gpus_links_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_show_gpus_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = machine(gpus=2, variables={"NCCL_NVLS_ENABLE": "0"})
     seen.versions["cuda-core"] = None
     monkeypatch.setattr(facts, "examine", lambda: seen)
@@ -246,13 +235,9 @@ def test_the_tables_show_gpus_links_and_what_is_missing(monkeypatch: pytest.Monk
     assert result.exit_code == 0
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     for row in (
-        "cuda-core not installed",
-        "NCCL_NVLS_ENABLE 0 environment",
-        "DIST_AUTOTUNE_MODE tune default",
-        "DIST_AUTOTUNE_CACHE_DIR /cache default",
-        "0 NVIDIA H200 9.0 132 140.0 139.0",
-        "GPU 0 - 390 NV18",
-        "GPU 1 391 NV18 -",
+        "cuda-core none",
+        "NCCL_NVLS_ENABLE 0",
+        "0 NVIDIA H200 9.0 132 140.0",
         "nvshmem yes 2 ranks wrote to each other",
         "remark: optional packages: pip install 'dist-autotune[nvidia]'.",
         "Everything needed works (1 remark).",
@@ -260,8 +245,8 @@ def test_the_tables_show_gpus_links_and_what_is_missing(monkeypatch: pytest.Monk
         assert row in rows
 
 
-def failing(problem: str, stage: str = "memory") -> tuple[Child, ...]:
-    return (Child(stage=stage, problem=problem), Child(stage=stage, problem="cut off after 3 s"))
+def failing(problem: str, stage: str = "memory") -> tuple[Helper, ...]:
+    return (Helper(stage=stage, problem=problem), Helper(stage=stage, problem="cut off after 3 s"))
 
 
 def test_one_backend_that_fails_is_a_remark_and_none_that_works_a_problem() -> None:
@@ -279,8 +264,8 @@ def test_one_backend_that_fails_is_a_remark_and_none_that_works_a_problem() -> N
 
 def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> Examination:
     healthy = machine().ranks[0].facts
-    zero = Child(facts={**healthy, **facts}, stage=stage, problem=problem)
-    return machine(ranks=(zero, Child(facts={})))
+    zero = Helper(facts={**healthy, **facts}, stage=stage, problem=problem)
+    return machine(ranks=(zero, Helper(facts={})))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +301,7 @@ def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> 
         (machine(variables={"DIST_AUTOTUNE_MODE": "off"}), "remark", "variables", "Unset it"),
         (machine(gpus=1, is_interpreted=True), "remark", "kernels run", "Unset TRITON_INTERPRET"),
         (machine(is_interpreted=False), "remark", "kernels run", "Set TRITON_INTERPRET=1"),
-        (machine(gpu=Child(stage="devices", problem="cut off")), "problem", "GPUs", "nvidia-smi"),
+        (machine(gpu=Helper(stage="devices", problem="cut off")), "problem", "GPUs", "nvidia-smi"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -335,8 +320,8 @@ def test_what_is_wrong_is_told_with_the_next_step(
     ids=["hidden", "CPU build", "driver"],
 )
 def test_gpus_that_torch_does_not_see_are_told(variables, cuda, level) -> None:
-    facts = {"devices": {"gpus": [], "why_none": "no driver", "device_files": 8, "driver": "", "nccl": None}}
-    seen = machine(gpu=Child(facts=facts), variables=variables)
+    facts = {"devices": {"gpus": [], "why_none": "no driver", "device_files": 8, "driver": ""}}
+    seen = machine(gpu=Helper(facts=facts), variables=variables)
     seen.versions["CUDA"] = cuda
     (finding,) = [finding for finding in judge(seen) if finding.check == "GPUs"]
     assert (finding.level, finding.seen) == (level, "8 devices in /dev, none for torch: no driver")
@@ -351,31 +336,19 @@ def test_old_libraries_are_problems() -> None:
     assert [finding.next_step for finding in told(clash, "problem")] == ["pip install 'numpy<2.4'"]
 
 
-def test_links_are_read_from_the_topology_of_nvidia_smi() -> None:
-    text = (
-        "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tSYS\t0-31\t0\n"
-        "GPU1\tNV18\t X \tSYS\t0-31\t0\n"
-        "NIC0\tSYS\tSYS\t X \n\n"
-        "Legend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n"
-    )
-    assert parse_topology(text) == {"0 1": "NV18", "1 0": "NV18"}
-    assert parse_topology("No devices were found\n") == {}
-
-
 @pytest.mark.parametrize("crashing", [0, 1], ids=["rank 0", "rank 1"])
 def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(
     monkeypatch: pytest.MonkeyPatch, crashing: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(helper_process, "PEERS_GRACE_S", 0.5)
-    real = helper_process.command
+    monkeypatch.setattr(helpers, "PEERS_GRACE_S", 0.5)
+    real = helpers.command
     dies = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGABRT:d})"]
     monkeypatch.setattr(
-        helper_process,
+        helpers,
         "command",
         lambda probe, about: dies if about["rank"] == crashing else real(probe, about),
     )
-    ranks = run_children("ranks", 2, 30.0, CPU_ONLY, directories={CACHE: str(tmp_path)})
+    ranks = run_helpers("ranks", 2, 30.0, CPU_ONLY, directories={CACHE: str(tmp_path)})
     failed = first_problem(ranks)
     assert failed is not None
     assert failed.ending == "ended by SIGABRT (in the start)"

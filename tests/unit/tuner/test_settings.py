@@ -423,7 +423,7 @@ def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
     listed = CliRunner().invoke(commands.app, ["cache", "list"])
     assert listed.exit_code == 2
     assert "Set HOME, or DIST_AUTOTUNE_CACHE_DIR" in listed.output
-    assert facts._settings()[1] == settings.NO_HOME
+    assert facts.directories_in_force()[1] == settings.NO_HOME
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])

@@ -25,10 +25,11 @@ POLL_S = 0.01
 PEERS_GRACE_S = 3.0  # for the helpers beside one that has failed: to report what they see of it
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
 STARTUP = "the start"  # the stage before the first
+_CUT_OFF = "cut off after"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Child:
+class Helper:
     """What one helper reported, and how it ended."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each stage that ended well
@@ -41,9 +42,9 @@ class Child:
         return f"{self.problem} (in {self.stage})"
 
 
-def run_children(
+def run_helpers(
     probe: str, count: int, limit_s: float, environment: Mapping[str, str | None], **arguments: Any
-) -> list[Child]:
+) -> list[Helper]:
     """Run `probe` in `count` processes and return how each ended, after `limit_s` or a little more.
 
     `environment`: variables that differ from this process's; None takes one out. No process is left
@@ -51,22 +52,30 @@ def run_children(
     """
     with tempfile.TemporaryDirectory(prefix="dist-autotune-", ignore_cleanup_errors=True) as directory:
         processes: list[subprocess.Popen[bytes]] = []
-        ends: dict[int, str] = {}
         try:
             for rank in range(count):
                 place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
-                processes.append(_start(command(probe, {**place, **arguments}), place, environment))
+                with Path(directory, f"rank-{rank}.out").open("wb") as output:
+                    process = subprocess.Popen(
+                        command(probe, {**place, **arguments}),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=environment_of_helpers(environment),
+                        start_new_session=True,  # one signal ends it and its children; Ctrl-C reaches only us
+                    )
+                processes.append(process)
             ends = _wait(processes, limit_s)
         finally:
             for process in processes:
-                _end(process)
-        return [_child(Path(directory), rank, ends[rank]) for rank in range(count)]
+                _kill(process)
+        return [_read(Path(directory), rank, ends[rank]) for rank in range(count)]
 
 
-def first_problem(children: Sequence[Child]) -> Child | None:
-    """Return the child whose end explains the others', if any ended early: not one that was cut off."""
-    early = [child for child in children if child.problem]
-    return min(early, key=lambda child: child.problem.startswith(_CUT_OFF), default=None)
+def first_problem(helpers: Sequence[Helper]) -> Helper | None:
+    """Return the helper whose end explains the others', if any ended early: not one that was cut off."""
+    early = [helper for helper in helpers if helper.problem]
+    return min(early, key=lambda helper: helper.problem.startswith(_CUT_OFF), default=None)
 
 
 def command(probe: str, arguments: dict[str, Any]) -> list[str]:
@@ -81,24 +90,6 @@ def report_path(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank-{rank}.jsonl"
 
 
-_CUT_OFF = "cut off after"
-
-
-def _start(
-    command_: list[str], place: dict[str, Any], environment: Mapping[str, str | None]
-) -> subprocess.Popen[bytes]:
-    output = Path(place["directory"]) / f"rank-{place['rank']}.out"
-    with output.open("wb") as file:
-        return subprocess.Popen(
-            command_,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment_of_helpers(environment),
-            start_new_session=True,  # one signal ends it and whatever it started; Ctrl-C reaches only us
-        )
-
-
 def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> dict[int, str]:
     """Return how each process ended, as text that is empty where it ended well."""
     began = time.monotonic()
@@ -110,47 +101,43 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> dict[int,
             code = process.poll()
             if rank in ends or (code is None and not late):
                 continue
-            ends[rank] = f"{_CUT_OFF} {time.monotonic() - began:.0f} s" if code is None else _ended(code)
+            if code is None:
+                ends[rank] = f"{_CUT_OFF} {time.monotonic() - began:.0f} s"
+            elif code < 0:
+                ends[rank] = f"ended by {signal.Signals(-code).name}"
+            else:
+                ends[rank] = f"ended with exit code {code}" if code else ""
             if ends[rank]:
                 deadline = min(deadline, time.monotonic() + PEERS_GRACE_S)
         time.sleep(POLL_S)
     return ends
 
 
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}" if code else ""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(REAP_S)
-
-
-def _child(directory: Path, rank: int, end: str) -> Child:
+def _read(directory: Path, rank: int, end: str) -> Helper:
+    """Return what a helper that ended so has reported."""
     facts: dict[str, dict[str, Any]] = {}
     stage, error = STARTUP, ""
     path = report_path(directory, rank)
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):  # the line that a killed process was writing
             record = json.loads(line)
-            stage = record.get("stage", stage)
-            error = record.get("error", "")
+            stage, error = record.get("stage", stage), record.get("error", "")
             if "facts" in record:
                 facts[stage] = record["facts"]
     if not end:
-        return Child(facts=facts)
+        return Helper(facts=facts)
     if error and not end.startswith(_CUT_OFF):
-        return Child(facts=facts, stage=stage, problem=error)
-    said = _last_line(directory / f"rank-{rank}.out")
-    return Child(facts=facts, stage=stage, problem=f"{end}; its last words: {said}" if said else end)
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else ""
+        return Helper(facts=facts, stage=stage, problem=error)
+    output = (directory / f"rank-{rank}.out").read_text(errors="replace")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return Helper(
+        facts=facts, stage=stage, problem=f"{end}; its last words: {lines[-1][:300]}" if lines else end
+    )
