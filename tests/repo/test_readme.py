@@ -72,3 +72,15 @@ def test_the_times_in_the_readme_are_recorded_ones() -> None:
     stated = set(re.findall(r"\b\d+\.\d{3,4}(?= ms| +[\d.]+ %)", README))
     assert stated
     assert {figure for figure in stated if figure not in recorded} == set()
+
+
+def test_every_record_is_in_the_index_of_records() -> None:
+    records = ROOT / "docs" / "benchmarks"
+    listed = re.findall(r"\]\(([\w.-]+\.md)\)", (records / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in records.glob("*.md") if path.name != "README.md")
+
+
+def test_every_page_is_in_the_index_of_the_docs() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
