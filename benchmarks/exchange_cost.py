@@ -46,9 +46,8 @@ from triton.runtime.errors import OutOfResources
 from dist_autotune import contextual_autotune
 from dist_autotune.ranks import client
 from dist_autotune.ranks.group import AGREEMENTS, GroupAgreement
-from dist_autotune.ranks.hub_exchanges import Exchanges, children
-from dist_autotune.ranks.members import FAN_OUT
-from dist_autotune.ranks.messages import bytes_of, pack, text_of, unpack
+from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.messages import pack, unpack
 from dist_autotune.search.messages import merge
 
 TIMEOUT_S = 120.0
@@ -264,10 +263,10 @@ def round_trip_ms(calls: int) -> Cost:
 
 
 def simulate(size: int, payload: bytes) -> Cost:
-    """Return what one exchange of `size` ranks costs: the hub, a merging rank, messages and bytes."""
-    exchanges = Exchanges(size, FAN_OUT)
+    """Return what one exchange of `size` ranks costs: the hub, the merging, messages and bytes."""
+    exchanges = Exchanges(size)
     told: dict[int, list[bytes]] = {position: [] for position in range(size)}
-    hub_s, merges_s, messages, passed_bytes = 0.0, [], 0, 0
+    hub_s, messages, passed_bytes = 0.0, 0, 0
 
     def tell(position: int, op: str, **fields: Any) -> None:
         nonlocal hub_s, messages, passed_bytes
@@ -279,24 +278,18 @@ def simulate(size: int, payload: bytes) -> Cost:
         exchanges.handle(message, lambda reply: told[position].append(pack(reply)))
         hub_s += time.process_time() - began
 
-    parents = [position for position in range(size) if children(position, FAN_OUT, size)]
-    for position in parents:
-        tell(position, "collect")
-    for position in reversed(range(size)):
-        merged = payload
-        if position in parents:
-            began = time.process_time()
-            (reply,) = unpack(bytearray(told[position][-1]))
-            merged = merge(payload, *map(bytes_of, reply["payloads"]))
-            merges_s.append(time.process_time() - began)
-        if position:
-            tell(position, "post", payload=text_of(merged))
-        else:
-            tell(0, "publish", end={"merged": text_of(merged)})
+    tell(0, "collect")
+    for position in reversed(range(1, size)):
+        tell(position, "post", payload=payload)
+    began = time.process_time()
+    (reply,) = unpack(bytearray(told[0][-1]))
+    merged = merge(payload, *reply["payloads"])
+    merge_s = time.process_time() - began
+    tell(0, "publish", end={"merged": merged})
     received = [data for each in told.values() for data in each]
     return {
         "hub_ms": hub_s * 1e3,
-        "merge_ms": max(merges_s) * 1e3,
+        "merge_ms": merge_s * 1e3,
         "messages": messages + len(received),
         "bytes": passed_bytes + sum(map(len, received)),
     }

@@ -1,7 +1,6 @@
 """One rank's part in one exchange: through the hub of its group, or without it to an end that all can read.
 
-Ranks form a tree. A rank sends its payload to its parent by way of the hub, parents merge, the root publishes
-the result.
+Every rank sends its payload to the hub; the first rank of the group merges them and publishes the result.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from . import watchdog
 from .client import HubLost, HubSilent, HungUp, Line
 from .hub import SEND_S
 from .members import Peers
-from .messages import Message, bytes_of, text_of
+from .messages import Message
 from .store import PATIENCE_S, BoardLost, End
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
@@ -66,15 +65,13 @@ class Exchange:
         line = peers.line
         assert line is not None
         line.patience_s = min(SEND_S, self._timeout_s)
-        if peers.children:
-            reply = self._ask(line, "collect")
-            if "end" in reply:
-                return self._noted(reply["end"])
-            payload = merge(payload, *map(bytes_of, reply["payloads"]))
-        if peers.position == 0:
-            end = self._end_while_away() or {"merged": text_of(payload)}
-            return self._noted(self._ask(line, "publish", end=end)["end"])
-        return self._noted(self._ask(line, "post", payload=text_of(payload))["end"])
+        if peers.position > 0:
+            return self._noted(self._ask(line, "post", payload=payload)["end"])
+        reply = self._ask(line, "collect")
+        if "end" in reply:
+            return self._noted(reply["end"])
+        end = self._end_while_away() or {"merged": merge(payload, *reply["payloads"])}
+        return self._noted(self._ask(line, "publish", end=end)["end"])
 
     def _end_while_away(self) -> End | None:
         """Return the end that the others have given this exchange while the hub's process was stopped."""

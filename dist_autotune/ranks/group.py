@@ -32,7 +32,7 @@ from . import watchdog
 from .client import HubLost, HubSilent, HungUp
 from .exchange import Exchange, Merge
 from .members import Peers
-from .messages import Message, bytes_of
+from .messages import Message
 from .store import BoardLost, End
 from .watchdog import Attendant
 
@@ -127,7 +127,7 @@ class GroupAgreement:
             self._fail_at(sequence, error)
             raise
         if "merged" in end:
-            return bytes_of(end["merged"])
+            return bytes(end["merged"])
         raise self._as_error(end)
 
     def fail(self, error: BaseException) -> None:

@@ -40,8 +40,8 @@ logger = logging.getLogger("dist_autotune")
 class Hub:
     """Serves `Exchanges` to the other ranks on a thread, and to its own rank by `handle`."""
 
-    def __init__(self, size: int, fan_out: int) -> None:
-        self.exchanges = Exchanges(size, fan_out)
+    def __init__(self, size: int) -> None:
+        self.exchanges = Exchanges(size)
         self._size = size
         self._token, self._answer = (os.urandom(TOKEN_BYTES // 2).hex() for _ in range(2))
         self._lock = threading.Lock()  # of the exchanges, and of what is sent

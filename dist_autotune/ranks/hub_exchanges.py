@@ -10,7 +10,7 @@ from .store import End
 
 @dataclass
 class _Request:
-    """A request that is not answered yet: of a parent for its children's payloads, or for the end."""
+    """A request that is not answered yet: of the first rank for all payloads, or for the end."""
 
     position: int
     wants_payloads: bool
@@ -22,7 +22,7 @@ class _Request:
 class _Round:
     """One exchange: what has come, who waits, how it ended."""
 
-    payloads: dict[int, str] = field(default_factory=dict)
+    payloads: dict[int, bytes] = field(default_factory=dict)
     requests: dict[int, list[_Request]] = field(default_factory=dict)  # not answered yet, by position
     beats: int = 0  # so far, of all ranks
     latest_beat: dict[int, int] = field(default_factory=dict)  # position -> which beat of all was its last
@@ -32,14 +32,13 @@ class _Round:
 
 
 class Exchanges:
-    """The state of a hub: knows messages and positions in the tree, neither sockets nor threads.
+    """The state of a hub: knows messages and positions, neither sockets nor threads.
 
     A message costs the same however many ranks there are, but for the one that ends an exchange.
     """
 
-    def __init__(self, size: int, fan_out: int) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._fan_out = fan_out
         self._rounds: dict[int, _Round] = {}
         # The latest that everybody has been told the end of. A rank that gave up, or was interrupted, while
         # it was told may still ask; no rank can ask about an earlier one.
@@ -48,9 +47,6 @@ class Exchanges:
 
     def __len__(self) -> int:
         return len(self._rounds)
-
-    def children(self, position: int) -> range:
-        return children(position, self._fan_out, self._size)
 
     def handle(self, message: Message, reply: Reply) -> None:
         """Take in a message; `reply` is called now or later, or never for one that asks nothing."""
@@ -77,7 +73,7 @@ class Exchanges:
                     exchange.payloads[position] = message["payload"]
                 request = _Request(position, op == "collect", message["id"], reply)
                 exchange.requests.setdefault(position, []).append(request)
-        self._answer(exchange, position)
+        self._answer(exchange)
         if len(exchange.told) == self._size:
             assert exchange.end is not None
             self._latest_over, self._latest_end = number, exchange.end
@@ -89,12 +85,11 @@ class Exchanges:
             for position, requests in list(exchange.requests.items()):
                 self._keep(exchange, position, [each for each in requests if each.reply is not reply])
 
-    def _answer(self, exchange: _Round, position: int) -> None:
-        """Answer whom a message from `position` concerns: itself and its parent, or at the end everybody."""
+    def _answer(self, exchange: _Round) -> None:
+        """Give the first rank all payloads when they are there, and at the end everybody the end."""
         if exchange.end is None:
-            for waiting in (position, (position - 1) // self._fan_out):
-                if waiting in exchange.requests and self._has_all(exchange, waiting):
-                    self._hand_over(exchange, waiting)
+            if 0 in exchange.requests and self._has_all(exchange):
+                self._hand_over(exchange, exchange.requests[0])
             return
         requests, exchange.requests = exchange.requests, {}
         # The hub's own rank comes last: when it hears of the end it may end its process, and this thread.
@@ -103,11 +98,9 @@ class Exchanges:
             for request in requests[waiting]:
                 request.reply({"id": request.id, "end": exchange.end})
 
-    def _hand_over(self, exchange: _Round, parent: int) -> None:
-        """Give a parent its children's payloads, if it has asked for them."""
-        requests = exchange.requests[parent]
-        self._keep(exchange, parent, [request for request in requests if not request.wants_payloads])
-        payloads = [exchange.payloads[child] for child in self.children(parent)]
+    def _hand_over(self, exchange: _Round, requests: list[_Request]) -> None:
+        self._keep(exchange, 0, [request for request in requests if not request.wants_payloads])
+        payloads = [exchange.payloads[position] for position in range(1, self._size)]
         for request in requests:
             if request.wants_payloads:
                 request.reply({"id": request.id, "payloads": payloads})
@@ -119,8 +112,8 @@ class Exchanges:
         else:
             exchange.requests.pop(position, None)
 
-    def _has_all(self, exchange: _Round, position: int) -> bool:
-        return all(child in exchange.payloads for child in self.children(position))
+    def _has_all(self, exchange: _Round) -> bool:
+        return len(exchange.payloads) == self._size - 1
 
     def _give_up(self, exchange: _Round, message: Message, reply: Reply) -> None:
         """End the exchange for everybody, unless a missing rank has sent a heartbeat since the last look."""
@@ -142,12 +135,5 @@ class Exchanges:
 
     def _is_missing(self, exchange: _Round, position: int) -> bool:
         """Return whether the exchange waits for it: it has neither come, nor waits for others in turn."""
-        return position not in exchange.payloads and (
-            position not in exchange.requests or self._has_all(exchange, position)
-        )
-
-
-def children(position: int, fan_out: int, size: int) -> range:
-    """Return the positions below `position` in the tree."""
-    first = position * fan_out + 1
-    return range(min(first, size), min(first + fan_out, size))
+        is_collecting = position in exchange.requests and not self._has_all(exchange)
+        return position not in exchange.payloads and not is_collecting

@@ -9,10 +9,7 @@ import torch.distributed as dist
 from .client import Line, LocalLine, SocketLine
 from .hosts import interface_towards, this_host
 from .hub import Hub
-from .hub_exchanges import children
 from .store import PATIENCE_S, Board
-
-FAN_OUT = 32  # children of a rank in the tree: flat up to 33 ranks, three levels for 1024
 
 
 class Peers:
@@ -24,7 +21,6 @@ class Peers:
         self.rank = dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.position = self.ranks.index(self.rank)
-        self.children = children(self.position, FAN_OUT, len(self.ranks))  # positions below it in the tree
         self.board = Board(group, self.ranks, self.rank)
         self.line: Line | None = None  # to the hub; None: not found yet
         self.hub: Hub | None = None  # on the first rank
@@ -37,7 +33,7 @@ class Peers:
         if self.line is not None:
             return True
         if self.position == 0:
-            self.hub = self.hub or Hub(len(self.ranks), FAN_OUT)
+            self.hub = self.hub or Hub(len(self.ranks))
             self.board.put_address(self.hub.address())
         self.line = self.new_line(patience_s)
         return self.line is not None

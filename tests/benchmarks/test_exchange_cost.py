@@ -31,8 +31,7 @@ def test_the_quietest_tenth_is_below_the_median():
 def test_simulated_ranks_exchange_what_real_ones_do(size):
     payload = Payload("run", facts={"the tuned function": {"f": 0}}).encode()
     cost = exchange_cost.simulate(size, payload)
-    parents = 1 if size <= 33 else 2
-    assert cost["messages"] == 2 * (size + parents)
+    assert cost["messages"] == 2 * (size + 1)
     assert size * len(payload) < cost["bytes"] < 10 * size * (len(payload) + 60)
     assert cost["hub_ms"] > 0
     assert cost["merge_ms"] > 0

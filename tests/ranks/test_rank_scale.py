@@ -1,4 +1,4 @@
-"""What an exchange costs: bytes grow with contexts, never with ranks; a thousand ranks merge in a tree."""
+"""What an exchange costs: bytes of a rank grow with contexts, never with ranks."""
 
 import functools
 import os
@@ -16,9 +16,8 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
 from dist_autotune.ranks import group
-from dist_autotune.ranks.hub_exchanges import Exchanges, children
-from dist_autotune.ranks.members import FAN_OUT
-from dist_autotune.ranks.messages import bytes_of, pack, text_of
+from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.messages import pack
 from dist_autotune.search.messages import Announcement, Part, Payload, merge
 from ranks import assert_all_ok, run_ranks
 
@@ -54,25 +53,15 @@ def payloads(contexts, first, ban_chance=0.01):
     return tuple(simulated(rank, contexts, first, ban_chance).encode() for rank in range(RANKS))
 
 
-def merged_in_a_tree(sent, fan_out, position=0):
-    below = [merged_in_a_tree(sent, fan_out, child) for child in children(position, fan_out, len(sent))]
-    return merge(sent[position], *below)
-
-
 @pytest.mark.parametrize("first", [False, True], ids=["any run", "first run"])
-@pytest.mark.parametrize("fan_out", [2, 32])
-def test_a_tree_of_1024_ranks_gives_the_same_as_one_after_another(fan_out, first, capsys):
+def test_1024_payloads_merge_to_the_same_in_any_order(first, capsys):
     sent = payloads(4, first)
     began = time.perf_counter()
-    tree = merged_in_a_tree(sent, fan_out)
-    tree_ms = (time.perf_counter() - began) * 1e3
-    flat = functools.reduce(merge, random.Random(1).sample(sent, RANKS))
-    assert Payload.decode(tree) == Payload.decode(flat)
-    nodes = sum(1 for position in range(RANKS) if children(position, fan_out, RANKS))
-    said(
-        capsys,
-        f"{RANKS} ranks, 4 contexts, fan-out {fan_out}: {tree_ms / nodes:.2f} ms of merging per inner rank",
-    )
+    merged = merge(*sent)
+    merging_ms = (time.perf_counter() - began) * 1e3
+    shuffled = functools.reduce(merge, random.Random(1).sample(sent, RANKS))
+    assert Payload.decode(merged) == Payload.decode(shuffled)
+    said(capsys, f"{RANKS} ranks, 4 contexts: {merging_ms:.0f} ms of merging on the first rank")
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["any run", "first run"])
@@ -188,8 +177,8 @@ class Traffic:
     ms: float  # for the work of all: the hub's, and the ranks' merging
 
 
-def through_one_hub(size, contexts=4, fan_out=FAN_OUT):
-    exchanges = Exchanges(size, fan_out)
+def through_one_hub(size, contexts=4):
+    exchanges = Exchanges(size)
     payloads_sent = payloads(contexts, False, ban_chance=0)[:size]
     replies = {position: [] for position in range(size)}
     sent, calls = [0] * size, 0
@@ -208,20 +197,13 @@ def through_one_hub(size, contexts=4, fan_out=FAN_OUT):
         calls += event in ("call", "c_call")
 
     messages = []
-    inner = [position for position in range(size) if children(position, fan_out, size)]
-    for position in inner:  # parents ask before anybody has come: the hub has most to keep
-        tell(position, "collect")
-    for position in reversed(range(size)):
-        payload = payloads_sent[position]
-        if position in inner:
-            payload = merge(payload, *map(bytes_of, replies[position][-1]["payloads"]))
-        if position:
-            tell(position, "post", payload=text_of(payload))
-        else:
-            tell(0, "publish", end={"merged": text_of(payload)})
+    tell(0, "collect")  # before anybody has come: the hub has most to keep
+    for position in reversed(range(1, size)):
+        tell(position, "post", payload=payloads_sent[position])
+    tell(0, "publish", end={"merged": merge(payloads_sent[0], *replies[0][-1]["payloads"])})
     ms = (time.perf_counter() - began) * 1e3
     for told in replies.values():
-        assert Payload.decode(bytes_of(told[-1]["end"]["merged"])).rank == 0
+        assert Payload.decode(told[-1]["end"]["merged"]).rank == 0
     assert len(exchanges) == 0
     received = [sum(len(pack(message)) for message in told) for told in replies.values()]
     return Traffic(sent, received, len(messages) + sum(map(len, replies.values())), calls, ms)
@@ -238,11 +220,9 @@ def test_nothing_grows_with_the_square_of_the_ranks(capsys):
             f"{one.received[leaf]}, the root {one.sent[0]} and {one.received[0]}, all together "
             f"{sum(one.sent) + sum(one.received)}",
         )
-        inner = sum(1 for position in range(size) if children(position, FAN_OUT, size))
-        assert one.messages == 2 * (size + inner)  # a payload and the end; a parent asks and is handed them
-        assert one.sent[leaf] < 2000
-        assert one.received[leaf] < 2500
-        assert max(one.received) < 2000 * FAN_OUT + 2500  # of its children, however many ranks there are
+        assert one.messages == 2 * (size + 1)  # a payload and the end; the first rank asks and is handed all
+        assert one.sent[leaf] < 1500
+        assert one.received[leaf] < 2000
     few, many = traffic[64], traffic[1024]
     assert sum(many.sent) / 1024 < 1.1 * sum(few.sent) / 64
     assert sum(many.received) / 1024 < 1.1 * sum(few.received) / 64
@@ -252,7 +232,7 @@ def test_nothing_grows_with_the_square_of_the_ranks(capsys):
 def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
     # All but one have come, that one compiles, and everybody's time is up again and again.
     def calls_a_rank(size):
-        exchanges, calls = Exchanges(size, FAN_OUT), 0
+        exchanges, calls = Exchanges(size), 0
 
         def count(frame, event, argument):
             nonlocal calls
@@ -265,7 +245,7 @@ def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
             return said
 
         for position in range(1, size - 1):
-            tell(position, "collect" if children(position, FAN_OUT, size) else "post", payload="")
+            tell(position, "post", payload=b"")
         sys.setprofile(count)
         for _ in range(3):
             tell(size - 1, "beat")

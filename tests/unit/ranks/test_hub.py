@@ -2,7 +2,6 @@
 
 import _thread
 import itertools
-import json
 import os
 import random
 import signal
@@ -16,17 +15,17 @@ from rank_programs import wait_for
 from dist_autotune.ranks import hub as hub_module
 from dist_autotune.ranks.client import HubLost, LocalLine, SocketLine
 from dist_autotune.ranks.hub import Hub
-from dist_autotune.ranks.hub_exchanges import Exchanges, children
-from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, bytes_of, pack, text_of, unpack
+from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
 
-MERGED = {"merged": text_of(b"all")}
+MERGED = {"merged": b"all"}
 
 
 class Ranks:
     """The messages of all ranks to one set of exchanges, and what each was told."""
 
-    def __init__(self, size, fan_out=32):
-        self.exchanges = Exchanges(size, fan_out)
+    def __init__(self, size):
+        self.exchanges = Exchanges(size)
         self.told = {position: [] for position in range(size)}
         self.replies = {position: self.told[position].append for position in range(size)}
 
@@ -52,14 +51,6 @@ def test_the_root_collects_publishes_and_everybody_is_told_once():
     ranks.send(0, "publish", end=MERGED)
     assert ranks.told[1] == ranks.told[2] == [{"id": 1, "end": MERGED}]
     assert len(ranks.exchanges) == 0
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 33, 34, 300])
-@pytest.mark.parametrize("fan_out", [1, 2, 32])
-def test_the_tree_has_every_position_once(size, fan_out):
-    below = [child for position in range(size) for child in children(position, fan_out, size)]
-    assert sorted(below) == list(range(1, size))
-    assert max(len(children(position, fan_out, size)) for position in range(size)) <= fan_out
 
 
 def test_the_first_end_stands_and_is_kept_until_everybody_knows():
@@ -107,18 +98,6 @@ def test_who_is_missing(here, missing):
     assert ranks.told[2][-1]["end"] == {"by": 2, "missing_positions": missing}
 
 
-def test_in_a_tree_those_that_wait_for_the_missing_are_not_missing():
-    ranks = Ranks(7, fan_out=2)  # 0 over 1 and 2, 1 over 3 and 4, 2 over 5 and 6
-    for position in (0, 1, 2):
-        ranks.send(position, "collect")
-    for position in (3, 4, 6):
-        ranks.send(position, "post", payload="x")
-    ranks.send(1, "post", payload="x")
-    ranks.give_up(0)
-    assert ranks.told[0][-1]["end"]["missing_positions"] == [5]
-    assert ranks.told[2][-1]["end"]["missing_positions"] == [5]
-
-
 def test_beats_of_a_missing_rank_buy_patience_once_each():
     ranks = Ranks(3)
     ranks.send(0, "collect")
@@ -157,24 +136,14 @@ def test_a_closed_connection_waits_no_more_but_its_payload_counts():
 def test_any_order_of_messages_ends_the_same():
     generator = random.Random(0)
     for _ in range(200):
-        ranks = Ranks(7, fan_out=2)
-        collecting, done = set(), set()
-        while len(done) < 7:
-            given = {position for position in collecting if ranks.told[position]}
-            position = generator.choice(sorted(given | (set(range(7)) - collecting - done)))
-            if position not in given and ranks.exchanges.children(position):
-                collecting.add(position)
-                ranks.send(position, "collect")
-                continue
-            collecting.discard(position)
-            done.add(position)
-            below = ranks.told[position][-1]["payloads"] if position in given else []
-            total = 1 + sum(map(int, below))
-            if position:
-                ranks.send(position, "post", payload=str(total))
-            else:
-                ranks.send(position, "publish", end={"merged": total})
-        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": 7}] * 7
+        ranks = Ranks(7)
+        steps = [(0, "collect"), *((position, "post") for position in range(1, 7))]
+        generator.shuffle(steps)
+        for position, op in steps:
+            ranks.send(position, op, payload=bytes([position]))
+        total = sum(payload[0] for payload in ranks.told[0][-1]["payloads"])
+        ranks.send(0, "publish", end={"merged": total})
+        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": 21}] * 7
         assert len(ranks.exchanges) == 0
 
 
@@ -197,15 +166,35 @@ def chunks(data, step):
     return (data[at : at + step] for at in range(0, len(data), step))
 
 
-def test_payloads_of_any_bytes_travel_as_text():
-    assert bytes_of(text_of(bytes(range(256)))) == bytes(range(256))
+def test_payloads_of_any_bytes_travel_as_they_are():
+    every = bytes(range(256))
+    message = {"id": 3, "payloads": [every, b"", every * 3], "end": {"merged": every, "by": [1, {"a": None}]}}
+    buffer = bytearray(pack(message))
+    assert list(unpack(buffer)) == [message]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        LENGTH.pack(99) + b"{}",
+        LENGTH.pack(13) + b'{"a":{"bytes":0}}'[:13],
+        LENGTH.pack(17) + b'{"a":{"bytes":0}}',
+        LENGTH.pack(2) + b"[]",
+    ],
+    ids=["empty", "longer than its frame", "torn", "a part that is not there", "no object"],
+)
+def test_a_malformed_frame_is_an_error(body):
+    with pytest.raises((ValueError, IndexError)):
+        list(unpack(bytearray(LENGTH.pack(len(body)) + body)))
 
 
 # ---- the sockets
 
 
-def framed(body):
-    return LENGTH.pack(len(body)) + body
+def framed(header):
+    part = LENGTH.pack(len(header)) + header
+    return LENGTH.pack(len(part)) + part
 
 
 def line_to(hub, position):
@@ -216,7 +205,7 @@ def line_to(hub, position):
 
 @pytest.fixture
 def hub():
-    hub = Hub(3, 32)
+    hub = Hub(3)
     yield hub
     hub.close()
 
@@ -331,8 +320,9 @@ class RawRank:
         return data
 
     def message(self):
-        (length,) = LENGTH.unpack(self.read(LENGTH.size))
-        return json.loads(self.read(length))
+        head = self.read(LENGTH.size)
+        (message,) = unpack(bytearray(head + self.read(*LENGTH.unpack(head))))
+        return message
 
 
 @pytest.mark.parametrize(
@@ -473,21 +463,18 @@ def test_a_line_connects_anew_after_it_was_closed(line):
 
 def test_many_ranks_at_once():
     size = 24
-    hub = Hub(size, 4)
+    hub = Hub(size)
     ends = [None] * size
 
     def rank(position):
         line = LocalLine(hub, 0) if position == 0 else line_to(hub, position)
         for sequence in range(20):
-            total = 1
-            if children(position, 4, size):
-                total += sum(map(int, line.receive(line.send("collect", sequence), 20)["payloads"]))
-            op = (
-                {"op": "post", "payload": str(total)}
-                if position
-                else {"op": "publish", "end": {"merged": total}}
-            )
-            ends[position] = line.receive(line.send(op.pop("op"), sequence, **op), 20)["end"]
+            if position:
+                request = line.send("post", sequence, payload=b"1")
+            else:
+                payloads = line.receive(line.send("collect", sequence), 20)["payloads"]
+                request = line.send("publish", sequence, end={"merged": 1 + sum(map(int, payloads))})
+            ends[position] = line.receive(request, 20)["end"]
         line.close()
 
     threads = [threading.Thread(target=rank, args=(position,)) for position in range(size)]
