@@ -16,6 +16,7 @@ import torch
 import triton
 from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
+from gluon_route import multiply
 from launch_path import arguments, only_compiling
 
 from dist_autotune.compilation import pre_hooks
@@ -26,7 +27,6 @@ from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
 from dist_autotune.kernels.persistent_gemm.pruning import fits
-from gluon_route import multiply
 
 pytestmark = [
     pytest.mark.aot,

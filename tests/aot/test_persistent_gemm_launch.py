@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gemm_compiled import candidate
+from gluon_route import multiply
 from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import contextual_autotune
@@ -21,7 +22,6 @@ from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import operation, persistent_matmul, route
 from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
 from dist_autotune.kernels.settled_launch import SettledLaunches
-from gluon_route import multiply
 
 pytestmark = pytest.mark.aot
 
