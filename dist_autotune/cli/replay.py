@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from ..codec import to_json
 from ..errors import TuningError
 from ..formatting import Table, columns, context_label, counted, one_line
+from ..logs import decisions
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
 from ..search.messages import Payload
 from ..search.rules import Rules
 from ..search.state import Tuning
 from ..search.strategies import STRATEGIES
-from ..tuner import decisions
 from ..version import __version__
 
 CLOSED_WELL = ("settled", "partial")

@@ -10,15 +10,14 @@ from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
 from ..errors import TuningError
-from ..search.kernel_families import context_name
+from ..search.state import context_name
 from ..timing.clock import Clock
 from ..timing.samples import Stopwatch
 from ..triton_api import identity, interception
 from ..triton_api.identity import KernelSource
 from ..triton_api.interception import Key
 from .kernel_ids import KernelNames, family_of
-from .rank_context import Binding, Claim, Local
-from .rank_contexts import LocalContexts
+from .rank_contexts import Binding, Claim, Local, LocalContexts
 
 
 class Admission:

@@ -17,7 +17,7 @@ from ..ranks.group import AGREEMENTS, Agreement
 from ..search.messages import Payload, check_facts, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
-from . import hints
+from . import user_warnings
 from .failures import diagnosis_to
 from .function_state import Domain
 from .report import TuningReport
@@ -145,7 +145,7 @@ class Calls:
             self._session = None
         if self._session is None:
             if not self._options.is_dist and domain.tuning.rules.tunes:
-                hints.tunes_alone(self._name)
+                user_warnings.tunes_alone(self._name)
             domain.forgetful = self._forgets and domain.tuning.rules.tunes
             log = SessionLog(self._log_dir, domain.agreement.rank)
             self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))

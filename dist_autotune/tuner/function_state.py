@@ -15,11 +15,9 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..launch.dispatch import Launches
+from ..launch.dispatch import Launches, NewCandidates
 from ..launch.kernel_ids import KernelNames
-from ..launch.new_candidates import NewCandidates
-from ..launch.rank_context import Claim, Local
-from ..launch.rank_contexts import LocalContexts
+from ..launch.rank_contexts import Claim, Local, LocalContexts
 from ..launch.registry import Admission
 from ..options import Options
 from ..ranks.group import Agreement, Alone
@@ -33,10 +31,10 @@ from ..storage.device import Device
 from ..storage.winners import DiskCache
 from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
+from ..timing.time_spent import Ledger
 from ..triton_api import identity, interception
 from ..version import __version__
 from .results import Offers, Results
-from .time_spent import Ledger
 
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 UNDER_WAY = "under way"  # the fact that says what session a rank would go on with

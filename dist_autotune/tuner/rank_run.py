@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..compilation.pool import Terms
-from ..launch.rank_context import Local
+from ..launch.rank_contexts import Local
+from ..logs import decisions
 from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context_search import Outcome
@@ -18,7 +19,6 @@ from ..timing.samples import Stopwatch
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
 from ..timing.synchronized_start import CommonStart
 from ..triton_api import interception
-from . import decisions
 from .function_state import SOURCE_OF, Domain
 from .recorder import Chronicle
 

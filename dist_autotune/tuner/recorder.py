@@ -11,7 +11,8 @@ import torch
 import triton
 
 from ..compilation.pool import Tally
-from ..launch.rank_context import Local
+from ..launch.rank_contexts import Local
+from ..logs import decisions
 from ..logs.records import (
     Banned,
     Exchanged,
@@ -29,7 +30,6 @@ from ..search.messages import Payload
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Stopwatch
 from ..version import __version__
-from . import decisions
 from .function_state import Domain
 
 

@@ -17,8 +17,8 @@ from ..formatting import (
     format_ms,
     status_label,
 )
-from ..search.outlook import Outlook
-from .time_spent import Spent
+from ..search.budget import Outlook
+from ..timing.time_spent import Spent
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
-from ..launch.rank_context import Claim, Local
-from ..launch.rank_contexts import LocalContexts
+from ..launch.rank_contexts import Claim, Local, LocalContexts
 from ..launch.tunable import CHOICES
 from ..ranks.group import Agreement, Alone
 from ..search.context_search import Context

@@ -11,8 +11,7 @@ from fake_device import CALL_MS, FakeDevice
 
 from dist_autotune import Clock, EventClock, TuningError, WallClock
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.timing.clock import EventMark
-from dist_autotune.timing.event_cost import EMPTY_KERNEL_MS, EventCost
+from dist_autotune.timing.clock import EMPTY_KERNEL_MS, EventCost, EventMark
 from dist_autotune.timing.samples import Stopwatch
 from dist_autotune.timing.stream_filler import FIRST_MS
 

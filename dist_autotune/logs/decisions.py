@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..logs.records import Agreed, Banned, ContextAdmitted, ContextSettled
 from ..search.context_search import Context, Outcome
 from ..search.messages import Part
 from ..search.state import Tuning
+from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 
 def plan_of(tuning: Tuning) -> dict[str, int]:

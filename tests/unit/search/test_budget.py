@@ -7,7 +7,7 @@ from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import tune
 
 from dist_autotune.logs.records import Note
-from dist_autotune.search.outlook import Outlook, RunsSpent
+from dist_autotune.search.budget import Outlook, RunsSpent
 from ranks import assert_all_ok, run_ranks
 
 
