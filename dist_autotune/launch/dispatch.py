@@ -16,14 +16,14 @@ from ..compilation.pool import Tally, Terms
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
 from ..triton_api.interception import Key
-from .fast_path import SettledLaunches
+from .fast_path import FastPath
 from .kernel_ids import KernelNames
-from .rank_contexts import Binding, Local, LocalContexts
-from .registry import Admission
+from .rank_contexts import Binding, RankContext, RankContexts
+from .registry import Registry
 from .tunable import KnownChoices, texts_of
 
 
-class Launches:
+class Dispatcher:
     """The launches of one tuned function on this rank, from any thread.
 
     busy: entered while this rank compiles, so that its peers wait on. trying: entered around the first launch
@@ -34,17 +34,17 @@ class Launches:
     def __init__(
         self,
         names: KernelNames,
-        contexts: LocalContexts,
-        admission: Admission,
+        contexts: RankContexts,
+        admission: Registry,
         new_candidates: NewCandidates,
         clock: Clock,
         busy: Callable[[], AbstractContextManager[None]],
-        trying: Callable[[Local, str], AbstractContextManager[None]],
+        trying: Callable[[RankContext, str], AbstractContextManager[None]],
         *,
         passes_single: bool,
         is_frozen: bool,
     ) -> None:
-        self.settled = SettledLaunches(self.handle, self._replaces, passes_single=passes_single)
+        self.settled = FastPath(self.handle, self._replaces, passes_single=passes_single)
         self._known_choices = KnownChoices()
         self.tunes = False  # True while a launch may be a trial
         self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
@@ -252,7 +252,7 @@ class NewCandidates:
     """
 
     def __init__(
-        self, contexts: LocalContexts, loading: Callable[[Local, str], AbstractContextManager[None]]
+        self, contexts: RankContexts, loading: Callable[[RankContext, str], AbstractContextManager[None]]
     ) -> None:
         self._contexts = contexts
         self._loading = loading
@@ -270,7 +270,7 @@ class NewCandidates:
         """Forget them: the run raised."""
         self._launches.clear()
 
-    def preflight(self, terms: Terms) -> Iterator[tuple[Local, Tally]]:
+    def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
         """Compile and load them, ban what fails, and yield how it went, context by context."""
         launches, self._launches = self._launches, []
         for binding, args, kwargs in launches:

@@ -13,26 +13,26 @@ from ..formatting import context_label
 from ..search.context_search import Context, Outcome
 from ..search.messages import MIXED, Announcement, Part
 from ..search.rules import BY_LAUNCH
-from ..timing.samples import Stopwatch
+from ..timing.samples import Samples
 from ..triton_api.identity import KernelSource
 from ..triton_api.interception import Key
 from .kernel_ids import KernelNames
 
 
-class LocalContexts:
+class RankContexts:
     """The contexts that this rank has launched, by name."""
 
     def __init__(
-        self, names: KernelNames, agree: str, rank: int, on_ban: Callable[[Local, str, str], None]
+        self, names: KernelNames, agree: str, rank: int, on_ban: Callable[[RankContext, str, str], None]
     ) -> None:
-        self.by_name: dict[str, Local] = {}
+        self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self._names = names
         self._agree = agree
         self._rank = rank
         self._on_ban = on_ban
 
-    def find(self, kernel: str, key_text: str) -> tuple[Local | None, str]:
+    def find(self, kernel: str, key_text: str) -> tuple[RankContext | None, str]:
         """Return the context of a kernel's key, if there is one, and what tells it from others of the kernel.
 
         That is the key, or with `agree="ordinal"` its order among those launched here.
@@ -46,7 +46,7 @@ class LocalContexts:
         taken = {local.slot for local in own}
         return None, next(slot for n in range(len(own) + 1) if (slot := f"@{n}") not in taken)
 
-    def ban(self, local: Local, candidate: str, reason: str) -> None:
+    def ban(self, local: RankContext, candidate: str, reason: str) -> None:
         """Keep that a candidate failed here; the peers are told at the end of the run."""
         local.bans[candidate] = reason
         self._on_ban(local, candidate, reason)
@@ -121,7 +121,7 @@ class LocalContexts:
     def take(
         self, contexts: Mapping[str, Context], outcomes: Mapping[str, Outcome], *, late_ms: float
     ) -> None:
-        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Stopwatch.take`."""
+        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Samples.take`."""
         self.has_news = True
         for local in self.by_name.values():
             if local.told is None:
@@ -135,13 +135,13 @@ class LocalContexts:
             counts = outcomes[local.name].kind == "sample" and by_launch
             local.stopwatch.take(waiting=context.waiting, counts=counts, late_ms=late_ms)
 
-    def _to_tell(self) -> Iterator[Local]:
+    def _to_tell(self) -> Iterator[RankContext]:
         for local in self.by_name.values():
             has_run = local.ran or local.stopwatch.report is not None
             if has_run or local.bans.keys() - local.told_bans or local.retold() is not None:
                 yield local
 
-    def _tell(self, local: Local, waits: bool) -> Part:
+    def _tell(self, local: RankContext, waits: bool) -> Part:
         ran = None if not local.ran else next(iter(local.ran)) if len(local.ran) == 1 else MIXED
         is_trial = bool(local.ran) and not local.is_waiting  # else the run told is an earlier one
         if is_trial or local.stopwatch.report is not None:
@@ -175,12 +175,12 @@ class Binding:
     tuner: Callable[[], Autotuner | None]  # a weak reference; of a `tunable` to nothing
     key: Key
     configs: dict[str, Any]  # or the options of a `tunable`
-    local: Local
+    local: RankContext
     loaded: set[tuple[str, int]] = field(default_factory=set)  # (candidate, device)
 
 
 @dataclass(eq=False)
-class Local:
+class RankContext:
     """What this rank knows of one context."""
 
     name: str
@@ -189,7 +189,7 @@ class Local:
     key: Key
     key_text: str
     constants: str
-    stopwatch: Stopwatch
+    stopwatch: Samples
     order: tuple[tuple[str, str], ...]  # (digest, text)
     rank: int
     family: str = ""  # of Autotuners of the same function and keys

@@ -32,7 +32,7 @@ class RunsSpent:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """What has been tried of what there is to try, and an estimate of the runs that are still to come."""
 
     timed: int  # candidates with a time, or banned, in all contexts
@@ -81,9 +81,9 @@ def planned_runs(rules: Rules, searches: Searches) -> int:
     return together + in_turn + 1
 
 
-def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Outlook:
+def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Forecast:
     """Return how far the session has come. Any thread may ask."""
-    return Outlook(
+    return Forecast(
         timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context, _ in searches),
         candidates=sum(len(context.digests) for context, _ in searches),
         planned_trials=planned_runs(rules, searches) - 1,

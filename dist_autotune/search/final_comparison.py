@@ -32,7 +32,7 @@ def contested(contexts: Iterable[Context], defaults: dict[str, int]) -> list[Con
     ]
 
 
-class Duel(PlanTrial):
+class FinalComparison(PlanTrial):
     """The plans in rounds, each in an order of its own, so that no period of the caller's favours one."""
 
     def __init__(self, contexts: Iterable[Context], defaults: dict[str, int], rank_reduce: str) -> None:
@@ -80,7 +80,7 @@ class Duel(PlanTrial):
     def compared(self) -> Iterable[Context]:
         return self.contexts
 
-    def takes_up(self, other: Duel) -> None:
+    def takes_up(self, other: FinalComparison) -> None:
         """Go on where another comparison was left, if it is of the same plans."""
         if self.plans == other.plans:
             self.run, self.ms = other.run, other.ms
@@ -123,10 +123,10 @@ class PlanComparison:
     """
 
     def __init__(self, rules: Rules) -> None:
-        self.duel: Duel | None = None  # under way
+        self.duel: FinalComparison | None = None  # under way
         self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
         self._rules = rules
-        self._left: Duel | None = None  # the one that a session without runs or time left to the next
+        self._left: FinalComparison | None = None  # an earlier session's, unfinished
 
     def enter(self, context: Context) -> bool:
         """Keep what is launched before a search; return whether that was made already, by what was left."""
@@ -149,7 +149,7 @@ class PlanComparison:
         """Compare the plans, where they differ; return whether there was anything to decide."""
         if self._rules.objective != "thunk" or not self.defaults:
             return False
-        duel = Duel(self.undecided(searched), self.defaults, self._rules.rank_reduce)
+        duel = FinalComparison(self.undecided(searched), self.defaults, self._rules.rank_reduce)
         if self._left is not None:
             duel.takes_up(self._left)
         self._left, self.defaults = None, {}
@@ -159,7 +159,7 @@ class PlanComparison:
     def take(self, merged: Payload, *, patience: int) -> str:
         """Take in one run of all ranks; return a remark for the log, if the tuned plan is not kept.
 
-        The arguments are those of `Duel.take`.
+        The arguments are those of `FinalComparison.take`.
         """
         duel = self.duel
         if duel is None:
@@ -179,7 +179,7 @@ class PlanComparison:
 
     def leave(self, searched: Iterable[Context]) -> None:
         """Leave what is not decided to the next session."""
-        left = self.duel or Duel(self.undecided(searched), self.defaults, self._rules.rank_reduce)
+        left = self.duel or FinalComparison(self.undecided(searched), self.defaults, self._rules.rank_reduce)
         if not left.is_over:
             self._left = left
             self.defaults.update(left.defaults)

@@ -1,6 +1,6 @@
 """How what all ranks said of a run becomes the next plan. No torch, no I/O, no clock.
 
-`Tuning` is the state that every rank holds alike: fed the same merged payloads, it yields the same
+`SearchState` is the state that every rank holds alike: fed the same merged payloads, it yields the same
 plans, so every rank makes the same number of runs.
 
 First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ..codec import digest
 from . import budget
-from .budget import Outlook, RunsSpent
+from .budget import Forecast, RunsSpent
 from .context_search import Context, Outcome
 from .contexts import Contexts
 from .messages import CrashBans, Part, Payload
@@ -29,7 +29,7 @@ STARVED_RUNS = {"replay": 3, "online": 64}
 IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks still differ in what they ran
 
 
-class Tuning:
+class SearchState:
     """The state of one tuned function. `step(merged)` after each run; `done` ends the session."""
 
     def __init__(self, rules: Rules) -> None:
@@ -93,7 +93,7 @@ class Tuning:
         return budget.planned_runs(self.rules, self.contexts.searches)
 
     @property
-    def outlook(self) -> Outlook:
+    def outlook(self) -> Forecast:
         """Return how far the session has come."""
         return budget.outlook(self.rules, self.contexts.searches, self._spent)
 
