@@ -142,7 +142,7 @@ class Payload:
     parts: dict[str, Part] = field(default_factory=dict)
     run: Part = field(default_factory=Part)  # time of the whole run
     elapsed_s: float = 0.0
-    told_ns: int = 0  # when the last rank told this, where all read one clock; see `common_start`
+    told_ns: int = 0  # when the last rank told this, where all read one clock; see `synchronized_start`
     lag_ns: int = 0  # how long after the exchange before the last rank came to this run
     wanted_ms: float = 0.0  # the filler that the slowest host wants before the next run
     late_ms: float = 0.0  # how much longer than usual the host of some rank took for the trial that is told
