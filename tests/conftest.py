@@ -197,8 +197,9 @@ def bench() -> Bench:
 @pytest.fixture
 def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the thread that acts for a busy rank act often; peers wait for it three times as long."""
-    from dist_autotune.ranks import watchdog
     from rank_programs import SHORT_S
+
+    from dist_autotune.ranks import watchdog
 
     monkeypatch.setattr(watchdog, "HEARTBEAT_S", SHORT_S / 3)
 

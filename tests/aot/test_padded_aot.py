@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import CDNA3, HOPPER, compile_for, resources
+from gluon_route import multiply
 from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 
@@ -21,7 +22,6 @@ from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
 from dist_autotune.kernels.persistent_gemm.copies import Copies, copied
 from dist_autotune.kernels.persistent_gemm.launch import Shape
-from gluon_route import multiply
 
 pytestmark = pytest.mark.aot
 

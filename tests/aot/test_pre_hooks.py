@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from candidates import arrive
+from gluon_route import multiply
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.driver import driver
@@ -32,7 +33,6 @@ from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.triton_api import interception
-from gluon_route import multiply
 from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks
 
