@@ -45,7 +45,7 @@ from triton.runtime.errors import OutOfResources
 
 from dist_autotune import contextual_autotune
 from dist_autotune.ranks import client
-from dist_autotune.ranks.group import AGREEMENTS, GroupAgreement
+from dist_autotune.ranks.group import AGREEMENTS, ProcessGroup
 from dist_autotune.ranks.hub_exchanges import Exchanges
 from dist_autotune.ranks.messages import pack, unpack
 from dist_autotune.search.messages import merge
@@ -117,9 +117,9 @@ def counting() -> list[Passed]:
     """Note every exchange that this process makes from now on."""
     noted: list[Passed] = []
     wire = {"sent": 0, "received": 0}
-    exchange, pack_message, unpack_messages = GroupAgreement.exchange, client.pack, client.unpack
+    exchange, pack_message, unpack_messages = ProcessGroup.exchange, client.pack, client.unpack
 
-    def counted(self: GroupAgreement, payload: bytes, *rest: Any) -> bytes:
+    def counted(self: ProcessGroup, payload: bytes, *rest: Any) -> bytes:
         wire.update(sent=0, received=0)
         merged = exchange(self, payload, *rest)
         noted.append(Passed(payload, len(merged), wire["sent"], wire["received"]))
@@ -136,7 +136,7 @@ def counting() -> list[Passed]:
         wire["received"] += before - len(buffer)
         return iter(messages)
 
-    GroupAgreement.exchange = counted  # type: ignore[method-assign]
+    ProcessGroup.exchange = counted  # type: ignore[method-assign]
     client.pack, client.unpack = packed, unpacked
     return noted
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds, merge
 from dist_autotune.search.rules import BY_LAUNCH, Rules
-from dist_autotune.search.state import Tuning
+from dist_autotune.search.state import SearchState
 from dist_autotune.search.strategies import STRATEGIES, exhaustive
 
 Ms = Mapping[str, float] | Callable[[str, int], float]
@@ -48,7 +48,7 @@ class Simulation:
         self.launches = launches
         self.bans = bans
         self.second = second  # what each run takes of the budget
-        self.tuning = Tuning(rules(**options))
+        self.tuning = SearchState(rules(**options))
         self.plans: list[dict[str, str]] = []  # of each run: context -> candidate launched
         self._announced: set[tuple[int, str]] = set()
         self._samples: dict[Any, list[float]] = {}

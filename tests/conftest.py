@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -159,28 +159,44 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def tmp_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return this test's own cache directory; relative paths, logs among them, end in its tmp_path too."""
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(cache))
-    monkeypatch.chdir(tmp_path)
-    return cache
-
-
-@pytest.fixture(autouse=True)
 def nothing_stays_patched() -> Iterator[None]:
-    """Fail the test that leaves Triton's Autotuner changed."""
-    before = _autotuner_run()
+    """Fail the test that leaves Triton's Autotuner, or the candidates of a kernel, changed for later ones."""
+    run, candidates = _autotuner_run(), _candidates()
     yield
     after = _autotuner_run()
-    assert before is None or after is before, (
-        f"Autotuner.run is {after!r} after the test, {before!r} before it"
-    )
+    assert run is None or after is run, f"Autotuner.run is {after!r} after the test, {run!r} before it"
+    changed = []
+    for name, kernel, configs in candidates:
+        if kernel.configs is not configs:
+            kernel.configs = configs  # or all later tests fail too
+            changed.append(name)
+    assert not changed, f"the test leaves other candidates to {', '.join(changed)}"
 
 
 def _autotuner_run() -> object:
     module = sys.modules.get("triton.runtime.autotuner")
     return module and module.Autotuner.run
+
+
+def _candidates() -> list[tuple[str, Any, list[Any]]]:
+    """Return name, autotuner and candidates of each kernel of the package that is imported."""
+    if (module := sys.modules.get("triton.runtime.autotuner")) is None:
+        return []
+    found = {}
+    for name in [name for name in sys.modules if name.startswith("dist_autotune.kernels.")]:
+        for attribute, value in list(vars(sys.modules[name]).items()):
+            if isinstance(value, module.Autotuner):
+                found[id(value)] = f"{name}.{attribute}", value, value.configs
+    return list(found.values())
+
+
+@pytest.fixture(autouse=True)
+def tmp_cache(nothing_stays_patched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return this test's own cache directory; relative paths, logs among them, end in its tmp_path too."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(cache))
+    monkeypatch.chdir(tmp_path)
+    return cache
 
 
 # ---- what the tests of several files are given

@@ -11,7 +11,7 @@ from .. import settings
 from ..codec import to_json
 from ..formatting import Table, columns, counted, format_ms
 from ..storage import crash_guard
-from ..storage.winners import DiskCache, Entry
+from ..storage.winners import Entry, Winners
 from . import terminal
 
 app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
@@ -89,9 +89,9 @@ def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache
         typer.echo(f"Imported {_entries(count)} into {cache.directory}")
 
 
-def _open_cache() -> DiskCache:
+def _open_cache() -> Winners:
     directory = settings.cache_directory()
-    return DiskCache(directory) if directory is not None else terminal.fail(f"No cache: {settings.NO_HOME}.")
+    return Winners(directory) if directory is not None else terminal.fail(f"No cache: {settings.NO_HOME}.")
 
 
 def _entries(count: int) -> str:

@@ -1,7 +1,7 @@
 """Checks that the decisions which sessions logged follow from what their ranks said.
 
-`Tuning` is fed the recorded words of all ranks (`records.Merged`), run by run, and must yield every plan and
-every result that the ranks wrote down. No torch, no I/O.
+`SearchState` is fed the recorded reports of all ranks (`records.Merged`), run by run, and must yield every
+plan and every result in the logs. No torch, no I/O.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from ..codec import to_json
 from ..errors import TuningError
 from ..formatting import Table, columns, context_label, counted, one_line
+from ..logs import decisions
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
 from ..search.messages import Payload
 from ..search.rules import Rules
-from ..search.state import Tuning
+from ..search.state import SearchState
 from ..search.strategies import STRATEGIES
-from ..tuner import decisions
 from ..version import __version__
 
 CLOSED_WELL = ("settled", "partial")
@@ -61,11 +61,11 @@ class Verdict:
 
 def verify(sessions: Mapping[str, Sequence[Record]]) -> list[Verdict]:
     """Recompute every session of a log directory, in the order in which they opened."""
-    states: dict[str, Tuning] = {}
+    states: dict[str, SearchState] = {}
     return [_verdict(name, records, states) for name, records in sessions.items()]
 
 
-def _verdict(name: str, records: Sequence[Record], states: dict[str, Tuning]) -> Verdict:
+def _verdict(name: str, records: Sequence[Record], states: dict[str, SearchState]) -> Verdict:
     """Recompute one session. states: of the sessions before it, by name; a session may continue one."""
     verdict = Verdict(name)
     opened = next((record for record in records if isinstance(record, SessionOpened)), None)
@@ -84,13 +84,15 @@ def _verdict(name: str, records: Sequence[Record], states: dict[str, Tuning]) ->
         verdict.compare(None, "session", "continues", opened.continues, "a session recomputed before it")
     else:
         tuning = states.get(opened.continues) if opened.continues else None
-        states[name] = tuning = Tuning(_rules(opened)) if tuning is None else tuning
+        states[name] = tuning = SearchState(_rules(opened)) if tuning is None else tuning
         tuning.open()
         _recompute(verdict, records, opened, tuning)
     return verdict
 
 
-def _recompute(verdict: Verdict, records: Sequence[Record], opened: SessionOpened, tuning: Tuning) -> None:
+def _recompute(
+    verdict: Verdict, records: Sequence[Record], opened: SessionOpened, tuning: SearchState
+) -> None:
     """Feed `tuning` the session's runs; compare plans and results."""
     said: dict[int, list[Merged]] = {}
     for record in records:

@@ -18,8 +18,8 @@ from ..errors import InvalidOption
 from ..formatting import Table, columns, config_label, context_label, format_ms, format_percent
 from ..logs.analysis import percent_over
 from ..logs.records import Banned, ContextAdmitted, ContextSettled, Record, SessionOpened, Trial
+from ..search.budget import RUNS_ALLOWED
 from ..search.context_search import Context
-from ..search.limits import RUNS_ALLOWED
 from ..search.messages import Announcement, Part, femtoseconds
 from ..search.rules import Rules
 from ..search.strategies import STRATEGIES

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,19 +12,18 @@ from triton.runtime.autotuner import Autotuner
 
 from ..compilation import preflight as compiling
 from ..compilation.config_failures import config_failure
+from ..compilation.pool import Tally, Terms
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
 from ..triton_api.interception import Key
-from .fast_path import SettledLaunches
+from .fast_path import FastPath
 from .kernel_ids import KernelNames
-from .new_candidates import NewCandidates
-from .rank_context import Binding, Local
-from .rank_contexts import LocalContexts
-from .registry import Admission
+from .rank_contexts import Binding, RankContext, RankContexts
+from .registry import Registry
 from .tunable import KnownChoices, texts_of
 
 
-class Launches:
+class Dispatcher:
     """The launches of one tuned function on this rank, from any thread.
 
     busy: entered while this rank compiles, so that its peers wait on. trying: entered around the first launch
@@ -34,17 +34,17 @@ class Launches:
     def __init__(
         self,
         names: KernelNames,
-        contexts: LocalContexts,
-        admission: Admission,
+        contexts: RankContexts,
+        admission: Registry,
         new_candidates: NewCandidates,
         clock: Clock,
         busy: Callable[[], AbstractContextManager[None]],
-        trying: Callable[[Local, str], AbstractContextManager[None]],
+        trying: Callable[[RankContext, str], AbstractContextManager[None]],
         *,
         passes_single: bool,
         is_frozen: bool,
     ) -> None:
-        self.settled = SettledLaunches(self.handle, self._replaces, passes_single=passes_single)
+        self.settled = FastPath(self.handle, self._replaces, passes_single=passes_single)
         self._known_choices = KnownChoices()
         self.tunes = False  # True while a launch may be a trial
         self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
@@ -243,3 +243,45 @@ class Launches:
     def forget(self, names: Iterable[str]) -> None:
         """Drop contexts; the next launch admits them anew."""
         self._admission.forget(names)
+
+
+class NewCandidates:
+    """The candidates of the contexts that appeared in the run under way, on this rank.
+
+    loading: entered around the loading of each.
+    """
+
+    def __init__(
+        self, contexts: RankContexts, loading: Callable[[RankContext, str], AbstractContextManager[None]]
+    ) -> None:
+        self._contexts = contexts
+        self._loading = loading
+        # The first launches of the contexts: arguments are held no longer than the run.
+        self._launches: list[tuple[Binding, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._launches)
+
+    def add(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take in the first launch of a context."""
+        self._launches.append((binding, args, kwargs))
+
+    def clear(self) -> None:
+        """Forget them: the run raised."""
+        self._launches.clear()
+
+    def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
+        """Compile and load them, ban what fails, and yield how it went, context by context."""
+        launches, self._launches = self._launches, []
+        for binding, args, kwargs in launches:
+            tuner, local = binding.tuner(), binding.local
+            if tuner is None or local.announced:
+                continue
+            tried = {local.choice, *local.bans}
+            untried = {digest: config for digest, config in binding.configs.items() if digest not in tried}
+            loading = functools.partial(self._loading, local)
+            found = compiling.preflight(tuner, untried, args, kwargs, terms, loading)
+            if found.tally is not None:
+                yield local, found.tally
+            for candidate, reason in found.reasons.items():
+                self._contexts.ban(local, candidate, reason)

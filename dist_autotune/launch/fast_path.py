@@ -21,7 +21,7 @@ class _Known:
         self.call = 0
 
 
-class SettledLaunches:
+class FastPath:
     """Stands in for `Autotuner.run` in settled calls.
 
     It knows the configs that `learn` told it; every other launch goes to the slow handler, which admits

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from triton.runtime.autotuner import Autotuner
+
+from ..errors import NoValidConfig
+from ..formatting import context_label
 from ..search.context_search import Context, Outcome
-from ..search.messages import MIXED, Part
+from ..search.messages import MIXED, Announcement, Part
 from ..search.rules import BY_LAUNCH
+from ..timing.samples import Samples
+from ..triton_api.identity import KernelSource
+from ..triton_api.interception import Key
 from .kernel_ids import KernelNames
-from .rank_context import Local
 
 
-class LocalContexts:
+class RankContexts:
     """The contexts that this rank has launched, by name."""
 
     def __init__(
-        self, names: KernelNames, agree: str, rank: int, on_ban: Callable[[Local, str, str], None]
+        self, names: KernelNames, agree: str, rank: int, on_ban: Callable[[RankContext, str, str], None]
     ) -> None:
-        self.by_name: dict[str, Local] = {}
+        self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self._names = names
         self._agree = agree
         self._rank = rank
         self._on_ban = on_ban
 
-    def find(self, kernel: str, key_text: str) -> tuple[Local | None, str]:
+    def find(self, kernel: str, key_text: str) -> tuple[RankContext | None, str]:
         """Return the context of a kernel's key, if there is one, and what tells it from others of the kernel.
 
         That is the key, or with `agree="ordinal"` its order among those launched here.
@@ -39,7 +46,7 @@ class LocalContexts:
         taken = {local.slot for local in own}
         return None, next(slot for n in range(len(own) + 1) if (slot := f"@{n}") not in taken)
 
-    def ban(self, local: Local, candidate: str, reason: str) -> None:
+    def ban(self, local: RankContext, candidate: str, reason: str) -> None:
         """Keep that a candidate failed here; the peers are told at the end of the run."""
         local.bans[candidate] = reason
         self._on_ban(local, candidate, reason)
@@ -114,7 +121,7 @@ class LocalContexts:
     def take(
         self, contexts: Mapping[str, Context], outcomes: Mapping[str, Outcome], *, late_ms: float
     ) -> None:
-        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Stopwatch.take`."""
+        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Samples.take`."""
         self.has_news = True
         for local in self.by_name.values():
             if local.told is None:
@@ -128,13 +135,13 @@ class LocalContexts:
             counts = outcomes[local.name].kind == "sample" and by_launch
             local.stopwatch.take(waiting=context.waiting, counts=counts, late_ms=late_ms)
 
-    def _to_tell(self) -> Iterator[Local]:
+    def _to_tell(self) -> Iterator[RankContext]:
         for local in self.by_name.values():
             has_run = local.ran or local.stopwatch.report is not None
             if has_run or local.bans.keys() - local.told_bans or local.retold() is not None:
                 yield local
 
-    def _tell(self, local: Local, waits: bool) -> Part:
+    def _tell(self, local: RankContext, waits: bool) -> Part:
         ran = None if not local.ran else next(iter(local.ran)) if len(local.ran) == 1 else MIXED
         is_trial = bool(local.ran) and not local.is_waiting  # else the run told is an earlier one
         if is_trial or local.stopwatch.report is not None:
@@ -150,3 +157,161 @@ class LocalContexts:
             announcement = local.announcement(kernel_id, siblings, place)
         local.told = replace(report, bans=untold, announcement=announcement)
         return local.told
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A result that a context already has when this rank first launches it."""
+
+    rank: int
+    candidate: str  # digest
+    ms: float | None = None
+
+
+@dataclass(eq=False)
+class Binding:
+    """One context as launched through one Autotuner object: its configs by candidate digest."""
+
+    tuner: Callable[[], Autotuner | None]  # a weak reference; of a `tunable` to nothing
+    key: Key
+    configs: dict[str, Any]  # or the options of a `tunable`
+    local: RankContext
+    loaded: set[tuple[str, int]] = field(default_factory=set)  # (candidate, device)
+
+
+@dataclass(eq=False)
+class RankContext:
+    """What this rank knows of one context."""
+
+    name: str
+    kernel: str  # identity of the kernel
+    source: KernelSource
+    key: Key
+    key_text: str
+    constants: str
+    stopwatch: Samples
+    order: tuple[tuple[str, str], ...]  # (digest, text)
+    rank: int
+    family: str = ""  # of Autotuners of the same function and keys
+    slot: str = ""
+    is_choice: bool = False  # of a `tunable`
+    claim: Claim | None = None
+    context: Context | None = None  # the state all ranks share, once one of them has announced it
+    announced: bool = False  # by this rank
+    bindings: list[Binding] = field(default_factory=list)
+    bans: dict[str, str] = field(default_factory=dict)  # digest -> reason, found here
+    told_bans: set[str] = field(default_factory=set)
+    choice: str | None = None  # of the run under way
+    ran: set[str] = field(default_factory=set)  # in the run under way
+    launches: int = 0
+    is_published: bool = False  # its result, to where launches outside the function find it
+    told: Part | None = None  # of the run under way, when the peers have been told
+
+    @property
+    def title(self) -> str:
+        return context_label(self.source.short_name, self.key_text)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether its result stands in this process."""
+        return self.context is not None and self.context.stands
+
+    @property
+    def measures(self) -> bool:
+        """Return whether launches of this run are samples."""
+        if self.context is None:
+            return self.claim is None and not self.is_choice
+        return self.context.judge == BY_LAUNCH and self.context.is_on_trial
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a peer has not read its sample yet: this run's launches are no part of the trial."""
+        return self.context is not None and self.context.waiting
+
+    def tries(self, candidate: str) -> bool:
+        """Return whether a launch of this candidate, now, is a trial."""
+        if len(self.order) == 1 or candidate not in dict(self.order):
+            return False
+        if self.context is None:
+            return self.claim is None
+        trial = self.context.trial
+        return trial is not None and self.context.is_on_trial and self.context.digests[trial] == candidate
+
+    def retold(self) -> Part | None:
+        """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
+        if self.context is None or self.context.trial is None or self.context.judge != BY_LAUNCH:
+            return None
+        if not self.measures and not self.is_waiting:
+            return None
+        return self.stopwatch.retell(self.context.digests[self.context.trial])
+
+    def begin_run(self) -> None:
+        """Forget the last run; the first launch chooses anew."""
+        self.choice, self.launches, self.told = None, 0, None
+        self.ran.clear()
+        self.stopwatch.begin_run()
+
+    def chosen(self, binding: Binding) -> str:
+        """Return the candidate of this run; what stands in for it where an Autotuner has pruned it away."""
+        if self.choice is None:
+            self.choice = self._choose()
+        return self.choice if self.choice in binding.configs else self.stand_in(binding.configs)
+
+    def _choose(self) -> str:
+        """Return the candidate for all launches of this run."""
+        if self.context is not None:
+            planned = self.context.digests[self.context.planned]
+            if planned not in self.bans and planned in dict(self.order):
+                return planned
+        return self.stand_in()
+
+    def stand_in(self, among: Collection[str] | None = None) -> str:
+        """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig.
+
+        among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
+        """
+        order = dict(self.order)
+        known = order if among is None else among
+        banned = set(self.bans)
+        if self.context is not None:
+            incumbent = self.context.digests[self.context.incumbent]
+            banned |= {self.context.digests[index] for index in self.context.banned}
+        else:
+            incumbent = self.claim.candidate if self.claim is not None else self.order[0][0]
+        for candidate in (incumbent, *order, *known):
+            if candidate not in banned and candidate in known:
+                return candidate
+        raise NoValidConfig(
+            f"{self.title}: all {len(self.order)} configs failed on some rank. {' '.join(self._reasons())}"
+        )
+
+    def _reasons(self) -> Iterator[str]:
+        for candidate, text in self.order:
+            if candidate in self.bans:
+                yield f"Rank {self.rank}, {text}: {self.bans[candidate]}."
+            elif self.context is not None and candidate in self.context.digests:
+                index = self.context.digests.index(candidate)
+                rank, reason = self.context.banned.get(index, (self.rank, "pruned away"))
+                yield f"Rank {rank}, {text}: {reason}."
+
+    def config_of(self, candidate: str) -> Any:
+        """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
+        holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
+        return next(holders, {}).get(candidate)
+
+    def announcement(self, kernel_id: str, siblings: int, place: int) -> Announcement:
+        claim = self.claim
+        return Announcement(
+            rank=self.rank,
+            kernel=self.source.short_name,
+            key=self.key_text,
+            order=self.order,
+            shared=tuple(sorted(candidate for candidate, _ in self.order)),
+            is_choice=self.is_choice,
+            kernel_id=kernel_id,
+            family=self.family,
+            siblings=siblings,
+            place=place,
+            slot=self.slot,
+            claim=None if claim is None else (claim.rank, claim.candidate, claim.ms),
+        )

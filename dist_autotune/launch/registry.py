@@ -10,18 +10,17 @@ from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
 from ..errors import TuningError
-from ..search.kernel_families import context_name
+from ..search.state import context_name
 from ..timing.clock import Clock
-from ..timing.samples import Stopwatch
+from ..timing.samples import Samples
 from ..triton_api import identity, interception
 from ..triton_api.identity import KernelSource
 from ..triton_api.interception import Key
 from .kernel_ids import KernelNames, family_of
-from .rank_context import Binding, Claim, Local
-from .rank_contexts import LocalContexts
+from .rank_contexts import Binding, Claim, RankContext, RankContexts
 
 
-class Admission:
+class Registry:
     """Finds the context of a launch, and makes it at the first one. Not for several threads at once.
 
     find_claim: the result that memory or disk has for a new context. recall: gives a new context what is
@@ -30,13 +29,13 @@ class Admission:
 
     def __init__(
         self,
-        contexts: LocalContexts,
+        contexts: RankContexts,
         names: KernelNames,
         clock: Clock,
         statistic: str,
         rank: int,
-        find_claim: Callable[[Local, Autotuner | None], Claim | None],
-        recall: Callable[[Local], Mapping[str, str]],
+        find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
+        recall: Callable[[RankContext], Mapping[str, str]],
     ) -> None:
         self._contexts = contexts
         self._names = names
@@ -80,20 +79,20 @@ class Admission:
         binding.local.bindings = binding.local.bindings or [binding]
         return binding
 
-    def choice(self, name: str, key: Key, key_text: str, options: dict[str, Any]) -> Local:
+    def choice(self, name: str, key: Key, key_text: str, options: dict[str, Any]) -> RankContext:
         """Return the context of a `tunable`."""
         kernel = self._names.name_of_choice(name, options)
         known, slot = self._contexts.find(kernel, key_text)
         if known is not None:
             return known
-        local = Local(
+        local = RankContext(
             name=self._name(kernel, slot),
             kernel=kernel,
             source=KernelSource(name, name, "", ""),
             key=key,
             key_text=key_text,
             constants="",
-            stopwatch=Stopwatch(self._clock, self._statistic),
+            stopwatch=Samples(self._clock, self._statistic),
             order=tuple((digest(text), text) for text in options),
             rank=self._rank,
             family=family_of(kernel),
@@ -138,19 +137,19 @@ class Admission:
         key_text: str,
         configs: dict[str, Any],
         constants: str,
-    ) -> Local:
+    ) -> RankContext:
         """Return a new context.
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
-        local = Local(
+        local = RankContext(
             name=self._name(kernel, slot),
             kernel=kernel,
             source=interception.source_of(tuner),
             key=key,
             key_text=key_text,
             constants=constants,
-            stopwatch=Stopwatch(self._clock, self._statistic, flags_gaps=True),
+            stopwatch=Samples(self._clock, self._statistic, flags_gaps=True),
             order=tuple(zip(configs, interception.texts_of(list(configs.values())), strict=True)),
             rank=self._rank,
             family=f"{family_of(kernel)}{kernel.partition('#')[2]}",

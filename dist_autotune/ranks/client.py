@@ -31,7 +31,7 @@ class HubSilent(Exception):
     """The hub's process is stopped, or busy beyond measure: it may come back."""
 
 
-class Line(Protocol):
+class Client(Protocol):
     """Requests and their replies; used by one thread.
 
     patience_s: how long the hub may take to take a message in.
@@ -52,7 +52,7 @@ class Line(Protocol):
         """Forget all replies under way."""
 
 
-class LocalLine:
+class LocalClient:
     """The line of the rank that runs the hub."""
 
     def __init__(self, hub: Hub, position: int) -> None:
@@ -91,7 +91,7 @@ class LocalLine:
             self._arrived.notify_all()
 
 
-class SocketLine:
+class SocketClient:
     """The line of any other rank, by one of several ways to the hub.
 
     An interrupted reply leaves it closed; the next request connects anew.

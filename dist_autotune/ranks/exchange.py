@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from . import watchdog
-from .client import HubLost, HubSilent, HungUp, Line
+from .client import Client, HubLost, HubSilent, HungUp
 from .hub import SEND_S
-from .members import Peers
+from .members import Members
 from .messages import Message
-from .store import PATIENCE_S, BoardLost, End
+from .store import PATIENCE_S, End, StoreLost
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at the board
 class Exchange:
     """One rank's part in one exchange."""
 
-    def __init__(self, peers: Peers, sequence: int, timeout_s: float, what: str) -> None:
+    def __init__(self, peers: Members, sequence: int, timeout_s: float, what: str) -> None:
         self._peers = peers
         self._sequence = sequence
         self._timeout_s = timeout_s
@@ -39,7 +39,7 @@ class Exchange:
         self._look_s = min(LOOK_S, timeout_s / 8)
         self._heard_at = self._began  # when the hub last answered
         self._signed_at: float | None = None
-        self._board_lost: BoardLost | None = None
+        self._board_lost: StoreLost | None = None
 
     def take_part(self, payload: bytes, merge: Merge) -> End:
         """Return how the exchange ended, the same on all ranks."""
@@ -51,11 +51,11 @@ class Exchange:
             peers.is_lost = True
         except HubSilent:
             pass
-        except BoardLost:
+        except StoreLost:
             return self._without_board()
         try:
             return self._on_board()
-        except BoardLost:
+        except StoreLost:
             return self._without_board()
 
     # -- through the hub -----------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Exchange:
         hub = self._peers.hub
         return self._peers.board.end(self._sequence) if hub is not None and hub.was_away() else None
 
-    def _ask(self, line: Line, op: str, **fields: Any) -> Message:
+    def _ask(self, line: Client, op: str, **fields: Any) -> Message:
         """Return the reply to a request, or when the time is up the end that the hub makes of it.
 
         A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
@@ -88,7 +88,7 @@ class Exchange:
                 return self._reply(line, line.send(op, self._sequence, **fields))
         raise HubLost("the hub closes every connection")
 
-    def _reply(self, line: Line, request: int) -> Message:
+    def _reply(self, line: Client, request: int) -> Message:
         while True:
             reply = self._reply_in_time(line, request)
             if reply is not None:
@@ -106,7 +106,7 @@ class Exchange:
             self._heard_at = time.monotonic()
             self._deadline = min(time.monotonic() + 3 * watchdog.HEARTBEAT_S, latest)
 
-    def _reply_in_time(self, line: Line, request: int) -> Message | None:
+    def _reply_in_time(self, line: Client, request: int) -> Message | None:
         """Return the reply, or None when the time is up.
 
         Meanwhile a rank looks whether the hub still answers, so as to know by then; and signs on the board if
@@ -175,7 +175,7 @@ class Exchange:
         """Let in those on other hosts who ask; ranks of this one need no store that answers."""
         try:
             self._peers.let_in(min(self._patience_s, SILENCE_S))
-        except BoardLost as error:
+        except StoreLost as error:
             self._board_lost = error
 
     def _sign(self) -> None:
@@ -183,7 +183,7 @@ class Exchange:
         try:
             self._peers.board.sign(self._sequence, self._patience_s)
             self._signed_at = time.monotonic()
-        except BoardLost as error:
+        except StoreLost as error:
             self._board_lost = error
 
     @property
@@ -208,7 +208,7 @@ class Exchange:
             ranks = [self._peers.ranks[position] for position in end["missing_positions"]]
             end = {**end, "missing": ranks}
         if "merged" not in end and self._peers.hub is not None:
-            with contextlib.suppress(BoardLost):
+            with contextlib.suppress(StoreLost):
                 self._peers.board.publish(self._sequence, end)
         return end
 

@@ -4,7 +4,7 @@ The hub of a group keeps one end for each exchange, so all ranks see the same: t
 failure of a rank, or the ranks that were missing when somebody's time was up. No collective of the user's is
 touched, and no wait is without a limit.
 
-World size 1 is `Alone`: the same interface without a hub.
+World size 1 is `SingleRank`: the same interface without a hub.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..formatting import described
 from . import watchdog
 from .client import HubLost, HubSilent, HungUp
 from .exchange import Exchange, Merge
-from .members import Peers
+from .members import Members
 from .messages import Message
-from .store import BoardLost, End
-from .watchdog import Attendant
+from .store import End, StoreLost
+from .watchdog import Watchdog
 
 FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
 
 
-class Agreement(Protocol):
+class RankGroup(Protocol):
     """What a session needs of its ranks."""
 
     @property
@@ -74,13 +74,13 @@ class Agreement(Protocol):
         """
 
 
-class Alone:
+class SingleRank:
     """One rank: its payload is the merged one."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
-        self._attendant = Attendant(rank, watchdog.HEARTBEAT_S, lambda: None)
+        self._attendant = Watchdog(rank, watchdog.HEARTBEAT_S, lambda: None)
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         return payload
@@ -109,15 +109,15 @@ class Alone:
             yield
 
 
-class GroupAgreement:
+class ProcessGroup:
     """The ranks of one process group. Create it on all ranks of the group."""
 
     def __init__(self, group: Any) -> None:
         self.pid = os.getpid()
-        self.peers = Peers(group)
+        self.peers = Members(group)
         self.rank, self.ranks = self.peers.rank, self.peers.ranks
         self._sequence = 0
-        self._attendant: Attendant | None = None
+        self._attendant: Watchdog | None = None
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         sequence = self._next_sequence()
@@ -165,9 +165,9 @@ class GroupAgreement:
             self._attendant.close()
         self.peers.close()
 
-    def _own_attendant(self) -> Attendant:
+    def _own_attendant(self) -> Watchdog:
         if self._attendant is None:
-            self._attendant = Attendant(self.rank, watchdog.HEARTBEAT_S, self.peers.new_line)
+            self._attendant = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.peers.new_line)
         return self._attendant
 
     def _next_sequence(self) -> int:
@@ -177,9 +177,9 @@ class GroupAgreement:
     def _fail_at(self, sequence: int, error: BaseException) -> None:
         text = described(error)[:2000]
         end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
-        with contextlib.suppress(BoardLost):  # for who has not found the hub yet, or finds it gone
+        with contextlib.suppress(StoreLost):  # for who has not found the hub yet, or finds it gone
             self.peers.board.publish(sequence, end)
-        with contextlib.suppress(BoardLost, HubLost, HubSilent, OSError):
+        with contextlib.suppress(StoreLost, HubLost, HubSilent, OSError):
             if self.peers.is_lost or not self.peers.find_hub():
                 return
             reply = self._published(sequence, end)
@@ -214,19 +214,19 @@ class GroupAgreement:
         return AgreementTimeout(text, missing)
 
 
-class Agreements:
+class Groups:
     """The agreements of this process, one per process group, shared by all tuned functions."""
 
     def __init__(self) -> None:
-        self._by_group: weakref.WeakKeyDictionary[Any, GroupAgreement] = weakref.WeakKeyDictionary()
-        self._alone: dict[int, Alone] = {}
+        self._by_group: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
+        self._alone: dict[int, SingleRank] = {}
 
-    def alone(self) -> Agreement:
+    def alone(self) -> RankGroup:
         """Return the agreement of this process with itself."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else settings.process_rank()
-        return self._alone.setdefault(rank, Alone(rank))
+        return self._alone.setdefault(rank, SingleRank(rank))
 
-    def of(self, group: Any) -> Agreement:
+    def of(self, group: Any) -> RankGroup:
         """Return the agreement of `group` (None: the default group).
 
         Without torch.distributed, with one rank, or in a forked child of a rank: `alone()`.
@@ -247,7 +247,7 @@ class Agreements:
             return self.alone()
         if known is None:
             self._close_ended()
-            known = self._by_group[group] = GroupAgreement(group)
+            known = self._by_group[group] = ProcessGroup(group)
             weakref.finalize(group, known.close).atexit = False
         return known
 
@@ -274,4 +274,4 @@ def _rank_in(group: Any) -> int:
         raise InvalidOption(f"group={group!r}: {error}") from None
 
 
-AGREEMENTS = Agreements()
+AGREEMENTS = Groups()

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .client import Line, LocalLine, SocketLine
+from .client import Client, LocalClient, SocketClient
 from .hosts import interface_towards, this_host
 from .hub import Hub
-from .store import PATIENCE_S, Board
+from .store import PATIENCE_S, Store
 
 
-class Peers:
+class Members:
     """The ranks of one process group, as one of them sees them."""
 
     def __init__(self, group: Any) -> None:
@@ -21,8 +21,8 @@ class Peers:
         self.rank = dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.position = self.ranks.index(self.rank)
-        self.board = Board(group, self.ranks, self.rank)
-        self.line: Line | None = None  # to the hub; None: not found yet
+        self.board = Store(group, self.ranks, self.rank)
+        self.line: Client | None = None  # to the hub; None: not found yet
         self.hub: Hub | None = None  # on the first rank
         self.is_lost = False  # the hub has gone
         self._has_asked = False  # to be let in, from another host
@@ -38,10 +38,10 @@ class Peers:
         self.line = self.new_line(patience_s)
         return self.line is not None
 
-    def new_line(self, patience_s: float = PATIENCE_S) -> Line | None:
+    def new_line(self, patience_s: float = PATIENCE_S) -> Client | None:
         """Return one more line to the hub, for another thread; None: the hub is not there yet."""
         if self.hub is not None:
-            return LocalLine(self.hub, self.position)
+            return LocalClient(self.hub, self.position)
         address = self.board.address(patience_s)
         if address is None:
             return None
@@ -50,7 +50,7 @@ class Peers:
             store = self.board.host
             self.board.ask_in(interface_towards(store[0]) if store is not None else "")
             self._has_asked = True
-        return SocketLine(ways, address.token, self.position) if ways else None
+        return SocketClient(ways, address.token, self.position) if ways else None
 
     def let_in(self, patience_s: float) -> None:
         """Let the hub listen for those on other hosts who have asked since the last time."""

@@ -24,7 +24,7 @@ End = dict[str, Any]  # how an exchange ended: "merged", "failed" or "missing", 
 PATIENCE_S = 10.0  # for one operation
 
 
-class BoardLost(Exception):
+class StoreLost(Exception):
     """The default store does not answer."""
 
 
@@ -45,7 +45,7 @@ class Address:
         return [("127.0.0.1", self.port)] if from_host == self.host else list(self.outside)
 
 
-class Board:
+class Store:
     """The keys of one group. Create it on all ranks; no method waits for a peer."""
 
     def __init__(self, group: Any, ranks: tuple[int, ...], rank: int) -> None:
@@ -125,7 +125,7 @@ class Board:
     @property
     def _store(self) -> Any:
         if self._is_closed:
-            raise BoardLost("the process group has ended")
+            raise StoreLost("the process group has ended")
         if self._known_store is None:
             default = dist.distributed_c10d._get_default_store()
             members = "-".join(map(str, self._ranks)) if len(self._ranks) < 17 else str(len(self._ranks))
@@ -162,6 +162,6 @@ class Board:
         thread.join(patience_s)
         if results:
             return results[0]
-        if not errors or isinstance(errors[0], (dist.DistError, BoardLost)):
-            raise BoardLost(str(errors[0]) if errors else f"no answer in {patience_s:.3g} s")
+        if not errors or isinstance(errors[0], (dist.DistError, StoreLost)):
+            raise StoreLost(str(errors[0]) if errors else f"no answer in {patience_s:.3g} s")
         raise errors[0]

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .client import HubLost, HubSilent, Line
-from .store import BoardLost, End
+from .client import Client, HubLost, HubSilent
+from .store import End, StoreLost
 
 HEARTBEAT_S = 1.0
 PATIENCE = 10  # a rank that compiles extends its deadline at most this many times
@@ -31,14 +31,14 @@ class Watch:
     whereabouts: Callable[[], str] | None = None  # what the run is at; None: it may take as long as it likes
 
 
-class Attendant:
+class Watchdog:
     """Beats while this rank compiles; watches a run of the user's function: what becomes of it, and of peers.
 
     The thread starts when first needed and looks once a heartbeat, so shorter calls cost it nothing. A forked
     child has no such thread and starts its own.
     """
 
-    def __init__(self, rank: int, heartbeat_s: float, new_line: Callable[[], Line | None]) -> None:
+    def __init__(self, rank: int, heartbeat_s: float, new_line: Callable[[], Client | None]) -> None:
         self._rank = rank
         self._heartbeat_s = heartbeat_s
         self._new_line = new_line
@@ -74,7 +74,7 @@ class Attendant:
         tell: Callable[[str], None],
         whereabouts: Callable[[], str] | None = None,
     ) -> Iterator[None]:
-        """Watch while the block runs; see `Agreement.running`."""
+        """Watch while the block runs; see `RankGroup.running`."""
         self._start()
         self._compiled_s = 0.0
         self._watch = Watch(sequence, what, timeout_s, on_stuck, tell, time.monotonic(), whereabouts)
@@ -93,7 +93,7 @@ class Attendant:
         self._is_closed = True
 
     def _attend(self) -> None:
-        line: Line | None = None
+        line: Client | None = None
         while True:
             time.sleep(self._heartbeat_s)
             if self._is_closed:
@@ -111,12 +111,12 @@ class Attendant:
                     line.tell("beat", beats_at)
                 if line is not None and watch is not None:
                     self._look(watch, line)
-            except (BoardLost, HubLost, HubSilent):
+            except (StoreLost, HubLost, HubSilent):
                 line = None
         if line is not None:
             line.close()
 
-    def _look(self, watch: Watch, line: Line) -> None:
+    def _look(self, watch: Watch, line: Client) -> None:
         """Say once that the peers have gone on without this rank; later, if so asked, end the process."""
         if watch is not self._told:
             reply = line.receive(line.send("look", watch.sequence), self._heartbeat_s)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import NoValidConfig
+from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import context_label
-from .agreed_times import AgreedTimes
-from .messages import Announcement, Part
+from .messages import FS_PER_MS, Announcement, Part
 from .rules import BY_LAUNCH, Rules
-from .running_strategy import RunningFlow
-from .strategies import Winner
+from .strategies import AgreedMs, Warmup, Winner
 
 
 @dataclass(frozen=True)
@@ -255,3 +257,138 @@ class Context:
             self.status = ""
             self.times.forget_samples()
             self._ran.clear()
+
+
+_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
+
+
+class RunningFlow:
+    """A flow of `rules.strategy` over so many candidates, which asks for one after another.
+
+    The strategy may be the user's: whatever it raises, asks for or returns that no flow may is a FlowFailed.
+    """
+
+    def __init__(self, rules: Rules, candidates: int) -> None:
+        self.index: int | None = None  # of the candidate asked for; None: it has not begun
+        self.is_warmup = False
+        self._search = rules.search
+        self._candidates = candidates
+        self._times_asked: dict[tuple[int, bool], int] = {}
+        with self._named_errors():
+            self._flow = rules.strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
+        if not hasattr(self._flow, "send"):
+            raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
+
+    @property
+    def count(self) -> int:
+        """Return which warm-up or sample of its candidate it asks for, from 1; 0: it has not begun."""
+        return 0 if self.index is None else self._times_asked[self.index, self.is_warmup]
+
+    def resume(self, ms: float | None, banned: Container[int]) -> int | None:
+        """Send the time of what was asked for (None: begin); return the winner once it has one.
+
+        Else it asks for a candidate that is not banned: to one that is, the answer is `inf` at once.
+        """
+        for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
+            try:
+                with self._named_errors():
+                    asked = next(self._flow) if ms is None else self._flow.send(ms)
+            except StopIteration as stop:
+                winner = self._checked(stop.value, "returned")
+                return stop.value if isinstance(stop.value, Winner) else winner
+            self.is_warmup = isinstance(asked, Warmup)
+            self.index = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
+            times = self._times_asked.get((self.index, self.is_warmup), 0)
+            self._times_asked[self.index, self.is_warmup] = times + 1
+            if self.index not in banned:
+                return None
+            ms = math.inf
+        raise FlowFailed(f"search={self._search}: keeps asking for candidates that are banned")
+
+    def _checked(self, index: Any, verb: str) -> int:
+        with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
+            if 0 <= operator.index(index) < self._candidates:
+                return operator.index(index)
+        raise FlowFailed(
+            f"search={self._search}: {verb} {index!r}, which is none of {self._candidates} candidates"
+        )
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say of an exception in the user's strategy that it comes from there."""
+        try:
+            yield
+        except (StopIteration, TuningError):
+            raise
+        except Exception as error:
+            raise FlowFailed(f"search={self._search}: {type(error).__name__}: {error}") from error
+
+
+HOST_SHARE = 0.03  # of an agreed time; what the host may have added to it counts when it is more
+
+
+class AgreedTimes:
+    """Agreed milliseconds so far, by the candidate's index. rank_reduce: the option."""
+
+    def __init__(self, rank_reduce: str) -> None:
+        self.ms: dict[int, float] = {}
+        self.warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
+        self.fastest_ms: dict[int, float] = {}  # the fastest rank's
+        self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
+        self._rank_reduce = rank_reduce
+
+    def take_sample(self, index: int, judged: Part) -> None:
+        """Take in what the ranks say of a candidate: no time, unless each rank that ran it has one."""
+        ms = self.reduced_ms(judged)
+        if ms is None:
+            self.ms.pop(index, None)
+        else:
+            self.ms[index], self.fastest_ms[index] = ms, judged.best_ms
+            self.gap_ms[index] = judged.gap_ms
+
+    def take_warmup(self, index: int, judged: Part) -> float:
+        """Take in what the ranks say of a warm-up, and return its agreed time; nan: it has none."""
+        ms = self.reduced_ms(judged)
+        if ms is None:
+            return math.nan
+        self.warmup_ms[index] = ms
+        return AgreedMs(ms, ms - judged.gap_ms) if judged.gap_ms > 0 else ms
+
+    def told(self, index: int) -> float:
+        """Return the agreed time so far as a flow is told it: an interval where a host may be in it."""
+        ms, host_ms = self.ms.get(index, math.nan), self.host_ms(index)
+        return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
+
+    def forget_samples(self) -> None:
+        """Begin anew: candidates are judged by something else now."""
+        self.ms, self.fastest_ms, self.gap_ms = {}, {}, {}
+
+    def reduced_ms(self, judged: Part) -> float | None:
+        """Return the agreed time; None when a rank that launched the candidate has no sample."""
+        if judged.unmeasured or not judged.measured:
+            return None
+        if self._rank_reduce == "max":
+            return judged.worst_ms
+        return judged.total_fs / (judged.measured * FS_PER_MS)
+
+    def fastest(self, banned: Container[int]) -> int | None:
+        """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""
+        usable = [(ms, index) for index, ms in tuple(self.ms.items()) if index not in banned]
+        return min(usable)[1] if usable else None
+
+    def host_ms(self, index: int) -> float:
+        """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count.
+
+        The kernel's own time lies between the agreed time less this and the agreed time.
+        """
+        gap_ms = self.gap_ms.get(index, 0.0)
+        return gap_ms if gap_ms > HOST_SHARE * self.ms.get(index, math.inf) else 0.0
+
+    def are_equal(self, *indices: int) -> bool:
+        """Return whether two candidates are equal by what the clocks can tell.
+
+        Where the device waited for a host, the slower of two times may hold all of that wait and the faster
+        none of it: their order is known only if it stands even then.
+        """
+        (less, _), (more, slower) = sorted((self.ms.get(index, math.inf), index) for index in indices)
+        return more - self.host_ms(slower) <= less

@@ -10,7 +10,9 @@ import random
 from collections.abc import Iterable
 
 from .context_search import Context
+from .messages import Payload
 from .plan_trial import PlanTrial
+from .rules import Rules
 
 ROUNDS = 6  # of all sides; the first one warms up
 DUEL_RUNS = 2 * ROUNDS  # where two plans are compared
@@ -30,7 +32,7 @@ def contested(contexts: Iterable[Context], defaults: dict[str, int]) -> list[Con
     ]
 
 
-class Duel(PlanTrial):
+class FinalComparison(PlanTrial):
     """The plans in rounds, each in an order of its own, so that no period of the caller's favours one."""
 
     def __init__(self, contexts: Iterable[Context], defaults: dict[str, int], rank_reduce: str) -> None:
@@ -78,7 +80,7 @@ class Duel(PlanTrial):
     def compared(self) -> Iterable[Context]:
         return self.contexts
 
-    def takes_up(self, other: Duel) -> None:
+    def takes_up(self, other: FinalComparison) -> None:
         """Go on where another comparison was left, if it is of the same plans."""
         if self.plans == other.plans:
             self.run, self.ms = other.run, other.ms
@@ -112,3 +114,78 @@ class Duel(PlanTrial):
         for context in self.contexts:
             is_other = not (self.is_over or self.waiting) and self.side != TUNED
             context.override = self.plans[self.side][context.name] if is_other else None
+
+
+class PlanComparison:
+    """The tuned plan against the default one, over the sessions that it takes.
+
+    `searched`, where a method takes it: the contexts that were searched since the last comparison began.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.duel: FinalComparison | None = None  # under way
+        self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
+        self._rules = rules
+        self._left: FinalComparison | None = None  # an earlier session's, unfinished
+
+    def enter(self, context: Context) -> bool:
+        """Keep what is launched before a search; return whether that was made already, by what was left."""
+        self.defaults.setdefault(context.name, context.incumbent)
+        if self._left is None or context.name not in self._left.plans[TUNED]:
+            return False
+        winner = self._left.plans[TUNED][context.name]
+        context.settle("tuned", None if winner in context.banned else winner)
+        return True
+
+    def undecided(self, searched: Iterable[Context]) -> list[Context]:
+        """Return the contexts whose winners have yet to beat the default plan."""
+        if self.duel is not None:
+            return self.duel.contexts
+        if self._rules.objective != "thunk":
+            return []
+        return contested([context for context in searched if context.status == "tuned"], self.defaults)
+
+    def begin(self, searched: Iterable[Context]) -> bool:
+        """Compare the plans, where they differ; return whether there was anything to decide."""
+        if self._rules.objective != "thunk" or not self.defaults:
+            return False
+        duel = FinalComparison(self.undecided(searched), self.defaults, self._rules.rank_reduce)
+        if self._left is not None:
+            duel.takes_up(self._left)
+        self._left, self.defaults = None, {}
+        self.duel = None if duel.is_over else duel
+        return True
+
+    def take(self, merged: Payload, *, patience: int) -> str:
+        """Take in one run of all ranks; return a remark for the log, if the tuned plan is not kept.
+
+        The arguments are those of `FinalComparison.take`.
+        """
+        duel = self.duel
+        if duel is None:
+            return ""
+        duel.take(merged, patience=patience)
+        if not duel.is_over:
+            return ""
+        self.duel = None
+        winner = duel.winner
+        if winner == TUNED:
+            return ""
+        for context in duel.contexts:
+            if duel.plans[winner][context.name] not in context.banned:
+                context.settle("tuned", duel.plans[winner][context.name])
+        kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
+        return f"{kept} is kept: it took {duel.ms[winner]} ms, the tuned one {duel.ms[TUNED]} ms"
+
+    def leave(self, searched: Iterable[Context]) -> None:
+        """Leave what is not decided to the next session."""
+        left = self.duel or FinalComparison(self.undecided(searched), self.defaults, self._rules.rank_reduce)
+        if not left.is_over:
+            self._left = left
+            self.defaults.update(left.defaults)
+            left.leave()
+        self.duel = None
+
+    def drop(self) -> None:
+        """Forget the comparison, under way or left: the session was dropped on all ranks."""
+        self.duel, self._left = None, None

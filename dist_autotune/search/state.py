@@ -1,6 +1,6 @@
 """How what all ranks said of a run becomes the next plan. No torch, no I/O, no clock.
 
-`Tuning` is the state that every rank holds alike: fed the same merged payloads, it yields the same
+`SearchState` is the state that every rank holds alike: fed the same merged payloads, it yields the same
 plans, so every rank makes the same number of runs.
 
 First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
@@ -11,16 +11,17 @@ plan by launch times, in a final comparison.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field, replace
 
-from . import limits
+from ..codec import digest
+from . import budget
+from .budget import Forecast, RunsSpent
 from .context_search import Context, Outcome
 from .contexts import Contexts
-from .kernel_families import KernelFamilies
 from .messages import CrashBans, Part, Payload
-from .outlook import Outlook, RunsSpent
 from .plan_trial import PlanTrial
-from .purpose import Purpose
 from .rules import BY_LAUNCH, BY_RUN, Rules
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
@@ -28,7 +29,7 @@ STARVED_RUNS = {"replay": 3, "online": 64}
 IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks still differ in what they ran
 
 
-class Tuning:
+class SearchState:
     """The state of one tuned function. `step(merged)` after each run; `done` ends the session."""
 
     def __init__(self, rules: Rules) -> None:
@@ -89,12 +90,12 @@ class Tuning:
     @property
     def planned_runs(self) -> int:
         """Return how many runs the search plans, the final one included."""
-        return limits.planned_runs(self.rules, self.contexts.searches)
+        return budget.planned_runs(self.rules, self.contexts.searches)
 
     @property
-    def outlook(self) -> Outlook:
+    def outlook(self) -> Forecast:
         """Return how far the session has come."""
-        return limits.outlook(self.rules, self.contexts.searches, self._spent)
+        return budget.outlook(self.rules, self.contexts.searches, self._spent)
 
     # -- what happens to it --------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class Tuning:
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle what is under way when the next run must be the last."""
-        if limits.is_spent(self.rules, self.contexts.searches, self.runs, elapsed_s):
+        if budget.is_spent(self.rules, self.contexts.searches, self.runs, elapsed_s):
             self.closing = True
         if self.closing:
             self.contexts.leave()
@@ -218,3 +219,78 @@ def _with_late_hosts(merged: Payload) -> Payload:
 
     parts = {name: widened(part) for name, part in merged.parts.items()}
     return replace(merged, parts=parts, run=widened(merged.run))
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a run is for; several contexts may be at different points of their searches."""
+
+    tries: bool  # a candidate, the incumbent among them, or a plan
+    waits: bool  # for the sample of an earlier run
+
+    @staticmethod
+    def of(unsettled: Iterable[Context], plan: PlanTrial | None) -> Purpose:
+        """Return what the next run is for, or the one under way. `plan`: what is judged as a whole."""
+        if plan is not None:
+            return Purpose(not plan.waiting, plan.waiting)
+        contexts = list(unsettled)
+        return Purpose(
+            tries=any(context.is_on_trial for context in contexts),
+            waits=any(context.waiting for context in contexts),
+        )
+
+
+def context_name(kernel_id: str, slot: str) -> str:
+    """Return the name of a kernel's context, the same on all ranks."""
+    return digest(f"{kernel_id}|{slot}")
+
+
+@dataclass
+class _Family:
+    """The Autotuners of one function and keys, on all ranks."""
+
+    kernels: list[str] = field(default_factory=list)  # ids, that of the lowest rank first
+    siblings: int = 1  # on one rank, at most
+
+
+class KernelFamilies:
+    """What all ranks call each kernel: the same on all of them, as it follows from what they announced."""
+
+    def __init__(self) -> None:
+        self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
+        self._families: dict[str, _Family] = {}
+
+    def unite(self, merged: Payload, known: Container[str]) -> tuple[Payload, dict[str, str]]:
+        """Return the payload with one name for what is one context; and the new names by the old.
+
+        Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,
+        those of all ranks are one kernel, whose candidates meet in their intersection. `known`: contexts
+        whose names stand.
+        """
+        told = {
+            name: part.announcement
+            for name, part in sorted(merged.parts.items())
+            if part.announcement is not None and part.announcement.family
+        }
+        announced = {name: announcement for name, announcement in told.items() if name not in known}
+        for name, announcement in sorted(told.items(), key=lambda item: (item[1].rank, item[1].kernel_id)):
+            family = self._families.setdefault(announcement.family, _Family())
+            if name in known and announcement.kernel_id in family.kernels:
+                continue
+            family.siblings = max(family.siblings, announcement.siblings)
+            if announcement.kernel_id not in family.kernels:
+                family.kernels.append(announcement.kernel_id)
+        for family in self._families.values():
+            if family.siblings == 1:
+                self.aliases.update(dict.fromkeys(family.kernels[1:], family.kernels[0]))
+        names = {
+            name: context_name(self.aliases[announcement.kernel_id], announcement.slot)
+            for name, announcement in announced.items()
+            # On a rank that has both they are two kernels, though they were taken for one before.
+            if announcement.kernel_id in self.aliases and announcement.siblings == 1
+        }
+        parts: dict[str, Part] = {}
+        for name, part in sorted(merged.parts.items()):
+            name = names.get(name, name)
+            parts[name] = parts[name].merged(part) if name in parts else part
+        return dataclasses.replace(merged, parts=parts), names

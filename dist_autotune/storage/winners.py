@@ -86,7 +86,7 @@ class Entry:
         return {**vars(self), "key": vars(self.key), "timings": dict(self.timings)}
 
 
-class DiskCache:
+class Winners:
     """The entries of one directory; without a directory everything is a miss and nothing is stored."""
 
     def __init__(self, directory: Path | None, *, lock_timeout_s: float = 10.0) -> None:

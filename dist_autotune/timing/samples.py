@@ -22,7 +22,7 @@ READ_WITHIN_RUNS = 2  # of the run that a sample is of, also where nobody waits 
 GAP_SHARE = 0.03  # of a sample: a host's part that is no more does not count
 
 
-class Stopwatch:
+class Samples:
     """Times what one context, or the whole run, is judged by.
 
     A run is timed by `start` and `stop`, told by `tell`, and its sample is kept or dropped by `take`,

@@ -32,7 +32,7 @@ def clock_name() -> str:
         return socket.gethostname()
 
 
-class CommonStart:
+class SynchronizedStart:
     """The moment of the next run. Times are of `time.monotonic_ns`; no rank sleeps or waits here."""
 
     def __init__(self) -> None:

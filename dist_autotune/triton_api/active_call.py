@@ -23,7 +23,7 @@ Start: TypeAlias = Callable[..., None]
 T = TypeVar("T")
 
 
-class Turn:
+class ActiveCall:
     """The turn of calls, and which threads belong to the call that has it.
 
     A thread belongs to a call that has started it, directly or through others of its threads; or that

@@ -19,7 +19,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 from . import identity, subclasses
-from .active_call import Turn
+from .active_call import ActiveCall
 from .identity import KernelSource
 
 Key: TypeAlias = tuple[Any, ...]
@@ -41,7 +41,7 @@ class Interception:
     """
 
     def __init__(self) -> None:
-        self.turn = Turn()
+        self.turn = ActiveCall()
         self.active = False
         self.tuning = False  # a launch may be a trial
         self.chooser: Callable[..., Any] | None = None  # answers `tunable` during the active call

@@ -13,13 +13,13 @@ from ..errors import RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import AGREEMENTS, Agreement
+from ..ranks.group import AGREEMENTS, RankGroup
 from ..search.messages import Payload, check_facts, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
-from . import hints
+from . import user_warnings
 from .failures import diagnosis_to
-from .function_state import Domain
+from .function_state import FunctionState
 from .report import TuningReport
 from .session import Session
 from .snapshot import Snapshot
@@ -40,7 +40,7 @@ class Calls:
     def __init__(
         self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
     ) -> None:
-        self.domain: Domain | None = None
+        self.domain: FunctionState | None = None
         self._function = function
         self._options = options
         self._name = name
@@ -96,7 +96,7 @@ class Calls:
             return self._call_settled(domain, mode, thunk)
         return self._run_session(domain, thunk)
 
-    def _call_settled(self, domain: Domain, mode: str, thunk: Callable[[], T]) -> T:
+    def _call_settled(self, domain: FunctionState, mode: str, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
         is_alone = len(domain.agreement.ranks) == 1
         votes = self._options.watch and not is_alone and mode == "tune"
@@ -131,7 +131,7 @@ class Calls:
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
 
-    def _note_new(self, domain: Domain, what_happens: str) -> None:
+    def _note_new(self, domain: FunctionState, what_happens: str) -> None:
         """Log, once each, the keys that are new and are not tuned by this call."""
         for name in sorted(domain.launches.met - self._noted):
             self._noted.add(name)
@@ -139,13 +139,15 @@ class Calls:
                 f"{domain.local_contexts.by_name[name].title} is new to {self._name} and {what_happens}"
             )
 
-    def _run_session(self, domain: Domain, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
+    def _run_session(
+        self, domain: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None
+    ) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
         if self._session is not None and not self._goes_on(self._session):
             self._session = None
         if self._session is None:
             if not self._options.is_dist and domain.tuning.rules.tunes:
-                hints.tunes_alone(self._name)
+                user_warnings.tunes_alone(self._name)
             domain.forgetful = self._forgets and domain.tuning.rules.tunes
             log = SessionLog(self._log_dir, domain.agreement.rank)
             self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
@@ -175,16 +177,16 @@ class Calls:
             self._wants_session = session.wants_another
             self._forgets = self._forgets and (session.has_failed or not session.domain.forgetful)
 
-    def _current_domain(self, *, tunes: bool) -> Domain:
+    def _current_domain(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
-        agreement: Agreement = (
+        agreement: RankGroup = (
             AGREEMENTS.of(self._options.process_group()) if self._options.is_dist else AGREEMENTS.alone()
         )
         known = self.domain
         if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
             try:
                 digest = identity.function_digest(self._function)
-                known = Domain(self._options, self._name, digest, agreement, tunes=tunes)
+                known = FunctionState(self._options, self._name, digest, agreement, tunes=tunes)
             except BaseException as error:  # the peers wait for this rank to open a session
                 agreement.fail(error)
                 raise
@@ -194,7 +196,7 @@ class Calls:
 
 
 def _settled_call(
-    domain: Domain,
+    domain: FunctionState,
     thunk: Callable[[], T],
     note: Callable[[str], None],
     *,

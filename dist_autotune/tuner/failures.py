@@ -10,14 +10,14 @@ from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
 from ..formatting import described
 from ..logs.records import RunFailed
 from ..timing.device_errors import DeviceFailed, diagnosis, is_reported, listed
-from .function_state import Domain
-from .recorder import Chronicle
+from .function_state import FunctionState
+from .recorder import Recorder
 
 
 class Failures:
     """Texts about the failures of one session on this rank: they name runs, launches and logs."""
 
-    def __init__(self, domain: Domain, chronicle: Chronicle, log_dir: str | None) -> None:
+    def __init__(self, domain: FunctionState, chronicle: Recorder, log_dir: str | None) -> None:
         self._domain = domain
         self._chronicle = chronicle
         self._log_dir = log_dir

@@ -15,28 +15,26 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..launch.dispatch import Launches
+from ..launch.dispatch import Dispatcher, NewCandidates
 from ..launch.kernel_ids import KernelNames
-from ..launch.new_candidates import NewCandidates
-from ..launch.rank_context import Claim, Local
-from ..launch.rank_contexts import LocalContexts
-from ..launch.registry import Admission
+from ..launch.rank_contexts import Claim, RankContext, RankContexts
+from ..launch.registry import Registry
 from ..options import Options
-from ..ranks.group import Agreement, Alone
+from ..ranks.group import RankGroup, SingleRank
 from ..search import strategies
 from ..search.context_search import Context
 from ..search.messages import Payload, bans_for_crashes, check_facts
 from ..search.rules import Rules
-from ..search.state import Tuning
+from ..search.state import SearchState
 from ..storage.crash_guard import FOLDER, CrashGuard
 from ..storage.device import Device
-from ..storage.winners import DiskCache
+from ..storage.winners import Winners
 from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
+from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
 from ..version import __version__
 from .results import Offers, Results
-from .time_spent import Ledger
 
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 UNDER_WAY = "under way"  # the fact that says what session a rank would go on with
@@ -44,11 +42,11 @@ MAY_DIFFER = ("device", "settled", "clock", "retune", "session", UNDER_WAY)  # f
 SOURCE_OF = "the source of kernel "  # and its name: a fact that ranks tell
 
 
-class Domain:
+class FunctionState:
     """The lasting state of one tuned function on one group of ranks."""
 
     def __init__(
-        self, options: Options, name: str, function_digest: str, agreement: Agreement, *, tunes: bool
+        self, options: Options, name: str, function_digest: str, agreement: RankGroup, *, tunes: bool
     ) -> None:
         self.options = options
         self.name = name
@@ -59,7 +57,7 @@ class Domain:
         self.clock: Clock = options.clock or default_clock(
             self.timeout_s, interpreted=interception.is_interpreted()
         )
-        self.disk = DiskCache(options.resolved_cache_dir())
+        self.disk = Winners(options.resolved_cache_dir())
         self.device = Device.current()
         self._results = Results(
             self.disk,
@@ -70,8 +68,8 @@ class Domain:
             options.agree,
             options.objective,
         )
-        self.ledger = Ledger()  # of the session under way
-        self.on_ban: Callable[[Local, str, str], None] = lambda local, candidate, reason: None
+        self.ledger = TimeSpent()  # of the session under way
+        self.on_ban: Callable[[RankContext, str, str], None] = lambda local, candidate, reason: None
         self.shares_clock = False  # all ranks read one monotonic clock
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
@@ -86,7 +84,7 @@ class Domain:
         """Start without any context."""
         options = self.options
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
-        self.tuning = Tuning(
+        self.tuning = SearchState(
             Rules(
                 strategy=strategy,
                 search=options.search_name,
@@ -101,10 +99,10 @@ class Domain:
             )
         )
         rank, names = self.agreement.rank, KernelNames(self.tuning.kernels.aliases)
-        self.local_contexts = LocalContexts(
+        self.local_contexts = RankContexts(
             names, options.agree, rank, lambda local, candidate, reason: self.on_ban(local, candidate, reason)
         )
-        admission = Admission(
+        admission = Registry(
             self.local_contexts,
             names,
             self.clock,
@@ -117,7 +115,7 @@ class Domain:
         self.new_candidates = NewCandidates(
             self.local_contexts, lambda local, candidate: guard.launching(local.name, candidate, loads=True)
         )
-        self.launches = Launches(
+        self.launches = Dispatcher(
             names,
             self.local_contexts,
             admission,
@@ -125,11 +123,11 @@ class Domain:
             self.clock,
             busy=self.compiling,
             trying=lambda local, candidate: guard.launching(local.name, candidate),
-            passes_single=isinstance(self.agreement, Alone),
+            passes_single=isinstance(self.agreement, SingleRank),
             is_frozen=not tunes,
         )
 
-    def _recall(self, local: Local) -> dict[str, str]:
+    def _recall(self, local: RankContext) -> dict[str, str]:
         """Join a context that is new on this rank to what the ranks share; return its bans, with reasons."""
         local.context = self.tuning.contexts.get(local.name)
         bans = {} if local.context is not None else self.tuning.crash_bans.get(local.name, {})
@@ -181,7 +179,7 @@ class Domain:
         return opening if self.forgetful else replace(opening, crashes=crashes, crash_bans=bans)
 
     def _offered(self) -> dict[str, tuple[int, str, float]]:
-        if self.forgetful or isinstance(self.agreement, Alone):  # alone, an entry is looked up when needed
+        if self.forgetful or isinstance(self.agreement, SingleRank):  # one rank looks entries up when needed
             return {}
         return self._results.launched_before()
 
@@ -259,7 +257,12 @@ class Domain:
     def with_offers(self, payload: Payload) -> Payload:
         """Offer all entries of the kernels that a run announces, if nothing is agreed on later."""
         is_agreed_later = self.options.watch and self.tuning.rules.tunes
-        if isinstance(self.agreement, Alone) or is_agreed_later or self.forgetful or not self._looks_on_disk:
+        if (
+            isinstance(self.agreement, SingleRank)
+            or is_agreed_later
+            or self.forgetful
+            or not self._looks_on_disk
+        ):
             return payload
         told = [local for local in self.local_contexts.by_name.values() if local.told is not None]
         new = [local for local in told if local.told and local.told.announcement is not None]
@@ -268,7 +271,7 @@ class Domain:
 
     def look_on_disk(self) -> None:
         """Let a call before the first session use disk entries, unless there are peers to agree with."""
-        self._looks_on_disk = self._looks_on_disk or isinstance(self.agreement, Alone)
+        self._looks_on_disk = self._looks_on_disk or isinstance(self.agreement, SingleRank)
 
     def drop_session(self) -> None:
         """Forget the searches under way, on all ranks alike."""
@@ -277,7 +280,7 @@ class Domain:
 
     # -- results -------------------------------------------------------------------------------------------
 
-    def _find_claim(self, local: Local, tuner: Autotuner | None) -> Claim | None:
+    def _find_claim(self, local: RankContext, tuner: Autotuner | None) -> Claim | None:
         """Return the result that a context has in memory or on disk before its first launch here."""
         if self.forgetful:
             return None
@@ -286,14 +289,14 @@ class Domain:
             return Claim(self.agreement.rank, identity.candidate_digest(known.all_kwargs()))
         return self._claim_on_disk(local)
 
-    def _claim_on_disk(self, local: Local) -> Claim | None:
+    def _claim_on_disk(self, local: RankContext) -> Claim | None:
         """Return what all ranks have agreed to use, else what this rank has and will tell the others of."""
         if self.forgetful:
             return None
         offer = self._offers.get(self._results.entry_key(local).digest)
         if offer is not None:
             return Claim(*offer)
-        is_told = self.in_session or isinstance(self.agreement, Alone)
+        is_told = self.in_session or isinstance(self.agreement, SingleRank)
         return self._results.on_disk(local) if is_told and self._looks_on_disk else None
 
     def publish(self, seconds: float) -> list[Context]:

@@ -8,31 +8,31 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..compilation.pool import Terms
-from ..launch.rank_context import Local
+from ..launch.rank_contexts import RankContext
+from ..logs import decisions
 from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context_search import Outcome
 from ..search.messages import Part, Payload
 from ..search.rules import BY_LAUNCH
-from ..timing.samples import Stopwatch
+from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
-from ..timing.synchronized_start import CommonStart
+from ..timing.synchronized_start import SynchronizedStart
 from ..triton_api import interception
-from . import decisions
-from .function_state import SOURCE_OF, Domain
-from .recorder import Chronicle
+from .function_state import SOURCE_OF, FunctionState
+from .recorder import Recorder
 
 T = TypeVar("T")
 
 
-class OwnRun:
+class RankRun:
     """This rank's runs, one after the other: `begin`, `make`, `told`, `take` and `samples`; or `abandon`."""
 
-    def __init__(self, domain: Domain, chronicle: Chronicle, watch: Stopwatch) -> None:
+    def __init__(self, domain: FunctionState, chronicle: Recorder, watch: Samples) -> None:
         self.watch = watch  # of the whole run
         self.launched: set[str] = set()  # contexts, in any run so far
         self._domain, self._chronicle = domain, chronicle
-        self._common_start = CommonStart()
+        self._common_start = SynchronizedStart()
         make_filler = getattr(domain.clock, "filler", None)  # of `EventClock`
         longest_ms = LONGEST_MS[domain.options.mode]
         self._filler: StreamFiller | None = None if make_filler is None else make_filler(longest_ms)
@@ -106,7 +106,9 @@ class OwnRun:
         self._domain.local_contexts.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
-    def has_time(self, reported: Iterable[Local], outcomes: dict[str, Outcome], *, of_run: bool) -> bool:
+    def has_time(
+        self, reported: Iterable[RankContext], outcomes: dict[str, Outcome], *, of_run: bool
+    ) -> bool:
         """Return whether this rank has a time for anything that the run was a sample of."""
         for local in reported:
             outcome = outcomes[local.name]

@@ -11,7 +11,8 @@ import torch
 import triton
 
 from ..compilation.pool import Tally
-from ..launch.rank_context import Local
+from ..launch.rank_contexts import RankContext
+from ..logs import decisions
 from ..logs.records import (
     Banned,
     Exchanged,
@@ -27,16 +28,15 @@ from ..logs.writer import SessionLog
 from ..search.context_search import Outcome
 from ..search.messages import Payload
 from ..search.rules import BY_LAUNCH
-from ..timing.samples import Stopwatch
+from ..timing.samples import Samples
 from ..version import __version__
-from . import decisions
-from .function_state import Domain
+from .function_state import FunctionState
 
 
-class Chronicle:
+class Recorder:
     """Makes the records of one session on this rank, and writes them to its log."""
 
-    def __init__(self, domain: Domain, log: SessionLog, run_watch: Stopwatch) -> None:
+    def __init__(self, domain: FunctionState, log: SessionLog, run_watch: Samples) -> None:
         self.session = ""  # its name, agreed when it opens
         self._domain = domain
         self._log = log
@@ -101,7 +101,7 @@ class Chronicle:
             tunes=domain.tuning.rules.tunes,
         )
 
-    def ban(self, local: Local, candidate: str, reason: str) -> None:
+    def ban(self, local: RankContext, candidate: str, reason: str) -> None:
         """Write down that a candidate failed on this rank."""
         index = [digest for digest, _ in local.order].index(candidate)
         self.write(
@@ -117,7 +117,7 @@ class Chronicle:
             )
         )
 
-    def preflighted(self, local: Local, tally: Tally) -> None:
+    def preflighted(self, local: RankContext, tally: Tally) -> None:
         """Write down how this rank compiled the candidates of a new context."""
         run, kernel, key = self._domain.tuning.runs, local.source.short_name, local.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
@@ -162,7 +162,7 @@ class Chronicle:
             )
         )
 
-    def trial(self, run: int, local: Local, outcome: Outcome) -> Trial:
+    def trial(self, run: int, local: RankContext, outcome: Outcome) -> Trial:
         """Return the record of this rank's launches of one context in one run."""
         context = self._domain.tuning.contexts[local.name]
         report = local.told if outcome.judge == BY_LAUNCH else self._run_watch.report

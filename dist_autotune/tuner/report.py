@@ -17,8 +17,8 @@ from ..formatting import (
     format_ms,
     status_label,
 )
-from ..search.outlook import Outlook
-from .time_spent import Spent
+from ..search.budget import Forecast
+from ..timing.time_spent import SecondsSpent
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class TuningReport:
     clock: str = ""  # class name
     log_dir: str | None = None
     warning: str = ""
-    spent: Spent = field(default_factory=Spent)
-    outlook: Outlook | None = None  # what is still to be tried; None: the session is over
+    spent: SecondsSpent = field(default_factory=SecondsSpent)
+    outlook: Forecast | None = None  # what is still to be tried; None: the session is over
 
     def __str__(self) -> str:
         work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"

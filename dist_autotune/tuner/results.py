@@ -15,14 +15,13 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
-from ..launch.rank_context import Claim, Local
-from ..launch.rank_contexts import LocalContexts
+from ..launch.rank_contexts import Claim, RankContext, RankContexts
 from ..launch.tunable import CHOICES
-from ..ranks.group import Agreement, Alone
+from ..ranks.group import RankGroup, SingleRank
 from ..search.context_search import Context
-from ..search.state import Tuning
+from ..search.state import SearchState
 from ..storage.device import Device
-from ..storage.winners import DiskCache, Entry, EntryKey
+from ..storage.winners import Entry, EntryKey, Winners
 from ..triton_api import identity, interception, subclasses
 from ..triton_api.interception import Key
 from ..version import __version__
@@ -36,7 +35,7 @@ Offers: TypeAlias = dict[str, tuple[int, str, float]]
 class Mark:
     """Who wrote an entry of some `Autotuner.cache`."""
 
-    agreement: Agreement
+    agreement: RankGroup
     scope: str
     provisional: bool
 
@@ -59,7 +58,7 @@ MARKS = Marks()
 
 def mark_provisional(tuner: Autotuner, key: Key) -> None:
     """Have sessions tune what `Autotuner.cache` holds for the key: nothing was timed to put it there."""
-    MARKS.put(tuner, key, Mark(Alone(), "", provisional=True))
+    MARKS.put(tuner, key, Mark(SingleRank(), "", provisional=True))
 
 
 class Results:
@@ -71,8 +70,8 @@ class Results:
 
     def __init__(
         self,
-        disk: DiskCache,
-        agreement: Agreement,
+        disk: Winners,
+        agreement: RankGroup,
         device: Device,
         function: str,
         scope: str,
@@ -89,7 +88,7 @@ class Results:
         readable = re.sub(r"[^A-Za-z0-9_.]+", "_", function)[:80]
         self._folder = f"{readable}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
 
-    def on_disk(self, local: Local) -> Claim | None:
+    def on_disk(self, local: RankContext) -> Claim | None:
         """Return what this rank's disk has for a context."""
         entry = self._disk.get(self.entry_key(local))
         return None if entry is None else Claim(self._agreement.rank, entry.winner, entry.ms)
@@ -117,12 +116,12 @@ class Results:
         if config is None or (mark is not None and mark.provisional):
             return None
         if mark is None:
-            return config if isinstance(self._agreement, Alone) and not self._scope else None
-        if not isinstance(self._agreement, Alone) and mark.agreement is not self._agreement:
+            return config if isinstance(self._agreement, SingleRank) and not self._scope else None
+        if not isinstance(self._agreement, SingleRank) and mark.agreement is not self._agreement:
             return None
         return config if mark.scope == self._scope else None
 
-    def publish(self, context: Context, local: Local, seconds: float) -> None:
+    def publish(self, context: Context, local: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
         local.is_published = True
         winner = context.digests[context.incumbent]
@@ -159,7 +158,7 @@ class Results:
         ):
             self._disk.note_launched(self._folder, self.entry_key(local))
 
-    def _entry(self, context: Context, local: Local, winner: str, ms: float) -> Entry:
+    def _entry(self, context: Context, local: RankContext, winner: str, ms: float) -> Entry:
         return Entry(
             key=self.entry_key(local),
             winner=winner,
@@ -170,7 +169,7 @@ class Results:
             package_version=__version__,
         )
 
-    def entry_key(self, local: Local) -> EntryKey:
+    def entry_key(self, local: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
             kernel=local.source.short_name,
@@ -200,7 +199,7 @@ class Results:
 
 
 def tuned_contexts(
-    tuning: Tuning, local_contexts: LocalContexts, names: set[str]
+    tuning: SearchState, local_contexts: RankContexts, names: set[str]
 ) -> tuple[TunedContext, ...]:
     """Return the contexts among `names` that there was a choice in, as they stand."""
     contexts = []

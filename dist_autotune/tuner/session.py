@@ -12,18 +12,19 @@ from typing import TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import described
+from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.messages import Payload, merge
 from ..timing.device_errors import told_as_ours
-from ..timing.samples import Stopwatch
+from ..timing.samples import Samples
 from ..triton_api.interception import INTERCEPTION
-from . import decisions, hints
+from . import user_warnings
 from .failures import Failures
-from .function_state import Domain
+from .function_state import FunctionState
 from .progress import Progress, is_shown
-from .rank_run import OwnRun
-from .recorder import Chronicle
+from .rank_run import RankRun
+from .recorder import Recorder
 from .report import TunedContext, TuningReport
 from .results import tuned_contexts
 from .snapshot import Snapshot
@@ -38,7 +39,7 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, domain: Domain, log: SessionLog, log_dir: str | None) -> None:
+    def __init__(self, domain: FunctionState, log: SessionLog, log_dir: str | None) -> None:
         self.domain = domain
         self.executions = 0
         self.warning = ""
@@ -47,9 +48,9 @@ class Session:
         self.has_failed = False
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._log_dir = log_dir
-        run_watch = Stopwatch(domain.clock, domain.options.statistic)
-        self._chronicle = Chronicle(domain, log, run_watch)
-        self._run = OwnRun(domain, self._chronicle, run_watch)
+        run_watch = Samples(domain.clock, domain.options.statistic)
+        self._chronicle = Recorder(domain, log, run_watch)
+        self._run = RankRun(domain, self._chronicle, run_watch)
         self._failures = Failures(domain, self._chronicle, log_dir)
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._lived = hashlib.blake2b(
@@ -70,7 +71,10 @@ class Session:
         before: the state that the call has run `thunk` from already; None: it has not.
         """
         options = self.domain.options
-        with self._telling_failures(), hints.optimizer_steps(INTERCEPTION.turn.works_for_call) as stepped:
+        with (
+            self._telling_failures(),
+            user_warnings.optimizer_steps(INTERCEPTION.turn.works_for_call) as stepped,
+        ):
             is_first = before is None
             snapshot = before or Snapshot(options.preserve)
             while True:
@@ -82,7 +86,7 @@ class Session:
                     self.close()
                     return result
                 if not options.preserve:
-                    hints.repeats_steps(self.domain.name, stepped)
+                    user_warnings.repeats_steps(self.domain.name, stepped)
                 del result  # a trial's outputs must not add to the memory of the next
 
     def online(self, thunk: Callable[[], T]) -> T:
@@ -222,7 +226,7 @@ class Session:
         elif starved:
             self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
         if error is None and self._has_asked and not self._has_time:
-            self.warning = hints.useless_clock(self.domain.name, self.domain.clock)
+            self.warning = user_warnings.useless_clock(self.domain.name, self.domain.clock)
         if outcome == "settled" or isinstance(error, NoValidConfig):
             tuning.crash_bans = {}
             self.domain.guard.close()

@@ -18,10 +18,9 @@ from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
 from dist_autotune.compilation import pool, process
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool import Binaries, Terms
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.compilation.process import CompilerChild, Ending
-from dist_autotune.compilation.triton_cache import Binaries
 from dist_autotune.triton_api import interception
 from ranks import assert_all_ok, run_ranks
 

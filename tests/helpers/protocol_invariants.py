@@ -15,18 +15,18 @@ from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import Boom, Ending, VirtualRank
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context_search import Context
-from dist_autotune.search.limits import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.messages import Payload, merge
 from dist_autotune.search.rules import BY_LAUNCH
-from dist_autotune.search.state import ADMISSION_RUNS, Tuning
+from dist_autotune.search.state import ADMISSION_RUNS, SearchState
 from dist_autotune.tuner.function_state import UNDER_WAY
 
 SIZES_EVERY = 5  # exchanges
 MERGE_SLACK_BYTES = 200  # of one part: counts and sums get longer digits when ranks are merged
 
 
-def state_of(tuning: Tuning) -> tuple[Any, ...]:
+def state_of(tuning: SearchState) -> tuple[Any, ...]:
     """Return everything that steers what follows; equal on all ranks."""
     contexts = {name: _state_of_context(context) for name, context in tuning.contexts.items()}
     return (

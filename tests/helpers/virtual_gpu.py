@@ -380,7 +380,7 @@ class VirtualGpus(list[VirtualGpu]):
 
 
 class TimedAgreement(VirtualAgreement):
-    """One rank's `Agreement`; its exchanges take time."""
+    """One rank's `RankGroup`; its exchanges take time."""
 
     group: TimedGroup
 

@@ -4,7 +4,7 @@
     endings = group.run(program)                 # program(agreement) on each of the four ranks
 
 Each rank runs the whole tuner: decorator, session, launches, protocol. Only what lies between ranks is
-replaced: a `VirtualAgreement` keeps the promises of `GroupAgreement` (one end for each exchange, the same
+replaced: a `VirtualAgreement` keeps the promises of `ProcessGroup` (one end for each exchange, the same
 for all; a failing rank tells its peers; whoever is missing is named) without a socket or a clock. One
 rank runs at a time, and which one goes on after an exchange is drawn from the seed. A wait ends at once
 when nobody can go on any more: that is the moment at which a real rank's time would be up.
@@ -21,14 +21,14 @@ from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
 from dist_autotune.ranks.exchange import Merge
-from dist_autotune.triton_api.active_call import Turn
+from dist_autotune.triton_api.active_call import ActiveCall
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 
 Watch = Callable[[int, "list[bytes]", "list[VirtualAgreement]"], None]  # sequence, payloads by rank, ranks
 
 
-class EverybodysTurn(Turn):
+class EverybodysTurn(ActiveCall):
     """Nobody waits."""
 
     is_mine = False
@@ -46,7 +46,7 @@ class Gone(BaseException):
 
 
 class VirtualAgreement:
-    """One rank's `Agreement`."""
+    """One rank's `RankGroup`."""
 
     def __init__(self, group: VirtualGroup, rank: int) -> None:
         self.group = group

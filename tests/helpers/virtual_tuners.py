@@ -28,11 +28,11 @@ from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.ranks.group import AGREEMENTS
 from dist_autotune.search.strategies import Warmup
-from dist_autotune.storage.winners import DiskCache, Entry
+from dist_autotune.storage.winners import Entry, Winners
 from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
-from dist_autotune.tuner.function_state import Domain
-from dist_autotune.tuner.recorder import Chronicle
+from dist_autotune.tuner.function_state import FunctionState
+from dist_autotune.tuner.recorder import Recorder
 
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
@@ -154,12 +154,12 @@ class VirtualRank:
         )
 
     @property
-    def domain(self) -> Domain | None:
+    def domain(self) -> FunctionState | None:
         calls = self.tuned._calls
-        known: Domain | None = None if calls is None else calls.domain
+        known: FunctionState | None = None if calls is None else calls.domain
         return known
 
-    def elapsed_s(self, chronicle: Chronicle) -> float:
+    def elapsed_s(self, chronicle: Recorder) -> float:
         """Return the scripted seconds since the session of `chronicle` began."""
         began = vars(chronicle).setdefault("began_at_run", self.runs)
         return self.program.seconds_a_run * (self.runs - began)
@@ -318,14 +318,14 @@ def virtual_world() -> Iterator[None]:
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (AGREEMENTS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
-            (DiskCache, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
-            (DiskCache, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
+            (Winners, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
+            (Winners, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
             (settings, "run_mode", lambda: HERE.rank.mode),
             (identity, "function_digest", lambda function: "the same on all ranks"),
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
             (dist_autotune.compilation.preflight, "preflight", preflight),
-            (Chronicle, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
+            (Recorder, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         yield

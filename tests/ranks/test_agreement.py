@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
 
 from dist_autotune.ranks import hub, members
-from dist_autotune.ranks.group import AGREEMENTS, GroupAgreement
+from dist_autotune.ranks.group import AGREEMENTS, ProcessGroup
 from dist_autotune.search.messages import Part, Payload, merge
 from ranks import assert_all_ok, run_ranks
 
@@ -209,7 +209,7 @@ def test_a_thousand_groups_made_and_ended_leave_no_thread_and_no_descriptor(monk
     def program(rank):
         counts = []
         for n in range(1000):
-            agreement = GroupAgreement(StandIn(n))
+            agreement = ProcessGroup(StandIn(n))
             assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test").split() in (
                 [b"0", b"1"],
                 [b"1", b"0"],

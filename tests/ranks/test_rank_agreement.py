@@ -182,7 +182,7 @@ def test_a_budget_ends_the_search_on_all_ranks_at_once_and_the_next_call_goes_on
     def program(rank):
         if limit == "seconds" and rank == 1:  # on this rank alone, time flies
             elapsed_s = iter(range(0, 1000, 5))
-            monkeypatch.setattr(recorder.Chronicle, "elapsed_s", property(lambda self: next(elapsed_s)))
+            monkeypatch.setattr(recorder.Recorder, "elapsed_s", property(lambda self: next(elapsed_s)))
         bench, x = Bench(), numbers()
         kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
         options = {"max_runs": 3} if limit == "runs" else {"budget_s": 60.0}

@@ -37,12 +37,12 @@ class LateClock(ScriptedClock):
     def __init__(self, looks):
         super().__init__()
         self.looks = looks
-        self.left = {}
+        self.looked_at = {}  # with the marks themselves: a later mark may get the id of one that is gone
 
     def ready(self, mark):
-        self.left.setdefault(id(mark), self.looks)
-        self.left[id(mark)] -= 1
-        return self.left[id(mark)] < 0
+        _, looks = self.looked_at.get(id(mark), (mark, 0))
+        self.looked_at[id(mark)] = mark, looks + 1
+        return looks >= self.looks
 
 
 @pytest.mark.parametrize("late", [(0, 2), (2, 0), (1, 1), (1, 9)], ids=str)

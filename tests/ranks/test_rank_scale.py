@@ -129,7 +129,7 @@ def formula(what):
 @pytest.mark.parametrize("contexts", [1, 6])
 def test_the_cost_model_of_the_docs_holds(contexts):
     def program(rank):
-        votes, exchange = [], group.GroupAgreement.exchange
+        votes, exchange = [], group.ProcessGroup.exchange
 
         def noting(self, payload, *rest):
             votes.append(len(payload))
@@ -151,7 +151,7 @@ def test_the_cost_model_of_the_docs_holds(contexts):
             bench, lambda: [launch(kernel, numbers(n)) for n in range(8, 8 + contexts)], name="exchange_cost"
         )
         step()
-        group.GroupAgreement.exchange = noting
+        group.ProcessGroup.exchange = noting
         step()
         return [e.sent_bytes for e in records(rank=rank) if e.event == "exchanged"], votes
 

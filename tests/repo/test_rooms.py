@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,3 +124,11 @@ def test_a_breach_is_found(room: str, source: str, breach: str) -> None:
 )
 def test_what_stands_below_may_be_imported(room: str, source: str) -> None:
     assert breaches(source, room) == []
+
+
+def test_every_file_that_contributing_names_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:\w+/)+[\w./]*|\w+\.\w+|\.ci/run)`", text) + re.findall(r"\]\(([^)#]+)", text)
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [room for room in LEVEL if f"dist_autotune/{room}/" not in text] == []

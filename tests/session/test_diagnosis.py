@@ -19,7 +19,7 @@ from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
 from dist_autotune.ranks import group, watchdog
-from dist_autotune.ranks.watchdog import Attendant
+from dist_autotune.ranks.watchdog import Watchdog
 from dist_autotune.timing.device_errors import LISTED, is_reported, listed
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import calls
@@ -34,7 +34,7 @@ NEVER_MS = 1e9
 def quick_heartbeats(monkeypatch):
     """Let the thread that watches a run look twenty times a second."""
     monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(calls, "AGREEMENTS", group.Agreements())
+    monkeypatch.setattr(calls, "AGREEMENTS", group.Groups())
 
 
 def log_of(rank: int = 0) -> str:
@@ -139,7 +139,7 @@ def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
 
 
 def watched(timeout_s: float, told: list[str], **options: Any) -> Any:
-    watchdog = Attendant(0, 0.02, lambda: None)
+    watchdog = Watchdog(0, 0.02, lambda: None)
     return watchdog, watchdog.watching(
         0, "run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ", **options
     )
@@ -168,7 +168,7 @@ def test_compiling_for_ever_does_not_count_as_compiling_for_ever():
 
 def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
     told: list[str] = []
-    watchdog = Attendant(0, 0.02, lambda: None)
+    watchdog = Watchdog(0, 0.02, lambda: None)
 
     def whereabouts() -> str:
         raise RuntimeError(ILLEGAL)

@@ -17,12 +17,11 @@ from dist_autotune import EventClock
 from dist_autotune.cli.tables import session_tables
 from dist_autotune.logs.reader import load
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
-from dist_autotune.search.agreed_times import HOST_SHARE
-from dist_autotune.search.context_search import Context
+from dist_autotune.search.context_search import HOST_SHARE, Context
 from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds
 from dist_autotune.search.rules import Rules
 from dist_autotune.search.strategies import STRATEGIES
-from dist_autotune.timing.event_cost import PAIRS
+from dist_autotune.timing.clock import PAIRS
 from ranks import assert_all_ok, run_ranks
 
 

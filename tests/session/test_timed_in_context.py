@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from crash_programs import alone, value_of
 from kernels_for_tests import block_of, double, only
 from virtual_gpu import VirtualGpu, VirtualGpus, autotuned
 
@@ -290,51 +289,3 @@ def test_a_kernel_of_a_host_bound_function_is_flagged_and_keeps_its_first_config
     tuned()
     found = only(tuned.report)
     assert (block_of(found.config), found.launch_bound) == (16, True)
-
-
-# ---- processes
-
-
-class Interrupted(Exception):
-    """What ends a process in the middle of a search, in good order."""
-
-
-RESUMED_MS = {16: 9.0, 32: 8.5, 64: 8.0, 128: 9.5}
-COLD_MS = 65.0
-
-
-def process(rank: int, interrupted_at: int) -> tuple[list[int], int]:
-    """Tune one kernel; return what was launched, and the winner.
-
-    interrupted_at: the launch of the best config before which the process ends; 0: it goes on to the end, and
-    its first launch is cold.
-    """
-    (gpu,) = VirtualGpus(1).install(pytest.MonkeyPatch())
-    launched: list[int] = []
-
-    def launching(block: int) -> None:
-        launched.append(block)
-        if block == 64 and launched.count(block) == interrupted_at:
-            raise Interrupted
-        gpu.launch(RESUMED_MS[block] if len(launched) > 1 or interrupted_at else COLD_MS)
-
-    kernel = autotuned(RESUMED_MS, launching)
-
-    def step() -> None:
-        launch(kernel)
-        gpu.synchronize()
-
-    tuned = gpu.gpus.tuned(step, cache=True, name="step")
-    tuned()
-    return launched, block_of(only(tuned.report).config)
-
-
-@pytest.mark.parametrize(
-    "at_launch", [1, 2, 3], ids=["as its warm-up", "as its first sample", "as its second"]
-)
-def test_the_first_run_of_a_process_that_goes_on_with_a_search_speaks_against_nothing(at_launch):
-    """The best config is on trial in the first run of the process that goes on, and cold then."""
-    assert alone(process, at_launch).error_type == "Interrupted"
-    launched, winner = value_of(process, 0)
-    assert 64 in launched[:2], "it has not gone on where the other one was"
-    assert winner == 64

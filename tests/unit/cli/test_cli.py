@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
 from dist_autotune.formatting import WALL_CLOCK_NOTE
-from dist_autotune.storage.winners import DiskCache
+from dist_autotune.storage.winners import Winners
 
 
 def run(*arguments: str | Path, answer: str | None = None) -> Result:
@@ -145,13 +145,13 @@ def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
-    DiskCache(tmp_cache).put(entry())
+    Winners(tmp_cache).put(entry())
     rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
     assert f"{KEY.digest[:8]} matmul 4096, 'fp16' BLOCK=128 0.2500 test device 2 2026-01-02T03:04:05Z" in rows
 
 
 def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:
-    DiskCache(tmp_cache).put(entry(key="caf\u00e9 \udc80"))
+    Winners(tmp_cache).put(entry(key="caf\u00e9 \udc80"))
     done = subprocess.run(
         [sys.executable, "-m", "dist_autotune", "cache", "list"],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
@@ -171,7 +171,7 @@ def test_cache_list_of_an_empty_cache_says_where_it_looked(tmp_cache: Path) -> N
 
 
 def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -> None:
-    DiskCache(tmp_cache).put(entry())
+    Winners(tmp_cache).put(entry())
     damaged = tmp_cache / f"add-{KEY.digest}.json"
     damaged.write_text("")
     result = run("cache", "list")
@@ -182,8 +182,8 @@ def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -
 
 @pytest.mark.parametrize("name", ["matmul", KEY.digest[:6], KEY.file_name], ids=["kernel", "digest", "file"])
 def test_cache_show_prints_an_entry_as_json(tmp_cache: Path, name: str) -> None:
-    DiskCache(tmp_cache).put(entry())
-    DiskCache(tmp_cache).put(entry(kernel="add"))
+    Winners(tmp_cache).put(entry())
+    Winners(tmp_cache).put(entry(kernel="add"))
     result = run("cache", "show", name)
     shown = json.loads(result.stdout)
     assert (shown["key"]["kernel"], shown["timings"]) == ("matmul", {"BLOCK=64": "inf", "BLOCK=128": 0.25})
@@ -195,29 +195,29 @@ def test_cache_show_of_an_unknown_name_says_how_to_find_one() -> None:
 
 
 def test_cache_clear_asks_first(tmp_cache: Path) -> None:
-    DiskCache(tmp_cache).put(entry())
+    Winners(tmp_cache).put(entry())
     refused = run("cache", "clear", answer="n\n")
     assert refused.exit_code == 1
-    assert len(DiskCache(tmp_cache).load_all()) == 1
+    assert len(Winners(tmp_cache).load_all()) == 1
     agreed = run("cache", "clear", answer="y\n")
     assert agreed.exit_code == 0
     assert "Deleted 1 entry" in agreed.stdout
-    assert DiskCache(tmp_cache).load_all() == {}
+    assert Winners(tmp_cache).load_all() == {}
 
 
 def test_cache_clear_yes_does_not_ask(tmp_cache: Path) -> None:
-    DiskCache(tmp_cache).put(entry())
+    Winners(tmp_cache).put(entry())
     assert run("cache", "clear", "--yes").stdout == f"Deleted 1 entry in {tmp_cache}\n"
 
 
 def test_cache_export_and_import_carry_entries_over(
     tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    DiskCache(tmp_cache).put(entry())
+    Winners(tmp_cache).put(entry())
     assert "Exported 1 entry" in run("cache", "export", "all.json").stdout
     monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
     assert "Imported 1 entry" in run("cache", "import", "all.json").stdout
-    assert DiskCache(tmp_path / "other").get(KEY) == entry()
+    assert Winners(tmp_path / "other").get(KEY) == entry()
 
 
 @pytest.mark.parametrize(

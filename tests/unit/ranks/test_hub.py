@@ -13,7 +13,7 @@ import pytest
 from rank_programs import wait_for
 
 from dist_autotune.ranks import hub as hub_module
-from dist_autotune.ranks.client import HubLost, LocalLine, SocketLine
+from dist_autotune.ranks.client import HubLost, LocalClient, SocketClient
 from dist_autotune.ranks.hub import Hub
 from dist_autotune.ranks.hub_exchanges import Exchanges
 from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
@@ -200,7 +200,7 @@ def framed(header):
 def line_to(hub, position):
     """Return the line of a rank on the hub's host."""
     address = hub.address()
-    return SocketLine(address.ways(address.host), address.token, position)
+    return SocketClient(address.ways(address.host), address.token, position)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def line(hub):
 
 
 def test_lines_reach_the_hub(hub, line):
-    root, other = LocalLine(hub, 0), line_to(hub, 2)
+    root, other = LocalClient(hub, 0), line_to(hub, 2)
     posts = [each.send("post", 0, payload=text) for each, text in ((line, "one"), (other, "two"))]
     reply = root.receive(root.send("collect", 0), 10)
     assert reply["payloads"] == ["one", "two"]
@@ -231,7 +231,7 @@ def test_lines_reach_the_hub(hub, line):
 
 @pytest.mark.parametrize("kind", ["local", "socket"])
 def test_a_reply_that_does_not_come_is_None_in_time(hub, kind):
-    line = LocalLine(hub, 0) if kind == "local" else line_to(hub, 0)
+    line = LocalClient(hub, 0) if kind == "local" else line_to(hub, 0)
     request = line.send("collect", 0)
     began = time.monotonic()
     assert line.receive(request, 0.1) is None
@@ -250,7 +250,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize("kind", ["local", "socket"])
 def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(hub, kind, ctrl_c):
-    line = LocalLine(hub, 0) if kind == "local" else line_to(hub, 0)
+    line = LocalClient(hub, 0) if kind == "local" else line_to(hub, 0)
     request = line.send("collect", 0)
     began = time.monotonic()
     # As if the signal had come just before the system call: Python knows of it, the call goes on.
@@ -364,7 +364,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_
         rank.send("post", payload="two")
         wait_for(lambda: len(hub.exchanges))
         began = time.monotonic()
-        LocalLine(hub, 0).send("publish", 0, end=end)
+        LocalClient(hub, 0).send("publish", 0, end=end)
         assert line.receive(line.send("look", 1), 20)["end"] is None
         assert time.monotonic() - began < hub_module.SEND_S  # while that rank has taken in next to nothing
         rank.send("look")
@@ -380,7 +380,7 @@ def test_a_rank_that_reads_nothing_for_long_is_shut_out_and_gets_its_answer_on_a
     with RawRank(hub) as rank:
         rank.send("post", payload="two")
         wait_for(lambda: len(hub.exchanges))
-        root = LocalLine(hub, 0)
+        root = LocalClient(hub, 0)
         published = root.send("publish", 0, end=end)
         # The hub's own rank hears of the end last, as it may end its process; but not after this one.
         assert root.receive(published, 20)["end"] == end
@@ -420,7 +420,7 @@ def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_ask
     assert hub.address().ways("another host") == []
     hub.open_towards("127.0.0.1")
     ((name, port),) = hub.address().ways("another host")
-    line = SocketLine([(name, port)], hub.address().token, 1)
+    line = SocketClient([(name, port)], hub.address().token, 1)
     assert line.receive(line.send("look", 0), 20)["end"] is None
     line.close()
     hub.open_towards("127.0.0.1")
@@ -429,7 +429,7 @@ def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_ask
 
 def test_a_program_that_answers_in_place_of_the_hub_is_not_believed(hub):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        line = SocketLine([("127.0.0.1", server.getsockname()[1])], hub.address().token, 1)
+        line = SocketClient([("127.0.0.1", server.getsockname()[1])], hub.address().token, 1)
         request = line.send("look", 0)
         with server.accept()[0] as other:
             other.sendall(b"0" * TOKEN_BYTES + pack({"id": request, "end": MERGED}))
@@ -452,7 +452,7 @@ def test_an_address_that_nobody_listens_at():
         taken.bind(("127.0.0.1", 0))  # so that nobody else comes to listen there
         port = taken.getsockname()[1]
         with pytest.raises(HubLost):
-            SocketLine([("127.0.0.1", port)], "token", 1).send("look", 0)
+            SocketClient([("127.0.0.1", port)], "token", 1).send("look", 0)
 
 
 def test_a_line_connects_anew_after_it_was_closed(line):
@@ -467,7 +467,7 @@ def test_many_ranks_at_once():
     ends = [None] * size
 
     def rank(position):
-        line = LocalLine(hub, 0) if position == 0 else line_to(hub, position)
+        line = LocalClient(hub, 0) if position == 0 else line_to(hub, position)
         for sequence in range(20):
             if position:
                 request = line.send("post", sequence, payload=b"1")

@@ -19,12 +19,12 @@ from example_files import KEY, entry
 from dist_autotune.errors import CacheWarning
 from dist_autotune.settings import default_cache_directory
 from dist_autotune.storage import winners as cache_module
-from dist_autotune.storage.winners import DiskCache, EntryKey
+from dist_autotune.storage.winners import EntryKey, Winners
 
 fork = multiprocessing.get_context("fork")
 
 
-def put_two(cache: DiskCache) -> None:
+def put_two(cache: Winners) -> None:
     cache.put(entry(key="1"))
     cache.put(entry(key="2"))
 
@@ -37,9 +37,9 @@ def files(directory: Path) -> list[str]:
 
 
 def test_what_was_put_is_found_by_another_process_of_the_same_kind(tmp_path: Path) -> None:
-    DiskCache(tmp_path).put(entry())
-    assert DiskCache(tmp_path).get(KEY) == entry()
-    assert DiskCache(tmp_path).load_all() == {KEY.digest: entry()}
+    Winners(tmp_path).put(entry())
+    assert Winners(tmp_path).get(KEY) == entry()
+    assert Winners(tmp_path).load_all() == {KEY.digest: entry()}
     assert files(tmp_path) == [f"matmul-{KEY.digest}.json"]
 
 
@@ -52,28 +52,28 @@ CHANGES = {
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EntryKey)])
 def test_an_entry_is_not_used_when_anything_of_its_key_changes(tmp_path: Path, field: str) -> None:
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     cache.put(entry())
     assert cache.get(dataclasses.replace(KEY, **{field: CHANGES[field]})) is None
 
 
 def test_a_name_that_is_no_file_name_is_made_one(tmp_path: Path) -> None:
     odd = entry(kernel="../<lambda> of/a tunable" + "x" * 300)
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     cache.put(odd)
     assert cache.get(odd.key) == odd
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path]
 
 
 def test_load_all_asks_which_entries_are_wanted(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     for world_size in (1, 2):
         cache.put(entry(world_size=world_size))
     assert list(cache.load_all(lambda each: each.key.world_size == 2).values()) == [entry(world_size=2)]
 
 
 def test_without_a_directory_everything_is_a_miss() -> None:
-    cache = DiskCache(None)
+    cache = Winners(None)
     cache.put(entry())
     assert cache.get(KEY) is None
     assert cache.load_all() == {}
@@ -81,7 +81,7 @@ def test_without_a_directory_everything_is_a_miss() -> None:
 
 
 def test_the_same_winner_is_not_written_again_another_one_is(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     cache.put(entry())
     before = (tmp_path / KEY.file_name).stat().st_ino
     cache.put(dataclasses.replace(entry(), ms=0.5))
@@ -92,7 +92,7 @@ def test_the_same_winner_is_not_written_again_another_one_is(tmp_path: Path) -> 
 
 def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     cache.put(entry())
     (tmp_path / f"damaged-{KEY.digest}.json").write_text("")
     cache.note_launched("layer", KEY)
@@ -112,7 +112,7 @@ def test_the_default_directory_is_the_users_cache_directory(
 
 
 def test_exported_entries_can_be_imported_elsewhere(tmp_path: Path) -> None:
-    here, there = DiskCache(tmp_path / "here"), DiskCache(tmp_path / "there")
+    here, there = Winners(tmp_path / "here"), Winners(tmp_path / "there")
     for key in ("1", "2"):
         here.put(entry(key=key))
     there.put(entry(winner="c0", key="1"))
@@ -122,7 +122,7 @@ def test_exported_entries_can_be_imported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_damaged_export_imports_nothing(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache")
+    cache = Winners(tmp_path / "cache")
     cache.put(entry())
     cache.export(tmp_path / "all.json")
     cache.clear()
@@ -158,31 +158,31 @@ def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(
 ) -> None:
     path = tmp_path / KEY.file_name
     path.write_text(content)
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     with pytest.warns(CacheWarning, match=f"Ignored {path}: .*{reason}"):
         assert cache.get(KEY) is None
     assert cache.load_all() == {}  # the second time there is no warning
     cache.put(entry())
-    assert DiskCache(tmp_path).get(KEY) == entry()
+    assert Winners(tmp_path).get(KEY) == entry()
 
 
 def test_bytes_that_are_no_text_are_a_miss(tmp_path: Path) -> None:
     (tmp_path / KEY.file_name).write_bytes(b'{"schema": \xff\xfe}')
     with pytest.warns(CacheWarning, match="damaged JSON"):
-        assert DiskCache(tmp_path).load_all() == {}
+        assert Winners(tmp_path).load_all() == {}
 
 
 def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / KEY.file_name)
     with pytest.warns(CacheWarning, match="not a regular file"):
-        assert DiskCache(tmp_path).get(KEY) is None
+        assert Winners(tmp_path).get(KEY) is None
 
 
 def test_a_huge_file_in_place_of_an_entry_is_not_read_whole(tmp_path: Path) -> None:
     with (tmp_path / KEY.file_name).open("wb") as file:
         file.truncate(1 << 40)  # no memory holds it
     with pytest.warns(CacheWarning, match=f"larger than {cache_module.MAX_ENTRY_BYTES} bytes"):
-        assert DiskCache(tmp_path).get(KEY) is None
+        assert Winners(tmp_path).get(KEY) is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_huge_file_in_place_of_an_entry_is_not_read_whole(tmp_path: Path) -> N
 def test_what_no_search_can_have_found_is_damaged(
     tmp_path: Path, changed: dict[str, Any], reason: str
 ) -> None:
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     cache.put(entry())
     path = tmp_path / KEY.file_name
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
@@ -207,15 +207,15 @@ def test_what_no_search_can_have_found_is_damaged(
 
 
 def test_a_file_under_the_name_of_another_entry_is_a_miss(tmp_path: Path) -> None:
-    DiskCache(tmp_path).put(entry())
+    Winners(tmp_path).put(entry())
     other = dataclasses.replace(KEY, world_size=4)
     (tmp_path / KEY.file_name).rename(tmp_path / other.file_name)
     with pytest.warns(CacheWarning, match=f"its content belongs in {KEY.file_name}"):
-        assert DiskCache(tmp_path).get(other) is None
+        assert Winners(tmp_path).get(other) is None
 
 
 def test_one_damaged_file_does_not_hide_the_others(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     cache.put(entry(key="1"))
     cache.put(entry(key="2"))
     (tmp_path / entry(key="1").key.file_name).write_text("{")
@@ -232,7 +232,7 @@ WRITERS = 16
 def put_all(
     directory: Path, writer: int, keys: list[str], start: multiprocessing.synchronize.Barrier
 ) -> None:
-    cache = DiskCache(directory)
+    cache = Winners(directory)
     start.wait(60)
     for key in keys:
         cache.put(
@@ -256,7 +256,7 @@ def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * WRITERS
-    found = DiskCache(tmp_path).load_all()  # warnings are errors: every file is valid
+    found = Winners(tmp_path).load_all()  # warnings are errors: every file is valid
     assert {each.key.key for each in found.values()} == {
         *shared_keys,
         *(f"{writer}.{i}" for writer in range(WRITERS) for i in range(own)),
@@ -268,7 +268,7 @@ def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 def put_forever(directory: Path) -> None:
-    cache = DiskCache(directory)
+    cache = Winners(directory)
     for number in range(1_000_000):
         cache.put(entry(key=f"{number % 5}", winner=f"c{number % 2}"))
 
@@ -283,30 +283,30 @@ def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: 
             assert time.monotonic() < deadline
         process.kill()
         process.join(60)
-        DiskCache(tmp_path).load_all()  # warnings are errors: no damage can be seen
-    DiskCache(tmp_path, lock_timeout_s=1.0).put(entry())  # and nobody holds the lock
-    assert DiskCache(tmp_path).get(KEY) == entry()
+        Winners(tmp_path).load_all()  # warnings are errors: no damage can be seen
+    Winners(tmp_path, lock_timeout_s=1.0).put(entry())  # and nobody holds the lock
+    assert Winners(tmp_path).get(KEY) == entry()
 
 
 def put_and_die_before_the_replace(directory: Path) -> None:
     os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
-    DiskCache(directory).put(entry(winner="c0"))
+    Winners(directory).put(entry(winner="c0"))
 
 
 def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later(tmp_path: Path) -> None:
-    DiskCache(tmp_path).put(entry())
+    Winners(tmp_path).put(entry())
     process = fork.Process(target=put_and_die_before_the_replace, args=(tmp_path,))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     (left,) = tmp_path.glob("*.tmp")
-    assert DiskCache(tmp_path).load_all() == {KEY.digest: entry()}
+    assert Winners(tmp_path).load_all() == {KEY.digest: entry()}
 
-    DiskCache(tmp_path).put(entry(key="1"))
+    Winners(tmp_path).put(entry(key="1"))
     assert left.exists()  # for all that is known its writer is still at it
     written = left.stat().st_mtime - cache_module.STALE_AFTER_S - 1
     os.utime(left, (written, written))
-    DiskCache(tmp_path).put(entry(key="2"))
+    Winners(tmp_path).put(entry(key="2"))
     assert not left.exists()
 
 
@@ -321,7 +321,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number), "some file")
 
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     monkeypatch.setattr(os, call, refuse)
     with pytest.warns(CacheWarning, match=os.strerror(number)) as caught:
         put_two(cache)
@@ -334,7 +334,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning(
 
 def test_a_directory_that_cannot_be_created_is_one_warning_and_misses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    cache = DiskCache(tmp_path / "file" / "cache")
+    cache = Winners(tmp_path / "file" / "cache")
     assert cache.get(KEY) is None
     with pytest.warns(CacheWarning, match="Cannot write the cache in") as caught:
         put_two(cache)
@@ -358,7 +358,7 @@ def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
 
     monkeypatch.setattr(os, "open", refuse_writing)  # what filelock calls
     monkeypatch.setattr(Path, "open", refuse_new)
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     with pytest.warns(CacheWarning, match="Read-only file system") as caught:
         put_two(cache)
     assert len(caught) == 1
@@ -371,7 +371,7 @@ def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    cache = DiskCache(tmp_path)
+    cache = Winners(tmp_path)
     with pytest.warns(CacheWarning, match="No lock on the cache") as caught:
         put_two(cache)
     assert len(caught) == 1
@@ -381,7 +381,7 @@ def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(
 def test_a_lock_held_by_another_process_is_waited_for_once_and_not_for_ever(tmp_path: Path) -> None:
     with (tmp_path / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        cache = DiskCache(tmp_path, lock_timeout_s=3.0)
+        cache = Winners(tmp_path, lock_timeout_s=3.0)
         start = time.monotonic()
         with pytest.warns(CacheWarning, match="No lock on the cache") as caught:
             put_two(cache)

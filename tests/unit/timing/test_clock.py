@@ -11,9 +11,8 @@ from fake_device import CALL_MS, FakeDevice
 
 from dist_autotune import Clock, EventClock, TuningError, WallClock
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.timing.clock import EventMark
-from dist_autotune.timing.event_cost import EMPTY_KERNEL_MS, EventCost
-from dist_autotune.timing.samples import Stopwatch
+from dist_autotune.timing.clock import EMPTY_KERNEL_MS, EventCost, EventMark
+from dist_autotune.timing.samples import Samples
 from dist_autotune.timing.stream_filler import FIRST_MS
 
 KERNEL_MS = 0.01
@@ -26,7 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice().install(monkeypatch)
 
 
-def timed(device: FakeDevice, stopwatch: Stopwatch, ms: float = KERNEL_MS, host_ms: float = 0.03) -> None:
+def timed(device: FakeDevice, stopwatch: Samples, ms: float = KERNEL_MS, host_ms: float = 0.03) -> None:
     mark = stopwatch.start()
     device.launch(ms, host_ms)
     stopwatch.stop(mark)
@@ -43,7 +42,7 @@ class Runs:
         prepare(clock)
         self.device = device
         self.filler = clock.filler(LONGEST_MS)
-        self.watch = Stopwatch(clock, "median", flags_gaps=times == "launches")
+        self.watch = Samples(clock, "median", flags_gaps=times == "launches")
         self._times_runs = times == "runs"
 
     def sample(
@@ -78,9 +77,9 @@ def prepare(clock: EventClock) -> None:
     device.fillers_ms.clear()
 
 
-def stopwatch_of(clock: EventClock) -> Stopwatch:
+def stopwatch_of(clock: EventClock) -> Samples:
     prepare(clock)
-    return Stopwatch(clock, "median", flags_gaps=True)
+    return Samples(clock, "median", flags_gaps=True)
 
 
 def test_the_clocks_are_clocks():
@@ -245,7 +244,7 @@ def test_nothing_waits_for_the_device_before_the_run_ends(device):
 
 
 def test_the_wall_clock_is_never_flagged():
-    stopwatch = Stopwatch(WallClock(), "median", flags_gaps=True)
+    stopwatch = Samples(WallClock(), "median", flags_gaps=True)
     stopwatch.stop(stopwatch.start())
     assert stopwatch.tell("a", waits=True).gap_ms == 0.0
 
@@ -270,7 +269,7 @@ def test_where_the_host_had_no_part_in_some_runs_only_these_count(gaps, told):
         def gap_ms(self, mark):
             return gaps.pop(0)
 
-    stopwatch = Stopwatch(Gapped(), "median", flags_gaps=True)
+    stopwatch = Samples(Gapped(), "median", flags_gaps=True)
     for _ in range(3):
         stopwatch.begin_run()
         stopwatch.stop(stopwatch.start())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spent:
+class SecondsSpent:
     """Seconds of one rank. The rest of a session's time is the tuner's own, and the program's between calls.
 
     compiling_s: with loading. What a rank waits while its peers compile is in `exchanges_s`.
@@ -23,7 +23,7 @@ class Spent:
     exchanges_s: float = 0.0
 
 
-class Ledger:
+class TimeSpent:
     """Adds up what one session spends; any thread may compile."""
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Ledger:
             self._compiling_s = self._runs_s = self._exchanges_s = 0.0
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> SecondsSpent:
         with self._lock:
-            return Spent(self._compiling_s, self._runs_s, self._exchanges_s)
+            return SecondsSpent(self._compiling_s, self._runs_s, self._exchanges_s)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

@@ -7,13 +7,13 @@ from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import tune
 
 from dist_autotune.logs.records import Note
-from dist_autotune.search.outlook import Outlook, RunsSpent
+from dist_autotune.search.budget import Forecast, RunsSpent
 from ranks import assert_all_ok, run_ranks
 
 
 def test_what_is_left_is_estimated_from_the_runs_that_a_trial_has_taken():
     spent = RunsSpent(runs=210, trials=10, waits=150)
-    outlook = Outlook(timed=4, candidates=16, planned_trials=30, spent=spent)
+    outlook = Forecast(timed=4, candidates=16, planned_trials=30, spent=spent)
     assert outlook.more_runs == 420
     assert str(outlook) == (
         "4 of 16 candidates timed, 10 of at most 30 trials in 210 runs (150 waited for the device); "
@@ -23,7 +23,7 @@ def test_what_is_left_is_estimated_from_the_runs_that_a_trial_has_taken():
 
 @pytest.mark.parametrize("spent", [RunsSpent(), RunsSpent(runs=3), RunsSpent(runs=40, trials=40)])
 def test_there_is_always_something_left_while_a_session_is_under_way(spent):
-    outlook = Outlook(timed=0, candidates=1, planned_trials=30, spent=spent)
+    outlook = Forecast(timed=0, candidates=1, planned_trials=30, spent=spent)
     assert outlook.more_runs >= (1 if spent.runs else 0)
     assert str(outlook)
 

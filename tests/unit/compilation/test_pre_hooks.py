@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune.compilation.stand_ins import (
+from dist_autotune.compilation.pre_hooks import (
     NotTold,
     StandIn,
     StandIns,

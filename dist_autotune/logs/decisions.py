@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..logs.records import Agreed, Banned, ContextAdmitted, ContextSettled
 from ..search.context_search import Context, Outcome
 from ..search.messages import Part
-from ..search.state import Tuning
+from ..search.state import SearchState
+from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 
-def plan_of(tuning: Tuning) -> dict[str, int]:
+def plan_of(tuning: SearchState) -> dict[str, int]:
     """Return what the next run tries: context -> index of the candidate on trial."""
     return {context.name: context.planned for context in tuning.contexts.unsettled if context.is_on_trial}
 

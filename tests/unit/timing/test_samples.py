@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_autotune.search.messages import MIXED, Part, Payload, femtoseconds
-from dist_autotune.timing.samples import Stopwatch
+from dist_autotune.timing.samples import Samples
 
 
 class ListClock:
@@ -35,14 +35,14 @@ class ListClock:
         return mark
 
 
-def run(stopwatch: Stopwatch, launches: int = 1, ran: str = "a", *, waits: bool = True) -> Part:
+def run(stopwatch: Samples, launches: int = 1, ran: str = "a", *, waits: bool = True) -> Part:
     stopwatch.begin_run()
     for _ in range(launches):
         stopwatch.stop(stopwatch.start())
     return stopwatch.tell(ran, waits=waits)
 
 
-def sample(stopwatch: Stopwatch, launches: int = 1, ran: str = "a") -> Part:
+def sample(stopwatch: Samples, launches: int = 1, ran: str = "a") -> Part:
     report = run(stopwatch, launches, ran)
     stopwatch.take(waiting=False, counts=True)
     return report
@@ -54,12 +54,12 @@ def told(ms: float) -> Part:
 
 def test_marks_are_read_at_the_end_of_the_run_only():
     clock = ListClock(1.0, 2.0)
-    run(Stopwatch(clock, "median"), launches=2)
+    run(Samples(clock, "median"), launches=2)
     assert clock.events == ["start", "stop", "start", "stop", "read", "read"]
 
 
 def test_a_sample_is_the_mean_of_the_launches_of_its_run():
-    stopwatch = Stopwatch(ListClock(1.0, 2.0, 6.0), "median")
+    stopwatch = Samples(ListClock(1.0, 2.0, 6.0), "median")
     assert sample(stopwatch, launches=3) == told(3.0)
     assert stopwatch.samples == {"a": [3.0]}
 
@@ -69,7 +69,7 @@ def test_a_sample_is_the_mean_of_the_launches_of_its_run():
     [("median", [5.0, 3.0, 2.0]), ("mean", [5.0, 3.0, 8 / 3]), ("min", [5.0, 1.0, 1.0])],
 )
 def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected):
-    stopwatch = Stopwatch(ListClock(5.0, 1.0, 2.0), statistic)
+    stopwatch = Samples(ListClock(5.0, 1.0, 2.0), statistic)
     assert [sample(stopwatch).worst_ms for _ in range(3)] == expected
 
 
@@ -77,45 +77,45 @@ def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected
     "kind", [np.float32, np.int64, torch.tensor, Fraction], ids=lambda kind: kind.__name__
 )
 def test_a_clock_may_read_any_kind_of_number_and_it_can_be_told(kind):
-    stopwatch = Stopwatch(ListClock(kind(2), kind(4)), "mean")
+    stopwatch = Samples(ListClock(kind(2), kind(4)), "mean")
     payload = Payload("run", parts={"context": sample(stopwatch, launches=2)})
     assert Payload.decode(payload.encode()).parts["context"].worst_ms == 3.0
 
 
 def test_each_candidate_has_samples_of_its_own():
-    stopwatch = Stopwatch(ListClock(1.0, 9.0, 3.0), "mean")
+    stopwatch = Samples(ListClock(1.0, 9.0, 3.0), "mean")
     told = [sample(stopwatch, ran=ran).worst_ms for ran in ("a", "b", "a")]
     assert told == [1.0, 9.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0, None])
 def test_a_time_that_cannot_be_is_left_out(bad):
-    stopwatch = Stopwatch(ListClock(bad, 2.0, 4.0), "median")
+    stopwatch = Samples(ListClock(bad, 2.0, 4.0), "median")
     assert sample(stopwatch, launches=3).worst_ms == 3.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_rank_without_a_usable_time_says_so(bad):
-    stopwatch = Stopwatch(ListClock(bad, bad), "median")
+    stopwatch = Samples(ListClock(bad, bad), "median")
     assert sample(stopwatch, launches=2) == Part("a", unmeasured=1)
     assert stopwatch.samples == {"a": []}
 
 
 def test_an_unusable_run_leaves_earlier_samples_standing():
-    stopwatch = Stopwatch(ListClock(2.0, math.nan), "median")
+    stopwatch = Samples(ListClock(2.0, math.nan), "median")
     assert [sample(stopwatch).worst_ms for _ in range(2)] == [2.0, 2.0]
     assert stopwatch.samples == {"a": [2.0]}
 
 
 def test_a_run_of_several_candidates_is_no_sample_of_any():
-    stopwatch = Stopwatch(ListClock(2.0, 3.0), "median")
+    stopwatch = Samples(ListClock(2.0, 3.0), "median")
     assert run(stopwatch, launches=2, ran=MIXED).unmeasured == 1
     stopwatch.take(waiting=False, counts=False)
     assert not any(stopwatch.samples.values())
 
 
 def test_a_run_that_turns_out_not_to_count_is_taken_back():
-    stopwatch = Stopwatch(ListClock(9.0, 1.0), "median")
+    stopwatch = Samples(ListClock(9.0, 1.0), "median")
     run(stopwatch)
     stopwatch.take(waiting=False, counts=False)
     assert stopwatch.samples == {"a": []}
@@ -123,7 +123,7 @@ def test_a_run_that_turns_out_not_to_count_is_taken_back():
 
 
 def test_a_run_that_raised_leaves_nothing():
-    stopwatch = Stopwatch(ListClock(9.0, 1.0), "median")
+    stopwatch = Samples(ListClock(9.0, 1.0), "median")
     stopwatch.stop(stopwatch.start())
     stopwatch.abandon()
     assert sample(stopwatch).worst_ms == 1.0
@@ -131,13 +131,13 @@ def test_a_run_that_raised_leaves_nothing():
 
 
 def test_a_run_without_a_timed_launch_has_nothing_to_read():
-    stopwatch = Stopwatch(ListClock(), "median")
+    stopwatch = Samples(ListClock(), "median")
     assert run(stopwatch, launches=0) == Part("a")
 
 
 def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():
     clock = ListClock(2.0, ready=False)
-    stopwatch = Stopwatch(clock, "median")
+    stopwatch = Samples(clock, "median")
     assert run(stopwatch, waits=False) == Part("a", pending=1)
     stopwatch.take(waiting=True, counts=False)
     stopwatch.begin_run()
@@ -152,7 +152,7 @@ def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():
 
 
 def test_a_sample_that_is_read_is_told_again_while_a_peer_is_late():
-    stopwatch = Stopwatch(ListClock(2.0, ready=True), "median")
+    stopwatch = Samples(ListClock(2.0, ready=True), "median")
     first = run(stopwatch, waits=False)
     stopwatch.take(waiting=True, counts=False)
     stopwatch.begin_run()
@@ -162,4 +162,4 @@ def test_a_sample_that_is_read_is_told_again_while_a_peer_is_late():
 
 
 def test_a_clock_that_does_not_say_whether_it_is_ready_is_read_at_once():
-    assert run(Stopwatch(ListClock(2.0), "median"), waits=False).measured == 1
+    assert run(Samples(ListClock(2.0), "median"), waits=False).measured == 1

@@ -1,20 +1,59 @@
-"""How many runs the searches of a session plan, how far they have come, and when it has to end.
-
-Of the state that all ranks hold alike: `searches` are those of the session, each with the run it began in,
-from 0. No torch, no I/O, no clock.
-"""
+"""How far a session has come and how long it may still take; from the state that all ranks hold alike."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ..formatting import counted
 from . import whole_run
 from .context_search import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
-from .outlook import Outlook, RunsSpent
 from .rules import BY_LAUNCH, BY_RUN, Rules
+
+
+@dataclass(frozen=True)
+class RunsSpent:
+    """What the runs of a session were for. The rest launched what is settled, or had nothing to try."""
+
+    runs: int = 0
+    trials: int = 0
+    waits: int = 0  # online: until the device was done with a trial, and its time was read on all ranks
+
+    def after(self, *, trial: bool, wait: bool) -> RunsSpent:
+        """Return what they were for after one more."""
+        if trial:
+            return replace(self, runs=self.runs + 1, trials=self.trials + 1)
+        if wait:
+            return replace(self, runs=self.runs + 1, waits=self.waits + 1)
+        return replace(self, runs=self.runs + 1)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What has been tried of what there is to try, and an estimate of the runs that are still to come."""
+
+    timed: int  # candidates with a time, or banned, in all contexts
+    candidates: int
+    planned_trials: int  # at most, as the search plans
+    spent: RunsSpent
+
+    @property
+    def more_runs(self) -> int:
+        """About how many runs are still to come: as so far, and if the search takes all it plans."""
+        spent = self.spent
+        return math.ceil(max(self.planned_trials - spent.trials, 1) * spent.runs / max(spent.trials, 1))
+
+    def __str__(self) -> str:
+        spent = self.spent
+        made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
+        trials = f"{spent.trials} of at most {counted(max(self.planned_trials, spent.trials), 'trial')}"
+        of_runs = f" ({spent.waits} waited for the device)" if spent.waits else ""
+        runs = f"in {counted(spent.runs, 'run')}{of_runs}"
+        return f"{made}, {trials} {runs}; about {counted(self.more_runs, 'run')} to go"
+
 
 RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 
@@ -42,9 +81,9 @@ def planned_runs(rules: Rules, searches: Searches) -> int:
     return together + in_turn + 1
 
 
-def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Outlook:
+def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Forecast:
     """Return how far the session has come. Any thread may ask."""
-    return Outlook(
+    return Forecast(
         timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context, _ in searches),
         candidates=sum(len(context.digests) for context, _ in searches),
         planned_trials=planned_runs(rules, searches) - 1,

@@ -13,7 +13,7 @@ from rank_programs import tune
 from dist_autotune import tunable
 from dist_autotune.search.messages import Payload
 from dist_autotune.timing import synchronized_start
-from dist_autotune.timing.synchronized_start import MARGIN, MOST_LAG_MS, CommonStart
+from dist_autotune.timing.synchronized_start import MARGIN, MOST_LAG_MS, SynchronizedStart
 from ranks import assert_all_ok, run_ranks
 
 MS = 1_000_000  # ns
@@ -25,7 +25,7 @@ class Ranks:
     """Ranks whose clock is told what it reads."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.starts = [CommonStart() for _ in range(count)]
+        self.starts = [SynchronizedStart() for _ in range(count)]
         self.now_ns = 1000 * MS
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
 
@@ -94,7 +94,7 @@ def test_a_late_run_is_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("filler_ms", [0.0, 0.5, 7.0])
 def test_where_the_clock_is_not_told_the_filler_is_as_long_as_the_host_needs(filler_ms):
-    start = CommonStart()
+    start = SynchronizedStart()
     start.take(Payload("run"))
     assert start.lead_ms(filler_ms) == filler_ms
 
