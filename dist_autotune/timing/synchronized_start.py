@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from ..search.messages import Payload
+from ..search.messages import RunReport
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 REMEMBERED = 5  # runs
@@ -40,11 +40,11 @@ class SynchronizedStart:
         self._told_ns = 0  # when the last rank told its part of the last exchange; 0: not known
         self._lags_ns: deque[int] = deque(maxlen=REMEMBERED)  # of the slowest rank in each run
 
-    def told(self, payload: Payload) -> Payload:
+    def told(self, report: RunReport) -> RunReport:
         """Return what this rank tells now, at the end of a run."""
-        return replace(payload, told_ns=time.monotonic_ns(), lag_ns=self._lag_ns)
+        return replace(report, told_ns=time.monotonic_ns(), lag_ns=self._lag_ns)
 
-    def take(self, merged: Payload) -> None:
+    def take(self, merged: RunReport) -> None:
         """Take in what all ranks told at an exchange."""
         self._told_ns = merged.told_ns
         if merged.lag_ns:
