@@ -16,8 +16,9 @@ from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
-from ..timing.device_errors import told_as_ours
+from ..timing.device_errors import as_launch_failed
 from ..timing.samples import Samples
+from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import user_warnings
 from .failures import Failures
@@ -130,7 +131,7 @@ class Session:
         if self._chronicle.session:
             return
         domain = self.domain
-        domain.ledger.clear()
+        domain.ledger = TimeSpent()
         domain.on_ban = self._chronicle.ban
         with self._telling_failures():
             try:
@@ -178,7 +179,7 @@ class Session:
             self._is_in_function = True
             result = self._run.make(thunk)
             self._is_in_function = False
-        with told_as_ours(if_reported=True):
+        with as_launch_failed(if_reported=True):
             report = self._run.told()
         self._step(self._exchange(report, what))
         return result
@@ -244,7 +245,7 @@ class Session:
             clock=type(self.domain.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
-            spent=self.domain.ledger.spent,
+            spent=self.domain.ledger.seconds,
             outlook=None if self.is_over else self.domain.tuning.outlook,
         )
 
@@ -284,14 +285,14 @@ class Session:
         trials = [
             self._chronicle.trial(run, local, outcomes[local.name])
             for local in told
-            if local.launches or local.stopwatch.is_read
+            if local.launches or local.samples.is_read
         ]
         domain.local_contexts.take(tuning.contexts, outcomes, late_ms=merged.late_ms)
         counts = tuning.has_counted_run
         self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
         self._has_asked |= any(outcomes[local.name].kind == "sample" for local in told)
         self._has_time |= self._run.has_time(told, outcomes, of_run=counts and not merged.run.pending)
-        self._run.watch.take(waiting=bool(merged.run.pending), counts=counts, late_ms=merged.late_ms)
+        self._run.watch.apply_outcome(waiting=bool(merged.run.pending), counts=counts, late_ms=merged.late_ms)
         if tuning.remark:
             self._chronicle.write(Note(text=tuning.remark))
             self.warning, tuning.remark = tuning.remark, ""
@@ -360,7 +361,7 @@ class Session:
         if is_run:
             self._lived.update(received)
         ms = (time.perf_counter() - began) * 1e3
-        domain.ledger.exchanged(ms / 1e3)
+        domain.ledger.add("exchanges_s", ms / 1e3)
         run = domain.tuning.runs if is_run else -1
         self._chronicle.exchanged(
             Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
