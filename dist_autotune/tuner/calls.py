@@ -15,7 +15,7 @@ from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
 from ..ranks.watchdog import Watch
-from ..search.messages import Payload, check_facts, merge
+from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
 from . import user_warnings
@@ -225,10 +225,9 @@ def _settled_call(
         ):
             result = thunk()
         facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
-        payload = Payload("vote", agreement.rank, facts=facts, wants_session=bool(launches.met)).encode()
+        vote = Vote(agreement.rank, facts, wants_session=bool(launches.met))
     except BaseException as error:
         agreement.fail(error)
         raise
-    merged = Payload.decode(agreement.exchange(payload, merge, domain.timeout_s, what))
-    check_facts(merged, "vote")
+    merged = checked(decode(agreement.exchange(vote.encode(), merge, domain.timeout_s, what)), Vote)
     return result, merged.wants_session, before
