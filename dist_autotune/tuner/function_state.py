@@ -167,7 +167,7 @@ class FunctionState:
             facts,
             self.name,
             self.agreement.rank,
-            self.disk.guard_failed,
+            self.disk.report_guard_failure,
         )
 
     # -- opening a session ---------------------------------------------------------------------------------
@@ -175,8 +175,10 @@ class FunctionState:
     def opening(self) -> Opening:
         """Return what this rank says when a session opens."""
         opening = replace(self.going_on(""), offers=self._offered())
-        crashes, bans = self.guard.take_over()
-        return opening if self.forgetful else replace(opening, crashes=crashes, crash_bans=bans)
+        left = self.guard.recover()
+        return (
+            opening if self.forgetful else replace(opening, crashes=left.crashes, crash_bans=left.crash_bans)
+        )
 
     def _offered(self) -> dict[str, tuple[int, str, float]]:
         if self.forgetful or isinstance(self.agreement, SingleRank):  # one rank looks entries up when needed

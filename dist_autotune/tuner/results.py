@@ -100,7 +100,7 @@ class Results:
     def of_kernels(self, kernels: Iterable[tuple[str, str]]) -> Offers:
         """Return the entries of kernels, given as (readable name, identity)."""
         wanted = set(kernels)
-        found = (self._disk.entries_of(name) for name in sorted({name for name, _ in wanted}))
+        found = (self._disk.entries(name) for name in sorted({name for name, _ in wanted}))
         entries = itertools.chain.from_iterable(found)
         return self._offers(each for each in entries if (each.key.kernel, each.key.kernel_digest) in wanted)
 
@@ -156,7 +156,7 @@ class Results:
             and len(context.digests) > 1
             and len(self._agreement.ranks) > 1
         ):
-            self._disk.note_launched(self._folder, self.entry_key(local))
+            self._disk.record_launch(self._folder, self.entry_key(local))
 
     def _entry(self, context: Context, local: RankContext, winner: str, ms: float) -> Entry:
         return Entry(

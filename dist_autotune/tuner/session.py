@@ -321,7 +321,7 @@ class Session:
     def _fail(self, error: BaseException, told: BaseException) -> None:
         """Leave a run that raised: the peers are `told`, the next call goes on or starts anew."""
         domain = self.domain
-        domain.guard.explain()
+        domain.guard.record_error()
         self._failures.write(told, domain.agreement.rank)
         is_of_function = self._is_in_function and not isinstance(error, TuningError) and told is error
         self._is_in_function = False
