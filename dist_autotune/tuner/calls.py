@@ -13,7 +13,8 @@ from ..errors import RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import AGREEMENTS, RankGroup
+from ..ranks.group import GROUPS, RankGroup
+from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
@@ -180,7 +181,7 @@ class Calls:
     def _current_domain(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
         agreement: RankGroup = (
-            AGREEMENTS.of(self._options.process_group()) if self._options.is_dist else AGREEMENTS.alone()
+            GROUPS.of(self._options.process_group()) if self._options.is_dist else GROUPS.single()
         )
         known = self.domain
         if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
@@ -219,7 +220,7 @@ def _settled_call(
     try:
         before = None if preserved is None else Snapshot(preserved)
         with (
-            agreement.running(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note)),
+            agreement.running(Watch(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note))),
             INTERCEPTION.installed(launches.settled.runner, launches.choose),
         ):
             result = thunk()

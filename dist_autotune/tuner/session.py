@@ -15,6 +15,7 @@ from ..formatting import described
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
+from ..ranks.watchdog import Watch
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.samples import Samples
@@ -167,11 +168,13 @@ class Session:
         what = f"run {tuning.runs} of {domain.name}{self._failures.on_trial()}"
         with (
             domain.agreement.running(
-                what,
-                domain.timeout_s,
-                options.on_stuck,
-                self._failures.tell_stuck,
-                self._failures.whereabouts,
+                Watch(
+                    what,
+                    domain.timeout_s,
+                    options.on_stuck,
+                    self._failures.tell_stuck,
+                    self._failures.whereabouts,
+                )
             ),
             INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
             domain.ledger.running(),
