@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, fields
 
+from ..codec import from_json
 from ..errors import TuningError
 from ..formatting import Table, columns, context_label, counted
 from ..logs import decisions
 from ..logs.history import SessionHistory, of_kind
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
-from ..search.messages import Payload
+from ..search.messages import RunReport
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..search.strategies import STRATEGIES
@@ -128,8 +128,8 @@ def _step(verdict: Verdict, run: int, merged: Sequence[Merged], state: SearchSta
     """Let `state` have what all ranks said of a run, of which each rank logged the same."""
     for other in merged[1:]:
         verdict.compare(run, f"rank {other.rank}", "merged", other.payload, merged[0].payload)
-    payload = Payload.of_data(deepcopy(merged[0].payload))
-    state.step(state.kernels.unite(payload, state.contexts)[0])
+    report = from_json(RunReport, merged[0].payload)
+    state.step(state.kernels.unite(report, state.contexts)[0])
 
 
 def _compare_results(

@@ -13,7 +13,7 @@ from ..logs import decisions
 from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context_search import Outcome
-from ..search.messages import Part, Payload
+from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
@@ -32,7 +32,7 @@ class RankRun:
         self.watch = watch  # of the whole run
         self.launched: set[str] = set()  # contexts, in any run so far
         self._domain, self._chronicle = domain, chronicle
-        self._common_start = SynchronizedStart()
+        self._synchronized_start = SynchronizedStart()
         make_filler = getattr(domain.clock, "filler", None)  # of `EventClock`
         longest_ms = LONGEST_MS[domain.options.mode]
         self._filler: StreamFiller | None = None if make_filler is None else make_filler(longest_ms)
@@ -56,12 +56,14 @@ class RankRun:
     def make(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
         filler = self._filler if self._tries and not interception.is_capturing() else None
-        compiled_s = self._domain.ledger.spent.compiling_s
+        compiled_s = self._domain.ledger.seconds.compiling_s
         if filler is None:
-            self._common_start.lead_ms(0.0)  # peers learn how late this rank comes in any case
+            self._synchronized_start.lead_ms(0.0)  # peers learn how late this rank comes in any case
         else:
             filler.prepare()
-            filler.begin(self._common_start.lead_ms(filler.length_ms(self._wanted_ms or filler.wanted_ms)))
+            filler.begin(
+                self._synchronized_start.lead_ms(filler.length_ms(self._wanted_ms or filler.wanted_ms))
+            )
         if self._judged is None or self.watch.report is not None:
             result = thunk()
         else:
@@ -69,10 +71,10 @@ class RankRun:
             result = thunk()
             self.watch.stop(mark)
         if filler is not None:
-            self._late_ms = filler.end(1e3 * (self._domain.ledger.spent.compiling_s - compiled_s))
+            self._late_ms = filler.end(1e3 * (self._domain.ledger.seconds.compiling_s - compiled_s))
         return result
 
-    def told(self) -> Payload:
+    def told(self) -> RunReport:
         """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
         domain, agreement = self._domain, self._domain.agreement
         if domain.new_candidates:
@@ -83,22 +85,22 @@ class RankRun:
         parts = domain.local_contexts.tell(waits=waits)
         run = Part()
         if self._judged is not None or self.watch.report is not None:
-            run = self.watch.tell("|".join(self._judged or ()), waits=waits)
+            run = self.watch.report_run("|".join(self._judged or ()), waits=waits)
         domain.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in domain.local_contexts.new_sources().items()}
         facts = {name: {text: agreement.rank} for name, text in {**domain.point, **sources}.items()}
         elapsed_s = self._chronicle.elapsed_s
-        payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+        report = RunReport(agreement.rank, facts, parts=parts, run=run, elapsed_s=elapsed_s)
         if waits and domain.shares_clock and len(agreement.ranks) > 1:
-            payload = self._common_start.told(payload)
+            report = self._synchronized_start.stamp(report)
         if self._filler is not None:
-            payload = replace(payload, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return domain.with_offers(payload)
+            report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
+        return domain.with_offers(report)
 
-    def take(self, merged: Payload) -> None:
+    def take(self, merged: RunReport) -> None:
         """Take in what all ranks told, before anything follows from it."""
-        self._common_start.take(merged)
+        self._synchronized_start.apply_exchange(merged)
         self._wanted_ms = merged.wanted_ms
 
     def rename(self, names: dict[str, str]) -> None:
@@ -113,23 +115,23 @@ class RankRun:
         for local in reported:
             outcome = outcomes[local.name]
             is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
-            if is_sample and outcome.index is not None and local.stopwatch.sample_ms is not None:
+            if is_sample and outcome.index is not None and local.samples.sample is not None:
                 return True
-        return of_run and self.watch.report is not None and self.watch.sample_ms is not None
+        return of_run and self.watch.report is not None and self.watch.sample is not None
 
     def retract(self) -> None:
         """Drop what the run under way has measured, and told: no rank counts it."""
         for watch in (
             self.watch,
-            *(local.stopwatch for local in self._domain.local_contexts.by_name.values()),
+            *(local.samples for local in self._domain.local_contexts.by_name.values()),
         ):
-            watch.take(waiting=False, counts=False)
+            watch.apply_outcome(waiting=False, counts=False)
         self.abandon()
 
     def abandon(self) -> None:
         """Drop what the run under way has measured: it raised."""
         self._domain.launches.abandon_run()
-        self.watch.abandon()
+        self.watch.abandon_run()
 
     def _terms(self) -> Terms:
         """Return on what terms this rank compiles candidates, here and now."""

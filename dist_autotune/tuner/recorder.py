@@ -26,7 +26,7 @@ from ..logs.records import (
 )
 from ..logs.writer import SessionLog
 from ..search.context_search import Outcome
-from ..search.messages import Payload
+from ..search.messages import RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..version import __version__
@@ -122,7 +122,7 @@ class Recorder:
         run, kernel, key = self._domain.tuning.runs, local.source.short_name, local.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
-    def step(self, run: int, merged: Payload, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
+    def step(self, run: int, merged: RunReport, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
         """Write down one run: what is new, what this rank launched, what the ranks agreed."""
         tuning = self._domain.tuning
         for name, context in tuning.contexts.items():
@@ -143,7 +143,7 @@ class Recorder:
             if outcome.index is not None:
                 self.write(decisions.agreed(run, context, outcome))
 
-    def merged(self, run: int, merged: Payload) -> None:
+    def merged(self, run: int, merged: RunReport) -> None:
         """Write down what all ranks said of a run."""
         self.write(Merged(run=run, payload=merged.decisive()))
 
@@ -152,12 +152,13 @@ class Recorder:
         report = self._run_watch.report
         if report is None or waiting:
             return
+        sample = self._run_watch.sample
         self.write(
             RunTimed(
                 run=run,
                 judged=str(report.ran),
                 counts=counts,
-                ms=self._run_watch.sample_ms,
+                ms=None if sample is None else sample.ms,
                 statistic_ms=report.worst_ms if report.measured else None,
             )
         )
@@ -165,8 +166,9 @@ class Recorder:
     def trial(self, run: int, local: RankContext, outcome: Outcome) -> Trial:
         """Return the record of this rank's launches of one context in one run."""
         context = self._domain.tuning.contexts[local.name]
-        report = local.told if outcome.judge == BY_LAUNCH else self._run_watch.report
-        told = local.told
+        by_launch = outcome.judge == BY_LAUNCH
+        told, sample = local.told, (local.samples if by_launch else self._run_watch).sample
+        report = told if by_launch else self._run_watch.report
         assert told is not None
         assert report is not None
         ran = told.ran if told.ran in context.digests else None
@@ -182,8 +184,8 @@ class Recorder:
             k=outcome.k,
             n=outcome.n,
             launches=local.launches,
-            ms=local.stopwatch.sample_ms if outcome.judge == BY_LAUNCH else self._run_watch.sample_ms,
+            ms=None if sample is None else sample.ms,
             statistic_ms=report.worst_ms if report.measured else None,
-            gap_ms=local.stopwatch.sample_gap_ms if outcome.judge == BY_LAUNCH else 0.0,
+            gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,
             judge=outcome.judge,
         )
