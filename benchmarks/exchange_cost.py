@@ -45,7 +45,7 @@ from triton.runtime.errors import OutOfResources
 
 from dist_autotune import contextual_autotune
 from dist_autotune.ranks import client
-from dist_autotune.ranks.group import AGREEMENTS, ProcessGroup
+from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.hub_exchanges import Exchanges
 from dist_autotune.ranks.messages import pack, unpack
 from dist_autotune.search.messages import merge
@@ -217,7 +217,7 @@ def sizes(passed: Passed) -> dict[str, int]:
 
 
 def exchange_ms(rank: int, payloads: dict[int, bytes], calls: int) -> dict[str, Cost]:
-    agreement = AGREEMENTS.of(None)
+    agreement = GROUPS.of(None)
     votes = {
         watch: contextual_autotune(
             lambda: None, is_dist=True, watch=watch, log_dir=None, name=f"watch={watch}"

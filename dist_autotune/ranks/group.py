@@ -274,4 +274,4 @@ def _rank_in(group: Any) -> int:
         raise InvalidOption(f"group={group!r}: {error}") from None
 
 
-AGREEMENTS = Groups()
+GROUPS = Groups()

@@ -15,7 +15,7 @@ from rank_programs import IN_TIME_S, SHORT_S, SOON_S, ending, exchange, is_gone,
 from dist_autotune import AgreementTimeout
 from dist_autotune.ranks import exchange as exchange_module
 from dist_autotune.ranks import watchdog
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
 # ---- somebody does not come
@@ -187,7 +187,7 @@ def test_heartbeats_extend_the_deadline_while_a_rank_compiles(quick_heartbeats):
         exchange(rank)
         meet()
         if rank == 1:
-            with AGREEMENTS.of(None).busy():
+            with GROUPS.of(None).busy():
                 time.sleep(2.5 * SHORT_S)
         began = time.monotonic()
         return exchange(rank, SHORT_S), time.monotonic() - began
@@ -201,7 +201,7 @@ def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
     def program(rank, note):
         exchange(rank)
         if rank == 1:
-            with AGREEMENTS.of(None).busy():
+            with GROUPS.of(None).busy():
                 meet()
                 wait_for(note.exists)
         else:
@@ -223,7 +223,7 @@ def test_beats_of_an_earlier_exchange_extend_nothing(monkeypatch):
 
     def program(rank):
         exchange(rank)
-        with AGREEMENTS.of(None).busy():
+        with GROUPS.of(None).busy():
             pass
         exchange(rank)
         if rank == 1:
@@ -237,7 +237,7 @@ def test_beats_of_an_earlier_exchange_extend_nothing(monkeypatch):
 
 def test_a_peer_stuck_in_a_collective_of_its_own_is_told_why(quick_heartbeats):
     def program(rank, note):
-        agreement = AGREEMENTS.of(None)
+        agreement = GROUPS.of(None)
         exchange(rank)
         if rank == 0:
             agreement.fail(ValueError("boom"))
@@ -258,7 +258,7 @@ def test_a_peer_stuck_in_a_collective_of_its_own_is_told_why(quick_heartbeats):
 
 def test_a_stuck_peer_is_ended_when_that_is_asked_for(quick_heartbeats):
     def program(rank, note):
-        agreement = AGREEMENTS.of(None)
+        agreement = GROUPS.of(None)
         exchange(rank)
         if rank == 0:
             agreement.fail(ValueError("boom"))

@@ -11,7 +11,7 @@ import torch
 from kernels_for_tests import Bench, double, launch, numbers
 from rank_programs import blocks_of, exchange, statuses_of, tune, wait_for
 
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, meet, run_ranks
 
 KNOCKS = 3000
@@ -45,7 +45,7 @@ def knock(port, is_over):
 def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
     def program(rank):
         exchange(rank)
-        peers = AGREEMENTS.of(None).peers
+        peers = GROUPS.of(None).peers
         port, over = peers.board.address().port, tmp_path / "over"
         meet()
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
