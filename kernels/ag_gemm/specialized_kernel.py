@@ -53,7 +53,6 @@ class Chunks:
     WIDTH: gl.constexpr
     NUM_BUFFERS: gl.constexpr
     STAMPS: gl.constexpr
-    SPREAD: gl.constexpr
 
     @gluon.jit
     def find(self, number):
@@ -81,10 +80,6 @@ class Chunks:
     @gluon.jit
     def first_blocks(self):
         return self.k_blocks
-
-    @gluon.jit
-    def k_block(self, first_k, k):
-        return first_k + k
 
     @gluon.jit
     def blocks_behind(self, number):
@@ -138,9 +133,9 @@ class Chunks:
                 )
 
     @gluon.jit
-    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
         """The accumulator is the tile."""
-        epilogue.store(accumulator, row, col, step, STORER, WIDE)
+        epilogue.store(accumulator, row, col, step, STORER)
 
     @gluon.jit
     def stored(self, number):
@@ -215,7 +210,6 @@ def specialized_all_gather_gemm(
         WIDTH,
         NUM_BUFFERS,
         STAMPS,
-        False,
     )
     run(
         problem,

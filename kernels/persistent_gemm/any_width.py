@@ -158,12 +158,12 @@ class AnyWidthAccumulator:
     TEAM: gl.constexpr
 
     @gluon.jit
-    def multiply(self, operands, step, k, WIDE: gl.constexpr):
+    def multiply(self, operands, step, k):
         """Start the step's k block, then give back the slot of the block before it; see `mma`."""
         return self.start(operands, step, k, STEPS_OF_A_BLOCK)
 
     @gluon.jit
-    def multiply_last(self, operands, step, k, WIDE: gl.constexpr):
+    def multiply_last(self, operands, step, k):
         """Do so for the last k block of a tile: of zeros behind K no more than need be are multiplied."""
         accumulator = self
         if self.end_steps <= 1:

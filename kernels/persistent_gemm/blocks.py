@@ -65,6 +65,12 @@ def as_tiled(kwargs: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
     return swapped(args) if kwargs.get("SWAP_AB") else args
 
 
+def count_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> int:
+    """Return how many tiles a call has under a config."""
+    sizes, width = as_tiled(kwargs, args), kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    return int(triton.cdiv(sizes["M"], kwargs["BLOCK_M"]) * triton.cdiv(sizes["N"], width))
+
+
 def rows_of_a_cta(kwargs: dict[str, Any]) -> int:
     """Return how many rows of a tile a CTA has."""
     return int(kwargs["BLOCK_M"] // kwargs.get("CTAS", 1))  # kernels that know no clusters have no CTAS

@@ -9,13 +9,12 @@ from triton.experimental.gluon import language as gl
 from .problem import Problem, last_start
 from .roles import run
 from .stream_k import StreamK
-from .widths import columns_of_tiles, wide_tiles, width_of_last
 
 
 # Sizes only count tiles: one binary serves all shapes.
 @gluon.jit(
     do_not_specialize=[
-        *("M", "N", "K", "splits", "split_rows", "wanted", "programs"),
+        *("M", "N", "K", "wanted", "programs"),
         *("a_alignment", "b_alignment", "m_class", "n_class"),
     ]
 )
@@ -28,8 +27,6 @@ def gemm(
     M,
     N,
     K,
-    splits,  # into how many parts K is cut: C then holds as many partial products, one below the other
-    split_rows,
     wanted,  # which configs the tuner may try; no constexpr, as the code is the same
     programs,  # the most that run at once: what the best config depends on, no part of the code either
     a_alignment,  # of how many bytes the rows of memory begin at multiples; for the tuner, too
@@ -53,15 +50,12 @@ def gemm(
     STORE_BUFFERS: gl.constexpr,  # 0: the epilogue steals operand buffers
     GROUP_M: gl.constexpr,
     STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
-    STAGGER: gl.constexpr,  # neighbours begin at different k blocks
-    SPREAD: gl.constexpr,  # only as many tiles as need be have their EXTRA_N columns, see `widths`
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
     TEAMS: gl.constexpr,  # that share a tile, see `roles`
     CTAS: gl.constexpr,  # of a program, which is a cluster: two halve the rows of each tile, see `clusters`
     SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `blocks`
 ):
-    """Write C = A @ B; or, of each of `splits` parts of K, the product, `split_rows` rows apart."""
-    gl.static_assert(EXTRA_N > 0 or not SPREAD, "all tiles are as wide as they can be")
+    """Write C = A @ B."""
     gl.static_assert(gl.num_ctas() == CTAS, "num_ctas of the launch must be CTAS of the config")
     if CTAS > 1:
         gl.static_assert(not TENSOR_MEMORY, "only Hopper's roles have been divided among CTAs")
@@ -71,23 +65,16 @@ def gemm(
         a_desc, b_desc = b_desc, a_desc
         M, N = N, M
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = columns_of_tiles(N, BLOCK_N, EXTRA_N, SPREAD)
-    wide = wide_tiles(N, tiles_n, BLOCK_N, EXTRA_N, SPREAD)
-    # As many for each split: the last one's may lie beyond K, where TMA reads zeros.
-    k_blocks = gl.cdiv(gl.cdiv(K, BLOCK_K), splits)
-    tiles = tiles_m * tiles_n * splits * min(k_blocks, 1)
-    STAYS: gl.constexpr = STAGGER or STREAM_K > 0
+    tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
+    k_blocks = gl.cdiv(K, BLOCK_K)
     problem = Problem(
         tiles_m,
         tiles_n,
-        tiles,
-        M if STAYS else last_start(M, BLOCK_M, TRANS_A or SWAP_AB),
-        N if STAYS else last_start(N, width_of_last(tiles_n, wide, BLOCK_N, EXTRA_N), not SWAP_AB),
-        wide,
+        tiles_m * tiles_n * min(k_blocks, 1),
+        M if STREAM_K > 0 else last_start(M, BLOCK_M, TRANS_A or SWAP_AB),
+        N if STREAM_K > 0 else last_start(N, BLOCK_N + EXTRA_N, not SWAP_AB),
         K,
-        splits,
         k_blocks,
-        split_rows,
         SCHEDULE,
         GROUP_M,
         BLOCK_M,
@@ -95,11 +82,8 @@ def gemm(
         EXTRA_N,
         BLOCK_K,
         NUM_BUFFERS,
-        STAGGER,
-        SPREAD,
     )
     if STREAM_K > 0:
-        gl.static_assert(not STAGGER, "a segment begins where it does")
         gl.static_assert(not JOINED, "parts are written in pieces that fill the tile")
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")

@@ -48,8 +48,6 @@ def _candidate(
     variant: str,
     *args: Any,
     stream_k: int = 0,
-    stagger: bool = False,
-    spread: bool = False,
     joined: bool = False,
     teams: int = 1,
     ctas: int = 1,
@@ -58,8 +56,13 @@ def _candidate(
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
-    config.kwargs |= {"STREAM_K": stream_k, "STAGGER": stagger, "SPREAD": spread}
-    config.kwargs |= {"JOINED": joined, "TEAMS": teams, "CTAS": ctas, "SWAP_AB": swap_ab}
+    config.kwargs |= {
+        "STREAM_K": stream_k,
+        "JOINED": joined,
+        "TEAMS": teams,
+        "CTAS": ctas,
+        "SWAP_AB": swap_ab,
+    }
     config.num_ctas = ctas
     return config
 
@@ -123,12 +126,6 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2)),
     _candidate("cooperative", (64, 128, 64), 6, warps=4, store=(64, 3), extra_n=64),
     _candidate("cooperative", (64, 64, 128), 6, warps=4, store=(64, 1)),
-    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, stagger=True),
-    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stagger=True),
-    _candidate("cooperative", (128, 64, 64), 8, warps=8, store=(64, 1), stagger=True),
-    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stagger=True),
-    _candidate("cooperative", (64, 128, 64), 6, warps=4, store=(64, 3), extra_n=64, stagger=True),
-    _candidate("cooperative", (64, 64, 128), 6, warps=4, store=(64, 1), stagger=True),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), stream_k=8),
     _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
     _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
@@ -136,12 +133,6 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stream_k=8),
     _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stream_k=8),
     _candidate("cooperative", (64, 128, 64), 5, warps=4, store=(64, 3), extra_n=64, stream_k=8),
-    # A few columns more than whole tiles: for some of these, instead of a tile of its own.
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),
-    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32, spread=True),
-    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32, spread=True),
-    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 1), extra_n=32, spread=True),
-    _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64, spread=True),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2), stream_k=16),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
@@ -190,8 +181,6 @@ if HAS_CLUSTERS_AND_PTX:
         *(_any_width("cooperative", 384, width, ctas=2, swap_ab=True) for width in TEAM_PAIR_WIDTHS),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
-        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True),
-        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(32, 2), extra_n=32, spread=True, group_m=2),
         _pair("cooperative", (512, 128, 64), 4, warps=8, store=(64, 1)),
         _pair("cooperative", (256, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
         _pair("pingpong", (256, 128, 64), 5, warps=4, store=(64, 2)),

@@ -21,7 +21,6 @@ class OwnBuffers:
     c_desc: tma.tensor_descriptor
     bufs: gl.shared_memory_descriptor  # [storing partitions * BUFFERS, BLOCK_M, STORE_N]
     BUFFERS: gl.constexpr
-    BLOCK_N: gl.constexpr
     WIDTH: gl.constexpr  # of a tile with its further columns
     STORE_N: gl.constexpr
     TRANS_C: gl.constexpr  # C's memory has a tile's columns as rows, and so have the buffers
@@ -39,25 +38,16 @@ class OwnBuffers:
         TRANS_C: gl.constexpr,
     ):
         bufs = allocate_ring(c_desc, STORERS * BUFFERS, c_desc.block_type.shape[0])
-        return OwnBuffers(c_desc, bufs, BUFFERS, operands.BLOCK_N, WIDTH, STORE_N, TRANS_C, 0)
+        return OwnBuffers(c_desc, bufs, BUFFERS, WIDTH, STORE_N, TRANS_C, 0)
 
     @gluon.jit
     def of_team(self, TEAM: gl.constexpr):
         """Return that of another team, with buffers of its own."""
-        return OwnBuffers(
-            self.c_desc,
-            self.bufs,
-            self.BUFFERS,
-            self.BLOCK_N,
-            self.WIDTH,
-            self.STORE_N,
-            self.TRANS_C,
-            TEAM,
-        )
+        return OwnBuffers(self.c_desc, self.bufs, self.BUFFERS, self.WIDTH, self.STORE_N, self.TRANS_C, TEAM)
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
-        """Start the stores of a tile; WIDE: with its further columns, if there are any.
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
+        """Start the stores of a tile.
 
         A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
         first piece waits for all of the tile before, which was long ago. TMA reads through the async proxy:
@@ -65,14 +55,13 @@ class OwnBuffers:
         the threads, and one of them starts it. The same thread waits later: stores are counted for each
         thread.
         """
-        width: gl.constexpr = self.WIDTH if WIDE else self.BLOCK_N
         row += self.TEAM * self.c_desc.block_type.shape[1 if self.TRANS_C else 0]
         FIRST: gl.constexpr = (STORER + self.TEAM) * self.BUFFERS
-        for i in gl.static_range((width + self.STORE_N - 1) // self.STORE_N):
+        for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
             piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
             buf = self.bufs.index(FIRST + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
-            first = col + piece_start(i, self.STORE_N, width)
+            first = col + piece_start(i, self.STORE_N, self.WIDTH)
             if self.TRANS_C:
                 buf.permute((1, 0)).store(piece)
                 fence_async_shared()
@@ -117,8 +106,8 @@ class StolenBuffers:
         return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, WIDTH, STORE_N)
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
-        """Start the stores of a tile whose last k block was `step - 1`; there are none but WIDE ones.
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
+        """Start the stores of a tile whose last k block was `step - 1`.
 
         Loads of steps up to step + NUM_BUFFERS - 2 have been started: of B's NUM_BUFFERS + 1 slots all are
         filled or being filled but those of the next two steps to be loaded. Each piece takes one of the two;

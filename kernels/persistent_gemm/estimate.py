@@ -26,9 +26,8 @@ import triton
 
 from ..tails import tail_share
 from ..tiles import on_host
-from .blocks import as_tiled, rows_of_a_cta
+from .blocks import as_tiled, count_tiles, rows_of_a_cta
 from .mma import WIDEST_FROM_REGISTERS
-from .widths import tiles_side_by_side
 
 L2_BYTES_PER_CLOCK = 60  # into one SM; 55 to 58 were seen with rings of five slots
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
@@ -51,16 +50,11 @@ STARTS = {"cooperative": 1, "pingpong": 1}
 
 def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
-    variant, splits, args = kwargs["VARIANT"], args["splits"], as_tiled(kwargs, args)
+    variant, tiles, args = kwargs["VARIANT"], count_tiles(kwargs, args), as_tiled(kwargs, args)
     programs = max(args["programs"] // kwargs["CTAS"], 1)
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    tiles_n, wide = tiles_side_by_side(kwargs, args["N"])
-    tiles = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * tiles_n * splits
-    k_blocks = triton.cdiv(triton.cdiv(args["K"], kwargs["BLOCK_K"]), splits)
-    k_block = k_block_clocks(kwargs, args)
-    if wide < tiles_n and tiles > programs:  # a program has tiles of both widths
-        narrow = k_block_clocks({**kwargs, "EXTRA_N": 0}, args)
-        k_block = narrow + (k_block - narrow) * wide / tiles_n
+    k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
+    k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
     store = rows_of_a_cta(kwargs) * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
     exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
     if kwargs["STREAM_K"]:
@@ -74,11 +68,6 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     work = waves * (k_blocks * k_block + exposed) + cut
     start = STARTS.get(variant, 0) * START + (kwargs["CTAS"] - 1) * SECOND_CTA
     return start + max(work, memory_clocks(kwargs, args, busy)) + ends
-
-
-def k_block_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
-    """Return what a k block of a tile takes, one with its EXTRA_N columns."""
-    return max(multiply_clocks(kwargs), load_clocks(kwargs, args))
 
 
 def out_bytes(args: dict[str, Any]) -> int:

@@ -16,12 +16,11 @@ import triton
 
 from ..matrices import Block, Matrix, describe
 from ..settled_launch import SettledLaunches
-from .blocks import as_tiled, blocks_of
+from .blocks import blocks_of, count_tiles
 from .body import gemm
 from .candidates import CUT_SCHEDULES, GLUON_CANDIDATES, NAMES
 from .pruning import prune
 from .size_classes import class_of_rows
-from .widths import tiles_side_by_side
 
 COUNTERS_KEPT = 64
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -29,7 +28,7 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
     key=[
-        *("m_class", "n_class", "K", "splits", "wanted", "programs", "a_alignment", "b_alignment"),
+        *("m_class", "n_class", "K", "wanted", "programs", "a_alignment", "b_alignment"),
         *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"),
     ],
     prune_configs_by={"early_config_prune": prune},
@@ -49,8 +48,6 @@ class Shape:
     out_dtype: torch.dtype
     schedule: str
     wanted: str
-    splits: int
-    split_rows: int
     programs: int
     a_alignment: int
     b_alignment: int
@@ -64,8 +61,6 @@ class Shape:
             "M": self.m,
             "N": self.n,
             "K": self.k,
-            "splits": self.splits,
-            "split_rows": self.split_rows,
             "wanted": NAMES.index(self.wanted),
             "programs": self.programs,
             "a_alignment": self.a_alignment,
@@ -89,9 +84,7 @@ class Shape:
         """Return how many programs run under a config."""
         if meta["STREAM_K"]:
             return self.programs, 1, 1
-        args = as_tiled(meta, {"M": self.m, "N": self.n})
-        tiles_n, _wide = tiles_side_by_side(meta, args["N"])
-        tiles = triton.cdiv(args["M"], meta["BLOCK_M"]) * tiles_n * self.splits
+        tiles = count_tiles(meta, {"M": self.m, "N": self.n})
         return (
             (tiles if meta["VARIANT"] == "pipelined" else min(max(self.programs // meta["CTAS"], 1), tiles)),
             1,

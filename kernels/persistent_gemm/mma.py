@@ -68,24 +68,22 @@ class WgmmaAccumulator:
     FROM_REGISTERS: gl.constexpr
 
     @gluon.jit
-    def multiply(self, operands, step, k, WIDE: gl.constexpr):
+    def multiply(self, operands, step, k):
         """Start the step's k block, then give back the slot of the block before it.
-
-        WIDE: the further columns as well, if there are any; the same for all k blocks of a tile.
 
         One k block stays in flight, so the tensor cores never wait for the barriers. Once at most this one is
         outstanding, the one before has read its slot: in every warp, as `arrive` waits for all of them.
         """
-        if WIDE and self.FROM_REGISTERS:
+        if self.FROM_REGISTERS:
             main, extra = self._multiply_from_registers(operands, step)
-        elif WIDE and self.EXTRA_N > 0:
+        elif self.EXTRA_N > 0:
             main = warpgroup_mma(operands.a(step), operands.b(step), self.main, is_async=True)
             extra = warpgroup_mma(operands.a(step), operands.b_extra(step), self.extra, is_async=True)
             main, extra = warpgroup_mma_wait(num_outstanding=2, deps=(main, extra))
         else:
             main = warpgroup_mma(operands.a(step), operands.b(step), self.main, is_async=True)
             main = warpgroup_mma_wait(num_outstanding=1, deps=(main,))
-            extra = self.extra if self.EXTRA_N > 0 else main
+            extra = main
         # Of the tile before, everything has been given back in `end`.
         operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
@@ -189,7 +187,7 @@ class Tcgen05Accumulator:
     ready: gl.shared_memory_descriptor
 
     @gluon.jit
-    def multiply(self, operands, step, k, WIDE: gl.constexpr):
+    def multiply(self, operands, step, k):
         """Start the step's k block; the hardware arrives at the slot's `empty` when it has read it."""
         tcgen05_mma(operands.a(step), operands.b(step), self.memory, use_acc=k > 0)
         tcgen05_commit(operands.empty_bar(step))

@@ -126,11 +126,10 @@ class Operands:
         )
 
     @gluon.jit
-    def load(self, step, row, col, k, WIDE: gl.constexpr):
+    def load(self, step, row, col, k):
         """Start the copies of k block `k` of the tile at (row, col), once the slot has been read.
 
-        WIDE: the tile has its further columns, if there are any. What lies beyond A or B and is loaded is
-        counted like the rest, so each load completes `full`.
+        What lies beyond A or B and is loaded is counted like the rest, so each load completes `full`.
         """
         slot = ring_slot(step, self.NUM_BUFFERS)
         bar = self.full.index(slot)
@@ -142,7 +141,7 @@ class Operands:
         b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
         if self.JOINED:
             mbarrier.expect(bar, rows_of_a + self.joined_nbytes())
-        elif WIDE and self.EXTRA_N > 0:
+        elif self.EXTRA_N > 0:
             mbarrier.expect(bar, rows_of_a + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, rows_of_a + b_nbytes)
@@ -159,7 +158,7 @@ class Operands:
             load_for_both(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         else:
             load_for_both(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
-        if WIDE and self.EXTRA_N > 0 and not self.JOINED:
+        if self.EXTRA_N > 0 and not self.JOINED:
             extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
             if self.TRANS_B:
                 load_for_both(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)

@@ -37,7 +37,6 @@ def persistent_matmul(
     *,
     out_dtype: torch.dtype | None = None,
     programs: int | None = None,
-    splits: int = 1,
 ) -> torch.Tensor:
     """Return a @ b for a [M, K] and b [K, N], fp16 or bf16, summed in float32; forward only.
 
@@ -49,8 +48,6 @@ def persistent_matmul(
     and so on, four to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is
     "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
     `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
-    `splits` is into how many parts K is cut (on Hopper and Blackwell) for a second kernel to add up: by
-    default one, as stream-K cuts K where tiles are few, without a second kernel.
 
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
     of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
@@ -71,12 +68,11 @@ def persistent_matmul(
         )
     if programs is not None:
         check_count("programs", programs)
-    check_count("splits", splits)
     if out is None:
         check_operands(a, b)
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
-    places = (place_of(a), place_of(b), place_of(out), variant, scheduler, programs, splits)
+    places = (place_of(a), place_of(b), place_of(out), variant, scheduler, programs)
     route = _ROUTES.get(places)
     if route is not None and out_dtype in (None, out.dtype):
         with _on(a.device):
@@ -90,7 +86,7 @@ def persistent_matmul(
         return out.zero_()
     if _is_on_gpu(a):
         with _on(a.device):
-            route = _multiply(a, b, out, variant, scheduler, programs, splits)
+            route = _multiply(a, b, out, variant, scheduler, programs)
         if route is not None:
             keep(_ROUTES, places, route)
     elif INTERPRETED:
@@ -118,14 +114,13 @@ def _multiply(
     variant: str,
     scheduler: str,
     programs: int | None,
-    splits: int,
 ) -> Route | None:
     """Write a @ b to `out`; return the route that the Gluon body has taken, None after the plain one."""
     capability, sms = _device(a.device)
     programs = programs or sms
     if capability in (9, 10):
         on_blackwell = capability == 10
-        route = route_of(a, b, out, variant, scheduler, programs, splits, tensor_memory=on_blackwell)
+        route = route_of(a, b, out, variant, scheduler, programs, tensor_memory=on_blackwell)
         if route is not None:
             follow(route, a, b, out)
             return route

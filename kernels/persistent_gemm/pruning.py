@@ -11,11 +11,10 @@ from ..compat import HAS_CLUSTERS_AND_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from ..tails import tail_share
 from ..tiles import on_host
-from .blocks import as_tiled
+from .blocks import as_tiled, count_tiles
 from .candidates import CUT_SCHEDULES, NAMES
 from .estimate import estimated_clocks
 from .footprint import accumulator_registers, most_accumulator_registers, shared_bytes
-from .widths import tiles_side_by_side
 
 # By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
 LEAST_SAVED_K = 512
@@ -62,10 +61,9 @@ def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
 
 def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: int) -> bool:
     """Return whether a config with STREAM_K makes the last wave enough shorter to be worth a trial."""
-    if args["SCHEDULE"] not in CUT_SCHEDULES or args["splits"] > 1:
+    if args["SCHEDULE"] not in CUT_SCHEDULES:
         return False
-    tiles_n, _wide = tiles_side_by_side(kwargs, args["N"])
-    tail = triton.cdiv(args["M"], kwargs["BLOCK_M"]) * tiles_n % programs
+    tail = count_tiles(kwargs, args) % programs
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
     share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
     parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
@@ -74,22 +72,10 @@ def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: i
 
 
 def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
-    """Return whether tiles of two widths are fewer than of the lesser one, and swapped ones fewer than not.
-
-    True for tiles of one width whose rows are rows of C.
-    """
-    if kwargs["SWAP_AB"]:
-        return _tiles(kwargs, args) < _tiles({**kwargs, "SWAP_AB": False}, args)
-    if not kwargs["SPREAD"]:
+    """Return whether swapped tiles are fewer than the same ones unswapped; True for unswapped ones."""
+    if not kwargs["SWAP_AB"]:
         return True
-    tiles_n, wide = tiles_side_by_side(kwargs, args["N"])
-    return wide < tiles_n < triton.cdiv(args["N"], kwargs["BLOCK_N"])
-
-
-def _tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> int:
-    sizes = as_tiled(kwargs, args)
-    tiles_n, _wide = tiles_side_by_side(kwargs, sizes["N"])
-    return int(triton.cdiv(sizes["M"], kwargs["BLOCK_M"]) * tiles_n)
+    return count_tiles(kwargs, args) < count_tiles({**kwargs, "SWAP_AB": False}, args)
 
 
 def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
@@ -112,7 +98,7 @@ def _kind(config: triton.Config) -> tuple[Any, ...]:
 
 
 def _kind_and_tiles(config: triton.Config, args: dict[str, Any]) -> tuple[Any, ...]:
-    return (*_kind(config), tiles_side_by_side(config.kwargs, as_tiled(config.kwargs, args)["N"]))
+    return (*_kind(config), triton.cdiv(as_tiled(config.kwargs, args)["N"], _width(config)))
 
 
 def _width(config: triton.Config) -> int:
@@ -124,8 +110,6 @@ def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
         return False
     if kwargs["TEAMS"] > 1 and args["SCHEDULE"] == "dynamic":
-        return False
-    if kwargs["SWAP_AB"] and args["splits"] > 1:  # parts of K lie one below the other, not side by side
         return False
     if kwargs["CTAS"] == 1:
         return True

@@ -11,11 +11,9 @@
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
 
-Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, SPREAD, and
+Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
-    is_wide(number)               whether it has its EXTRA_N further columns; asked if SPREAD, else all have
-    k_block(first_k, k)           which its k-th k block is, with what `place` said
     blocks_of(number)             how many k blocks it has: one or more
     first_blocks()                how many this program's first tile has
     blocks_behind(number)         how many its tile after this one has; any number if there is none
@@ -69,13 +67,12 @@ TEAM_REGISTERS = gl.constexpr(160)  # 3 * 160 + 24: the same
 
 @aggregate
 class Cursor:
-    """How far the loads of a partition that loads for itself have come: the k block to load next."""
+    """How far the loads of a partition that loads for itself have come: the next k block, of whole tiles."""
 
     visit: gl.tensor
     number: gl.tensor
     row: gl.tensor
     col: gl.tensor
-    first_k: gl.tensor
     k: gl.tensor
     step: gl.tensor
 
@@ -83,35 +80,25 @@ class Cursor:
     @gluon.jit
     def create(problem, schedule):
         number = schedule.publish(0)
-        row, _row_of_c, col, first_k = problem.place(number)
+        row, _row_of_c, col, _first_k = problem.place(number)
         zero = gl.to_tensor(0)
-        return Cursor(zero, number, row, col, first_k, zero, zero)
+        return Cursor(zero, number, row, col, zero, zero)
 
     @gluon.jit
     def load(self, problem, schedule, operands, last_visit):
         """Start one load, if there is one left in the tiles up to that visit; return the cursor behind it."""
         visit, number, k, step = self.visit, self.number, self.k, self.step
-        row, col, first_k = self.row, self.col, self.first_k
+        row, col = self.row, self.col
         if (number < problem.tiles) & (visit <= last_visit):
-            operands.load(step, row, col, problem.k_block(first_k, k), True)
+            operands.load(step, row, col, k)
             step += 1
             k += 1
             if k == problem.blocks_of(number):
                 k = k * 0
                 visit += 1
                 number = schedule.publish(visit)
-                row, _row_of_c, col, first_k = problem.place(number)
-        return Cursor(visit, number, row, col, first_k, k, step)
-
-
-@gluon.jit
-def _load_tile(problem, operands, number, step, WIDE: gl.constexpr):
-    """Start the loads of a tile, whose first k block has that step; return the step behind them."""
-    row, _row_of_c, col, first_k = problem.place(number)
-    for k in range(problem.blocks_of(number)):
-        operands.load(step, row, col, problem.k_block(first_k, k), WIDE)
-        step += 1
-    return step
+                row, _row_of_c, col, _first_k = problem.place(number)
+        return Cursor(visit, number, row, col, k, step)
 
 
 @gluon.jit
@@ -123,13 +110,10 @@ def _load(problem, schedule, operands, TAKERS: gl.constexpr):
     number = schedule.publish(0)
     while number < problem.tiles:
         known = problem.await_rows(number, known)
-        if problem.SPREAD:
-            if problem.is_wide(number):
-                step = _load_tile(problem, operands, number, step, True)
-            else:
-                step = _load_tile(problem, operands, number, step, False)
-        else:
-            step = _load_tile(problem, operands, number, step, True)
+        row, _row_of_c, col, first_k = problem.place(number)
+        for k in range(problem.blocks_of(number)):
+            operands.load(step, row, col, first_k + k)
+            step += 1
         visit += 1
         number = schedule.publish(visit)
     for further in gl.static_range(1, TAKERS):  # each of those who take turns must be told
@@ -173,23 +157,10 @@ def _work(
                 cursor = cursor.load(problem, schedule, operands, visit + NUM_BUFFERS)
     number = schedule.take(visit)
     while number < problem.tiles:
-        if problem.SPREAD:
-            gl.static_assert(not LOADS, "a cursor knows nothing of widths")
-            if problem.is_wide(number):
-                cursor, step = _work_on(
-                    *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
-                    *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, True),
-                )
-            else:
-                cursor, step = _work_on(
-                    *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
-                    *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, False),
-                )
-        else:
-            cursor, step = _work_on(
-                *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
-                *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS, True),
-            )
+        cursor, step = _work_on(
+            *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
+            *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS),
+        )
         step += (EVERY - 1) * problem.blocks_behind(number)
         visit += EVERY
         number = schedule.take(visit)
@@ -225,7 +196,6 @@ def _work_on(
     STORES: gl.constexpr,
     LOADS: gl.constexpr,
     ACROSS: gl.constexpr,
-    WIDE: gl.constexpr,
 ):
     """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
     AHEAD: gl.constexpr = problem.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
@@ -240,13 +210,13 @@ def _work_on(
         blocks = problem.blocks_of(number) - ENDS
         for k in range(blocks):
             operands.wait_full(step)
-            accumulator = accumulator.multiply(operands, step, k, WIDE)
+            accumulator = accumulator.multiply(operands, step, k)
             if LOADS:
                 cursor = _load_under(problem, schedule, operands, epilogue, cursor, k, visit + AHEAD)
             step += 1
         if ENDS > 0:
             operands.wait_full(step)
-            accumulator = accumulator.multiply_last(operands, step, blocks, WIDE)
+            accumulator = accumulator.multiply_last(operands, step, blocks)
             if LOADS:
                 cursor = _load_under(problem, schedule, operands, epilogue, cursor, blocks, visit + AHEAD)
             step += 1
@@ -260,7 +230,7 @@ def _work_on(
         accumulator = mma.accumulator(visit)
     if STORES:
         mma.await_result(visit)
-        problem.store(number, epilogue, accumulator, row, col, step, FIRST, WIDE)
+        problem.store(number, epilogue, accumulator, row, col, step, FIRST)
         mma.drained(visit)
         problem.stored(number)
     return cursor, step
@@ -294,7 +264,7 @@ def run(
     gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
     STEALS: gl.constexpr = STORE_BUFFERS == 0
     if JOINED:
-        gl.static_assert(not TENSOR_MEMORY and not problem.SPREAD and not STEALS, "of one width, for Hopper")
+        gl.static_assert(not TENSOR_MEMORY and not STEALS, "for Hopper, with buffers for the store")
         gl.static_assert(STORE_N <= BLOCK_N + EXTRA_N, "the last piece ends with the tile")
     else:
         gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")

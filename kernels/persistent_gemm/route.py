@@ -14,7 +14,6 @@ from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
 from .copies import NOTHING, Copies, plan
 from .launch import Shape, launch
 from .padded import copy, padded_copy, room_for, runs_along_columns
-from .splits import rows_of_a_part, sum_splits, workspace_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +35,6 @@ def route_of(
     variant: str,
     scheduler: str,
     programs: int,
-    splits: int = 1,
     *,
     tensor_memory: bool,
 ) -> Route | None:
@@ -60,11 +58,9 @@ def route_of(
         trans_a=runs_along_columns(a) if left is None else left.transposed,
         trans_b=runs_along_columns(b) if right is None else right.transposed,
         dtype=a.dtype,
-        out_dtype=out.dtype if splits == 1 else torch.float32,
+        out_dtype=out.dtype,
         schedule="grouped" if scheduler == "auto" else scheduler,
         wanted=variant,
-        splits=splits,
-        split_rows=0 if splits == 1 else rows_of_a_part(m),
         programs=programs,
         a_alignment=0 if left is None else left.alignment(),
         b_alignment=0 if right is None else right.alignment(),
@@ -72,7 +68,7 @@ def route_of(
         tensor_memory=tensor_memory,
         exchanged=exchanged,
     )
-    copies, copies_out = NOTHING, c is None and splits == 1
+    copies, copies_out = NOTHING, c is None
     if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
         planned = plan(shape, out=copies_out)
         if planned is None:
@@ -84,7 +80,7 @@ def route_of(
 def follow(route: Route, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write a @ b to `out`, for tensors in the places for which `route_of` has found this."""
     shape, copies = route.shape, route.copies
-    if shape.splits == 1 and copies == NOTHING:
+    if copies == NOTHING:
         assert route.a is not None
         assert route.b is not None
         assert route.out is not None
@@ -92,18 +88,8 @@ def follow(route: Route, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) ->
         return
     if route.exchanged:
         a, b, out = b.mT, a.mT, out.mT
-    if shape.splits == 1:
-        _launch(route, a, b, out, route.out)
-        return
-    workspace = workspace_of(out, shape.splits)
-    _launch(route, a, b, workspace, matrix_of_rows(workspace))
-    sum_splits(workspace, shape.splits, out)
-
-
-def _launch(route: Route, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, c: Matrix | None) -> None:
-    """Launch on the tensors as TMA reads them, or on copies: all that it cannot address are among those."""
-    shape, copies = route.shape, route.copies
-    left, right, room = route.a, route.b, out
+    # On copies, too: all that TMA cannot address are among those.
+    left, right, c, room = route.a, route.b, route.out, out
     if copies.a:
         left, a = padded_copy(a, transposed=shape.trans_a)
     if copies.b:

@@ -95,10 +95,8 @@ class StreamK:
     k_blocks: gl.tensor
     tiles: gl.tensor
     BLOCK_M: gl.constexpr
-    BLOCK_N: gl.constexpr
     WIDTH: gl.constexpr
     NUM_BUFFERS: gl.constexpr
-    SPREAD: gl.constexpr
 
     @staticmethod
     @gluon.jit
@@ -119,10 +117,8 @@ class StreamK:
             k_blocks,
             whole + segments * programs,
             product.BLOCK_M,
-            product.BLOCK_N,
             product.BLOCK_N + product.EXTRA_N,
             product.NUM_BUFFERS,
-            product.SPREAD,
         )
 
     @gluon.jit
@@ -142,17 +138,8 @@ class StreamK:
     @gluon.jit
     def place(self, number):
         tile, first, _blocks = self.find(number)
-        row_of_a, row, col, first_k = self.product.place(tile)
-        return row_of_a, row, col, first_k + first
-
-    @gluon.jit
-    def is_wide(self, number):
-        tile, _first, _blocks = self.find(number)
-        return self.product.is_wide(tile)
-
-    @gluon.jit
-    def k_block(self, first_k, k):
-        return first_k + k
+        row_of_a, row, col, _first_k = self.product.place(tile)
+        return row_of_a, row, col, first
 
     @gluon.jit
     def blocks_of(self, number):
@@ -177,24 +164,24 @@ class StreamK:
         """Nobody waits for that."""
 
     @gluon.jit
-    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr, WIDE: gl.constexpr):
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
         """Store the tile, or a part of it; after the last part, the tile."""
         tile, _first, blocks = self.find(number)
         if blocks == self.k_blocks:
-            epilogue.store(accumulator, row, col, step, STORER, WIDE)
+            epilogue.store(accumulator, row, col, step, STORER)
         else:
             inner = tile - self.whole
-            self.write(accumulator, inner, epilogue.STORE_N, WIDE)
+            self.write(accumulator, inner, epilogue.STORE_N)
             if self.was_last(inner):
                 parts = Parts(self.parts_ptr, inner, self.k_blocks, self.share, self.BLOCK_M, self.WIDTH)
-                epilogue.store(parts, row, col, step, STORER, WIDE)
+                epilogue.store(parts, row, col, step, STORER)
 
     @gluon.jit
-    def write(self, accumulator, tile, STORE_N: gl.constexpr, WIDE: gl.constexpr):
+    def write(self, accumulator, tile, STORE_N: gl.constexpr):
         """Write this program's part of the tile."""
         slot = part_slot(gl.program_id(0), tile, self.k_blocks, self.share, gl.num_programs(0))
         room = _room(self.parts_ptr, slot, self.BLOCK_M, self.WIDTH)
-        for i in gl.static_range((self.WIDTH if WIDE else self.BLOCK_N) // STORE_N):
+        for i in gl.static_range(self.WIDTH // STORE_N):
             piece = accumulator.piece(i, STORE_N)
             _write(room, piece, i, self.WIDTH)
 

@@ -71,7 +71,7 @@ def compile_gemm(
         for name, block in blocks_of({**constants, **(sizes or {})}).items()
     }
     types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
-    types |= dict.fromkeys(("splits", "split_rows", "wanted", "programs"), "i32")
+    types |= dict.fromkeys(("wanted", "programs"), "i32")
     types |= dict.fromkeys(("a_alignment", "b_alignment", "m_class", "n_class"), "i32")
     types |= {"parts_ptr": "*fp32"}
     descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
@@ -107,8 +107,8 @@ def describe(config: triton.Config) -> str:
     width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
-    kinds = {"stream-K": kwargs["STREAM_K"], "staggered": kwargs["STAGGER"], "spread": kwargs["SPREAD"]}
-    kinds |= {"one MMA": kwargs["JOINED"], f"{kwargs['TEAMS']} teams": kwargs["TEAMS"] > 1}
+    kinds = {"stream-K": kwargs["STREAM_K"], "one MMA": kwargs["JOINED"]}
+    kinds |= {f"{kwargs['TEAMS']} teams": kwargs["TEAMS"] > 1}
     kinds |= {f"{kwargs['CTAS']} CTAs": kwargs["CTAS"] > 1, "A and B swapped": kwargs["SWAP_AB"]}
     which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
     return (

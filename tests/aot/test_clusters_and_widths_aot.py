@@ -247,11 +247,7 @@ def test_only_columns_are_loaded_into_both_and_by_one_of_them(kernels, code):
     }
     narrow = 2 * kwargs["BLOCK_K"] * (rows + kwargs["BLOCK_N"])
     assert min(expected) >= narrow  # half of A, all of B: what arrives in each
-    assert (
-        kwargs["JOINED"]
-        or expected == {narrow, narrow + 2 * kwargs["BLOCK_K"] * kwargs["EXTRA_N"]}
-        or (not kwargs["SPREAD"] and expected == {narrow + 2 * kwargs["BLOCK_K"] * kwargs["EXTRA_N"]})
-    )
+    assert kwargs["JOINED"] or expected == {narrow + 2 * kwargs["BLOCK_K"] * kwargs["EXTRA_N"]}
 
 
 @pytest.mark.parametrize("code", PAIRS)

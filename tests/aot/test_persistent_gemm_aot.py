@@ -42,14 +42,11 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
     "256 x 160": (candidate("cooperative", BLOCK_M=256, EXTRA_N=32), {"trans_b": False}),
     "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
-    "256 and 288 wide": (candidate("cooperative", BLOCK_N=256, SPREAD=True), {"trans_a": True}),
-    "128 and 192 wide, pingpong": (candidate("pingpong", EXTRA_N=64, SPREAD=True), {"dtype": "fp16"}),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
     "few columns": (
         candidate("cooperative", BLOCK_M=64, EXTRA_N=64, STREAM_K=0),
         {"sizes": {"M": 4096, "N": 72}},
     ),
-    "64 x 64, staggered": (candidate("cooperative", BLOCK_N=64, STAGGER=True), {"trans_a": True}),
 }
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),

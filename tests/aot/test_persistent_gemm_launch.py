@@ -142,22 +142,6 @@ def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monke
     assert arguments(device.launched[-1]) == arguments(device.launched[-2])
 
 
-def test_parts_of_k_go_to_a_workspace_and_their_sum_to_the_result(device, monkeypatch):
-    sums: list[Any] = []
-    monkeypatch.setattr(route, "sum_splits", lambda *args: sums.append(args))
-    a, b, out = operands(300, 192, 640)
-    assert multiply(a, b, out, splits=3)
-    ((workspace, splits, target),) = sums
-    assert (splits, target) == (3, out)
-    assert workspace.shape == (3 * 512, 192)
-    assert workspace.dtype is torch.float32
-    (launched,) = device.launched
-    assert launched[0] == 5 * 3 * 3  # tiles of 64 x 64, three times
-    descriptor, sizes = arguments(launched)[3], arguments(launched)[5:11]
-    assert descriptor[:5] == (workspace.data_ptr(), 3 * 512, 192, 192, 1)
-    assert sizes[:5] == [300, 192, 640, 3, 512]
-
-
 def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its_own(device, monkeypatch):
     monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("cooperative", STREAM_K=8)])
     monkeypatch.setattr(launching, "_COUNTERS", OrderedDict())
@@ -177,7 +161,7 @@ def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its
     assert counter.numel() == 2 + 132
     for launched, room in zip((first, second), parts, strict=True):
         assert arguments(launched)[4] == counter.data_ptr()
-        assert arguments(launched)[16] == room.data_ptr()
+        assert arguments(launched)[14] == room.data_ptr()
 
 
 # ---- what is known of tensors in their places
@@ -225,11 +209,9 @@ def test_without_out_there_is_a_new_one_each_time_and_its_place_counts(device, o
         pytest.param({"scheduler": "contiguous"}, id="scheduler"),
         pytest.param({"variant": "pipelined"}, id="variant"),
         pytest.param({"programs": 7}, id="programs"),
-        pytest.param({"splits": 2}, id="splits"),
     ],
 )
-def test_another_way_to_compute_it_is_another_route(on_gpu, further, monkeypatch):
-    monkeypatch.setattr(route, "sum_splits", lambda *args: None)
+def test_another_way_to_compute_it_is_another_route(on_gpu, further):
     a, b, out = operands(256, 192, 640)
     for _ in range(2):
         persistent_matmul(a, b, out)
@@ -253,7 +235,6 @@ def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu)
         pytest.param({"out_dtype": torch.float32}, TypeError, id="another type"),
         pytest.param({"variant": "fastest"}, ValueError, id="no such variant"),
         pytest.param({"programs": 0}, ValueError, id="no programs"),
-        pytest.param({"splits": 1.5}, TypeError, id="half a part"),
         pytest.param({"variant": "stream_k", "scheduler": "chiplet"}, ValueError, id="stream-K by chiplets"),
     ],
 )

@@ -30,10 +30,7 @@ def multiply(
     schedule: str = "grouped",
     transposed: tuple[bool, bool] = (False, False),
     tensor_memory: bool = False,
-    splits: int = 1,
     stream_k: int = 0,
-    stagger: bool = False,
-    spread: bool = False,
     joined: bool = False,
     teams: int = 1,
     ctas: int = 1,
@@ -52,8 +49,7 @@ def multiply(
     a = numbers.integers(-3, 4, (m, k)).astype(float)
     b = numbers.integers(-3, 4, (k, n)).astype(float)
     sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
-    split_rows = -(-m // block_m) * block_m if splits > 1 else m
-    c, counter = np.full((splits * split_rows, n), np.nan), np.zeros(2 + programs, dtype=int)
+    c, counter = np.full((m, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
         loaded = (block_m // teams, box_of(block_n), box_of(extra_n or block_n))
@@ -84,7 +80,7 @@ def multiply(
             descriptor(b_rows, [a_rows, block_k], ROWS),
             descriptor(a, [extra_rows, block_k], NEITHER),
         ]
-    tiles = -(-sides[0] // block_m) * -(-sides[1] // (block_n + extra_n)) * splits
+    tiles = -(-sides[0] // block_m) * -(-sides[1] // (block_n + extra_n))
     gluon_model.launch(
         BODY.gemm,
         tiles if variant == "pipelined" else programs,
@@ -94,8 +90,6 @@ def multiply(
         m,
         n,
         k,
-        splits,
-        split_rows,
         0,
         programs,
         16,
@@ -123,19 +117,15 @@ def multiply(
         STORE_BUFFERS=store_buffers,
         GROUP_M=2,
         STREAM_K=stream_k,
-        STAGGER=stagger,
-        SPREAD=spread,
         JOINED=joined,
         TEAMS=teams,
         CTAS=ctas,
         SWAP_AB=swap_ab,
     )
-    products = c.reshape(splits, split_rows, n)
-    np.testing.assert_array_equal(products[:, :m].sum(axis=0), a @ b if k else np.full((m, n), np.nan))
-    np.testing.assert_array_equal(np.nan_to_num(products[:, m:]), 0)
-    writes = c_desc.writes.reshape(products.shape)[:, :m]
+    np.testing.assert_array_equal(c, a @ b if k else np.full((m, n), np.nan))
+    writes = c_desc.writes
     most = 2 if (block_n + extra_n) % store_n else 1  # the last piece of a tile is moved back
-    if not (stagger or stream_k or (sides[0] % block_m == sides[1] % (block_n + extra_n) == 0)):
+    if not (stream_k or (sides[0] % block_m == sides[1] % (block_n + extra_n) == 0)):
         most *= 4  # and so are the last tiles
     assert ((writes >= 1) & (writes <= most)).all() if k else not writes.any()
     assert not counter.any()

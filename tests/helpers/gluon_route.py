@@ -14,12 +14,11 @@ def multiply(
     variant: str = "auto",
     scheduler: str = "auto",
     programs: int = 132,
-    splits: int = 1,
     *,
     tensor_memory: bool = False,
 ) -> bool:
     """Write a @ b to `out` by the Gluon body; return False, with nothing done, if it is not to."""
-    found = route.route_of(a, b, out, variant, scheduler, programs, splits, tensor_memory=tensor_memory)
+    found = route.route_of(a, b, out, variant, scheduler, programs, tensor_memory=tensor_memory)
     if found is None:
         return False
     route.follow(found, a, b, out)

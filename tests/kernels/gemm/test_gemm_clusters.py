@@ -47,7 +47,7 @@ def config_of(
 ) -> triton.Config:
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
     kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
-    kwargs |= {"STREAM_K": 0, "STAGGER": False, "SPREAD": False, "JOINED": False, "TEAMS": 1, "CTAS": ctas}
+    kwargs |= {"STREAM_K": 0, "JOINED": False, "TEAMS": 1, "CTAS": ctas}
     kwargs |= {"SWAP_AB": False}
     return triton.Config(kwargs | changed, num_warps=warps, num_stages=1, num_ctas=ctas)
 
@@ -60,7 +60,7 @@ BOTH = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
 
 def call(**changed: Any) -> dict[str, Any]:
     """Return what the kernel is called with."""
-    args = {"M": 4096, "N": 4096, "K": 4096, "splits": 1, "programs": 132, "SCHEDULE": "grouped"}
+    args = {"M": 4096, "N": 4096, "K": 4096, "programs": 132, "SCHEDULE": "grouped"}
     args |= {"wanted": candidates.NAMES.index("auto"), "OUT": "bf16", "TRANS_A": False, "TRANS_B": True}
     return args | {"TENSOR_MEMORY": False, "a_alignment": 128, "b_alignment": 128} | changed
 
@@ -94,7 +94,6 @@ def test_two_ctas_need_a_schedule_that_both_know_and_two_sms():
 def test_swapped_tiles_are_of_one_product_of_two_operands_along_k():
     for trans_a, trans_b in ((True, True), (True, False), (False, False)):
         assert not suits(SWAPPED.kwargs, call(TRANS_A=trans_a, TRANS_B=trans_b))
-    assert not suits(SWAPPED.kwargs, call(splits=2))
     assert suits(SWAPPED.kwargs, call())
 
 
@@ -158,7 +157,6 @@ def test_every_candidate_fits_hopper_and_is_what_the_kernel_can_run():
             assert width % 8 == 0
             assert kwargs["STORE_N"] <= width <= 256
             assert kwargs["BLOCK_K"] == 64
-            assert not kwargs["SPREAD"]
             assert kwargs["STORE_BUFFERS"] > 0
 
 
@@ -346,8 +344,6 @@ def shape(m: int, n: int, programs: int = 132) -> Shape:
         out_dtype=torch.bfloat16,
         schedule="grouped",
         wanted="auto",
-        splits=1,
-        split_rows=0,
         programs=programs,
         a_alignment=128,
         b_alignment=128,

@@ -41,12 +41,10 @@ def narrow_tiles() -> Iterator[None]:
     store=st.sampled_from([(4, 1), (4, 2), (8, 1), (2, 4)]),
     schedule=st.sampled_from(SCHEDULES),
     transposed=st.tuples(st.booleans(), st.booleans()),
-    splits=st.integers(1, 3),
-    stagger=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_two_ctas_end_with_the_right_product(
-    variant, sizes, programs, buffers, store, schedule, transposed, splits, stagger, seed
+    variant, sizes, programs, buffers, store, schedule, transposed, seed
 ):
     pair(
         variant,
@@ -56,8 +54,6 @@ def test_two_ctas_end_with_the_right_product(
         store=store,
         schedule=schedule,
         transposed=transposed,
-        splits=splits,
-        stagger=stagger,
         seed=seed,
     )
 
@@ -70,13 +66,11 @@ def test_two_ctas_end_with_the_right_product(
     buffers=st.integers(2, 4),
     store_buffers=st.sampled_from([1, 3]),
     transposed=st.booleans(),
-    spread=st.booleans(),
-    splits=st.integers(1, 2),
     warps=st.sampled_from([4, 8]),
     seed=st.integers(0, 10**6),
 )
 def test_two_ctas_have_tiles_of_two_widths(
-    variant, sizes, programs, buffers, store_buffers, transposed, spread, splits, warps, seed
+    variant, sizes, programs, buffers, store_buffers, transposed, warps, seed
 ):
     pair(
         variant,
@@ -86,8 +80,6 @@ def test_two_ctas_have_tiles_of_two_widths(
         extra_n=4,
         store=(4, store_buffers),
         transposed=(False, transposed),
-        spread=spread,
-        splits=splits,
         warps=warps,
         seed=seed,
     )
@@ -101,13 +93,13 @@ def test_two_ctas_have_tiles_of_two_widths(
     rows_warps=st.sampled_from([(128, 4), (256, 4), (256, 8)]),
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
-    splits_and_swapped=st.sampled_from([(1, False), (2, False), (1, True)]),
+    swap_ab=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_two_ctas_have_tiles_of_any_width(
-    variant, sizes, widths, rows_warps, programs, buffers, splits_and_swapped, seed
+    variant, sizes, widths, rows_warps, programs, buffers, swap_ab, seed
 ):
-    (block_n, extra_n), (block_m, warps), (splits, swap_ab) = widths, rows_warps, splits_and_swapped
+    (block_n, extra_n), (block_m, warps) = widths, rows_warps
     pair(
         variant,
         *sizes,
@@ -115,7 +107,6 @@ def test_two_ctas_have_tiles_of_any_width(
         blocks=(block_m, block_n, 64),
         extra_n=extra_n,
         buffers=buffers,
-        splits=splits,
         swap_ab=swap_ab,
         warps=warps,
         transposed=(False, True),
@@ -184,7 +175,6 @@ EDGES = {
     "no rows for the second CTA": {"m": 2, "n": 9, "k": 7},
     "one element": {"m": 1, "n": 1, "k": 1, "programs": 1},
     "no k block": {"m": 9, "n": 17, "k": 0},
-    "more splits than k blocks": {"m": 9, "n": 17, "k": 3, "splits": 5},
 }
 
 

@@ -98,32 +98,8 @@ def test_a_tile_of_two_widths_is_one_tile(variant, sizes, programs, store_buffer
     multiply(variant, *sizes, programs=programs, extra_n=4, store=store, transposed=transposed, seed=seed)
 
 
-@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=15)
-@given(
-    sizes=st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(1, 23)),
-    programs=st.integers(1, 3),
-    splits=st.integers(2, 5),
-    schedule=st.sampled_from(SCHEDULES),
-    seed=st.integers(0, 10**6),
-)
-def test_parts_of_k_add_up_and_keep_to_their_rows(
-    variant, tensor_memory, sizes, programs, splits, schedule, seed
-):
-    multiply(
-        variant,
-        *sizes,
-        programs=programs,
-        splits=splits,
-        schedule=schedule,
-        tensor_memory=tensor_memory,
-        seed=seed,
-    )
-
-
 JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
 WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
-SPLITS_AND_SWAPPED = st.sampled_from([(1, False), (2, False), (1, True)])  # parts lie one below the other
 
 
 @pytest.mark.parametrize("variant", HOPPER)
@@ -135,14 +111,13 @@ SPLITS_AND_SWAPPED = st.sampled_from([(1, False), (2, False), (1, True)])  # par
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
     store=st.sampled_from([(8, 1), (16, 3), (32, 1), (32, 2)]),
-    splits_and_swapped=SPLITS_AND_SWAPPED,
-    stagger=st.booleans(),
+    swap_ab=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_a_tile_of_any_width_is_one_product(
-    variant, sizes, widths, rows_warps, programs, buffers, store, splits_and_swapped, stagger, seed
+    variant, sizes, widths, rows_warps, programs, buffers, store, swap_ab, seed
 ):
-    (block_n, extra_n), (block_m, warps), (splits, swap_ab) = widths, rows_warps, splits_and_swapped
+    (block_n, extra_n), (block_m, warps) = widths, rows_warps
     multiply(
         variant,
         *sizes,
@@ -150,9 +125,7 @@ def test_a_tile_of_any_width_is_one_product(
         blocks=(block_m, block_n, 64),
         extra_n=extra_n,
         buffers=buffers,
-        splits=splits,
         swap_ab=swap_ab,
-        stagger=stagger,
         warps=warps,
         seed=seed,
         **JOINED | {"store": store},
@@ -166,11 +139,11 @@ def test_a_tile_of_any_width_is_one_product(
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
     store=st.sampled_from([(8, 1), (16, 3), (32, 2)]),
-    splits_and_swapped=SPLITS_AND_SWAPPED,
+    swap_ab=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, splits_and_swapped, seed):
-    (block_n, extra_n), (splits, swap_ab) = widths, splits_and_swapped
+def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, swap_ab, seed):
+    block_n, extra_n = widths
     multiply(
         "cooperative",
         *sizes,
@@ -178,7 +151,6 @@ def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, split
         blocks=(192, block_n, 64),
         extra_n=extra_n,
         buffers=buffers,
-        splits=splits,
         swap_ab=swap_ab,
         teams=3,
         seed=seed,
@@ -187,26 +159,6 @@ def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, split
 
 
 CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
-
-
-@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=10)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
-    splits=st.integers(1, 3),
-    schedule=st.sampled_from(SCHEDULES),
-    seed=st.integers(0, 10**6),
-)
-def test_neighbours_that_begin_at_different_k_blocks(variant, tensor_memory, sizes, splits, schedule, seed):
-    multiply(
-        variant,
-        *sizes,
-        splits=splits,
-        schedule=schedule,
-        stagger=True,
-        tensor_memory=tensor_memory,
-        seed=seed,
-    )
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
@@ -302,11 +254,10 @@ def test_a_last_wave_in_parts_adds_up(case, stream_k, variant, tensor_memory):
     buffers=st.integers(2, 4),
     store=st.sampled_from([(4, 1), (4, 2), (8, 1)]),
     schedule=st.sampled_from(["grouped", "strided"]),
-    splits=st.integers(1, 3),
     seed=st.integers(0, 10**6),
 )
 def test_any_last_wave_in_parts_adds_up(
-    variant, tensor_memory, sizes, programs, stream_k, buffers, store, schedule, splits, seed
+    variant, tensor_memory, sizes, programs, stream_k, buffers, store, schedule, seed
 ):
     multiply(
         variant,
@@ -315,7 +266,6 @@ def test_any_last_wave_in_parts_adds_up(
         buffers=buffers,
         store=store,
         schedule=schedule,
-        splits=splits,
         tensor_memory=tensor_memory,
         stream_k=stream_k,
         seed=seed,
@@ -329,40 +279,6 @@ def test_any_last_wave_in_parts_adds_up(
 )
 def test_a_tile_of_two_widths_is_cut_as_one(variant, sizes, seed):
     multiply(variant, *sizes, programs=5, extra_n=4, stream_k=2, seed=seed)
-
-
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-@pytest.mark.parametrize("stream_k", [0, 2])
-@settings(max_examples=30)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 23)),
-    programs=st.integers(1, 5),
-    buffers=st.integers(2, 4),
-    store=st.sampled_from([(4, 1), (4, 2), (4, 3)]),
-    schedule=st.sampled_from(["grouped", "strided"]),
-    splits=st.integers(1, 2),
-    transposed=st.booleans(),
-    warps=st.sampled_from([4, 8]),
-    seed=st.integers(0, 10**6),
-)
-def test_columns_that_are_left_over_are_spread_over_tiles(
-    variant, stream_k, sizes, programs, buffers, store, schedule, splits, transposed, warps, seed
-):
-    multiply(
-        variant,
-        *sizes,
-        programs=programs,
-        buffers=buffers,
-        store=store,
-        schedule=schedule,
-        splits=splits,
-        transposed=(False, transposed),
-        extra_n=4,
-        spread=True,
-        stream_k=stream_k,
-        warps=warps,
-        seed=seed,
-    )
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
@@ -462,14 +378,8 @@ VARIANTS = pytest.mark.parametrize("variant", ["persistent_pipelined", "cooperat
 
 
 @VARIANTS
-def test_a_tile_that_does_not_go_back_to_its_first_k_block_is_found(part, variant):
-    part("problem", "Problem.k_block", lambda self, first_k, k: first_k + k)
-    assert "not equal" in fails(variant=variant, stagger=True).lower()
-
-
-@VARIANTS
 def test_a_slot_given_back_under_its_product_is_found(part, variant):
-    def release_at_once(self, operands, step, k, WIDE):
+    def release_at_once(self, operands, step, k):
         main = sys_multiply(operands.a(step), operands.b(step), self.main, is_async=True)
         arrive(operands.empty_bar(step))
         return accumulator(main, main, self.BLOCK_N, self.EXTRA_N, False)
@@ -612,9 +522,6 @@ def test_of_zeros_behind_k_few_are_multiplied(part, k, steps):
     part("any_width", "AnyWidthAccumulator.start", lambda *args: (seen.add(int(args[-1])), start(*args))[1])
     multiply(**WIDE_TILE | {"k": k})
     assert seen == steps
-    seen.clear()
-    multiply(**WIDE_TILE | {"k": k}, stagger=True)  # tiles come to the end of K at other times
-    assert seen == {4}
 
 
 @pytest.mark.parametrize("width", [72, 128])

@@ -38,7 +38,6 @@ from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied
 from dist_autotune.kernels.persistent_gemm.launch import Shape
 from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
 from dist_autotune.kernels.persistent_gemm.pruning import cuts_the_last_wave, fits, is_wanted
-from dist_autotune.kernels.persistent_gemm.splits import rows_of_a_part, sum_splits, workspace_of
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -247,17 +246,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "scheduler is 'dynamic', not one of",
     ),
-    "splits": (lambda: persistent_matmul(half(2, 3), half(3, 5), splits=0), ValueError, "splits is 0"),
     "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
     "half a program": (
         lambda: persistent_matmul(half(2, 3), half(3, 5), programs=2.5),
         TypeError,
         "programs is 2.5; it must be a whole number",
-    ),
-    "no splits": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), splits=None),
-        TypeError,
-        "splits is None",
     ),
     "a list": (lambda: persistent_matmul([[1.0]], half(1, 5)), TypeError, "a is a list"),
     "a list for out": (lambda: persistent_matmul(half(2, 3), half(3, 5), [1]), TypeError, "out is a list"),
@@ -328,22 +321,6 @@ def test_no_two_candidates_are_the_same():
         assert len({str(config) for config in configs}) == len(configs)
 
 
-@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
-@pytest.mark.parametrize(("rows", "columns", "splits"), [(5, 7, 2), (300, 130, 3), (64, 256, 16)])
-def test_parts_are_summed_to_the_result(rows, columns, splits, out_dtype):
-    out = poisoned(columns, rows, out_dtype).T
-    workspace, split_rows = workspace_of(out, splits), rows_of_a_part(rows)
-    for config in (*GLUON_CANDIDATES, *PLAIN_CANDIDATES, *PLAIN_GPU_CANDIDATES):
-        reached = -(-rows // config.kwargs["BLOCK_M"]) * config.kwargs["BLOCK_M"]
-        assert reached <= split_rows, "a tile of one part ends in the rows of the next"
-    assert workspace.shape == (splits * split_rows, columns)
-    assert as_matrix(workspace) is not None
-    workspace.normal_()
-    sum_splits(workspace, splits, out)
-    wanted = workspace.view(splits, split_rows, columns)[:, :rows].sum(dim=0)
-    assert (out.float() - wanted).abs().max() <= 2 * splits * torch.finfo(out_dtype).eps * wanted.abs().max()
-
-
 @pytest.mark.parametrize(
     ("sizes", "programs", "wanted"),
     [
@@ -354,7 +331,6 @@ def test_parts_are_summed_to_the_result(rows, columns, splits, out_dtype):
         pytest.param({"M": 8192, "N": 8192, "K": 4096}, 128, False, id="no last wave"),
         pytest.param({"M": 1280, "N": 3328, "K": 4096}, 132, False, id="a last wave that is all but full"),
         pytest.param({"M": 128, "N": 256, "K": 4096}, 132, True, id="one tile"),
-        pytest.param({"M": 8192, "N": 8192, "K": 4096, "splits": 2}, 132, False, id="K in parts already"),
         pytest.param({"M": 8192, "N": 8192, "K": 4096, "SCHEDULE": "dynamic"}, 132, False, id="dynamic"),
     ],
 )
@@ -362,7 +338,7 @@ def test_the_last_wave_is_cut_where_that_makes_it_much_shorter(sizes, programs, 
     config = next(config for config in GLUON_CANDIDATES if config.kwargs["STREAM_K"])
     kwargs = config.kwargs
     assert (kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], kwargs["STREAM_K"]) == (128, 256, 64, 8)
-    args = {"splits": 1, "SCHEDULE": "grouped", **sizes}
+    args = {"SCHEDULE": "grouped", **sizes}
     assert cuts_the_last_wave(kwargs, args, programs) is wanted
 
 
@@ -373,7 +349,7 @@ def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
     wanted, out, tensor_memory, monkeypatch
 ):
     monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
-    args = {"M": 8192, "N": 8192, "K": 512, "splits": 1, "SCHEDULE": "grouped", "OUT": out}
+    args = {"M": 8192, "N": 8192, "K": 512, "SCHEDULE": "grouped", "OUT": out}
     args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
     args |= {"TRANS_A": False, "TRANS_B": True, "a_alignment": 128, "b_alignment": 128}
     cut = [config.kwargs["STREAM_K"] > 0 for config in pruning.prune(GLUON_CANDIDATES, args)]
@@ -461,21 +437,17 @@ def test_two_ctas_take_all_layouts_and_types_on_a_gpu(layouts, out_dtype, only):
             only(config)
             check(1304, 1032, 520, layouts=layouts, out_dtype=out_dtype)
             check(300, 520, 200, layouts=layouts, out_dtype=out_dtype, programs=7)
-            if out_dtype is torch.float32:
-                check(300, 520, 4104, torch.bfloat16, layouts=layouts, splits=3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", OUTS, ids=str)
-def test_any_width_takes_all_types_splits_and_schedules_on_a_gpu(out_dtype, only):
+def test_any_width_takes_all_types_and_schedules_on_a_gpu(out_dtype, only):
     for config in each_candidate("warp_specialized", out_dtype):
         if config.kwargs["JOINED"]:
             only(config)
             check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
             if config.num_ctas == config.kwargs["TEAMS"] == 1:
                 check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
-            if out_dtype is torch.float32 and not config.kwargs["SWAP_AB"]:
-                check(200, 328, 4104, torch.bfloat16, layouts=("row", "column"), splits=3)
 
 
 @pytest.mark.gpu
@@ -496,15 +468,6 @@ def test_every_scheduler_on_a_gpu(variant, scheduler, only):
         only(config)
         for programs in (None, 1, 7):
             check(1500, 1304, 136, variant=variant, scheduler=scheduler, programs=programs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", KINDS)
-@pytest.mark.parametrize("splits", [2, 3, 16])
-def test_k_in_parts_on_a_gpu(variant, splits, only):
-    only(each_candidate(variant, torch.float32)[0])
-    for out_dtype in OUTS:
-        check(200, 328, 4104, torch.bfloat16, out_dtype=out_dtype, variant=variant, splits=splits)
 
 
 @pytest.mark.gpu
@@ -613,8 +576,6 @@ def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
         out_dtype=torch.bfloat16,
         schedule="contiguous",
         wanted="auto",
-        splits=1,
-        split_rows=0,
         device=torch.device("cpu"),
         tensor_memory=False,
     )
@@ -673,16 +634,14 @@ ODD_SHAPES = [(1, 1, 1), (33, 45, 29), (999, 333, 501), (2001, 1003, 7), (257, 4
 @on_hopper
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 @pytest.mark.parametrize(
-    ("variant", "splits"),
-    [("pipelined", 1), ("warp_specialized", 1), ("warp_specialized", 3), ("stream_k", 1)],
+    "variant",
+    ["pipelined", "warp_specialized", "stream_k"],
 )
-def test_what_tma_cannot_address_goes_through_scratch_memory_on_a_gpu(
-    variant, layouts, splits, only, poisoned_rooms
-):
+def test_what_tma_cannot_address_goes_through_scratch_memory_on_a_gpu(variant, layouts, only, poisoned_rooms):
     for (dtype, out_dtype), shape in itertools.product(PAIRS, ODD_SHAPES):
-        only(each_candidate(variant, torch.float32 if splits > 1 else out_dtype)[0])
+        only(each_candidate(variant, out_dtype)[0])
         for _ in range(2):
-            check(*shape, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant, splits=splits)
+            check(*shape, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant)
     assert poisoned_rooms
 
 
