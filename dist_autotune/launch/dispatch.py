@@ -172,9 +172,9 @@ class Dispatcher:
         if self.tunes:
             self._ensure_loaded(tuner, binding, candidate, args, kwargs)
         if self.tunes and local.measures:
-            mark = local.stopwatch.start()
+            mark = local.samples.start()
             result = interception.launch(tuner, config, args, kwargs)
-            local.stopwatch.stop(mark)
+            local.samples.stop(mark)
         else:
             result = interception.launch(tuner, config, args, kwargs)
         local.ran.add(candidate)

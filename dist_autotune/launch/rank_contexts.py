@@ -75,7 +75,7 @@ class RankContexts:
     def abandon_run(self) -> None:
         """Drop what the run under way has measured: it raised."""
         for local in self.by_name.values():
-            local.stopwatch.abandon()
+            local.samples.abandon_run()
             local.begin_run()
 
     def launched(self) -> list[str]:
@@ -86,11 +86,11 @@ class RankContexts:
         """
         chosen = []
         for local in list(self.by_name.values()):
-            told = local.stopwatch.report  # of the run that is waited for, which may be an earlier one
+            told = local.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = told.ran if told is not None and told.pending else local.choice
             if candidate is not None:
                 chosen.append((local, dict(local.order).get(candidate, "several configs")))
-        running = [(local, text) for local, text in chosen if local.stopwatch.is_running]
+        running = [(local, text) for local, text in chosen if local.samples.is_running]
         trials = [
             (local, text) for local, text in chosen if local.context is None or local.context.is_on_trial
         ]
@@ -121,7 +121,7 @@ class RankContexts:
     def take(
         self, contexts: Mapping[str, Context], outcomes: Mapping[str, Outcome], *, late_ms: float
     ) -> None:
-        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Samples.take`."""
+        """Take in what the ranks agreed of the run that was told; `late_ms`: see `Samples.apply_outcome`."""
         self.has_news = True
         for local in self.by_name.values():
             if local.told is None:
@@ -133,19 +133,19 @@ class RankContexts:
             local.told_bans.update(local.told.bans)
             by_launch = outcomes[local.name].judge == BY_LAUNCH
             counts = outcomes[local.name].kind == "sample" and by_launch
-            local.stopwatch.take(waiting=context.waiting, counts=counts, late_ms=late_ms)
+            local.samples.apply_outcome(waiting=context.waiting, counts=counts, late_ms=late_ms)
 
     def _to_tell(self) -> Iterator[RankContext]:
         for local in self.by_name.values():
-            has_run = local.ran or local.stopwatch.report is not None
+            has_run = local.ran or local.samples.report is not None
             if has_run or local.bans.keys() - local.told_bans or local.retold() is not None:
                 yield local
 
     def _tell(self, local: RankContext, waits: bool) -> Part:
         ran = None if not local.ran else next(iter(local.ran)) if len(local.ran) == 1 else MIXED
         is_trial = bool(local.ran) and not local.is_waiting  # else the run told is an earlier one
-        if is_trial or local.stopwatch.report is not None:
-            report = local.stopwatch.tell(ran, waits=waits)
+        if is_trial or local.samples.report is not None:
+            report = local.samples.report_run(ran, waits=waits)
         else:
             report = local.retold() or Part()
         untold = {c: (self._rank, reason) for c, reason in local.bans.items() if c not in local.told_bans}
@@ -189,7 +189,7 @@ class RankContext:
     key: Key
     key_text: str
     constants: str
-    stopwatch: Samples
+    samples: Samples
     order: tuple[tuple[str, str], ...]  # (digest, text)
     rank: int
     family: str = ""  # of Autotuners of the same function and keys
@@ -243,13 +243,13 @@ class RankContext:
             return None
         if not self.measures and not self.is_waiting:
             return None
-        return self.stopwatch.retell(self.context.digests[self.context.trial])
+        return self.samples.report_earlier_runs(self.context.digests[self.context.trial])
 
     def begin_run(self) -> None:
         """Forget the last run; the first launch chooses anew."""
         self.choice, self.launches, self.told = None, 0, None
         self.ran.clear()
-        self.stopwatch.begin_run()
+        self.samples.begin_run()
 
     def chosen(self, binding: Binding) -> str:
         """Return the candidate of this run; what stands in for it where an Autotuner has pruned it away."""

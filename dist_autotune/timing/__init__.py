@@ -1,1 +1,1 @@
-"""How a launch is timed on this rank, and what keeps the times true. May import search."""
+"""Times launches and runs on this rank, and keeps the times true. May import search."""

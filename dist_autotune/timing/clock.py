@@ -2,12 +2,11 @@
 
 A clock only marks; nothing waits for the device until `read_ms` at the end of the run.
 
-Two events around a launch time the kernel alone only if the launch is queued before the device comes to
-the first of them. Where the stream has run dry, the device passes the first event at once and waits for
-the host: the interval then holds up to the whole host time between the marks. `EventClock` tells the two
-cases apart after the launch, by whether the first event has passed (`gap_ms`). A filler before the run keeps
-the device behind the host (`stream_filler`). What is left is the events' own cost, which is measured once and
-taken off (`event_cost`).
+Two events around a launch time the kernel alone only if the launch is queued before the device comes to the
+first of them. Where the stream has run dry, the interval holds up to the whole host time between the marks:
+`EventClock` finds that out after the launch, by whether the first event has passed (`gap_ms`). A filler
+before the run keeps the device behind the host (`stream_filler`). The events' own cost is measured once and
+subtracted (`EventCost`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..errors import LaunchTimeout
-from .device_errors import told_as_ours
+from .device_errors import as_launch_failed
 from .stream_filler import CYCLES_PER_MS, StreamFiller, load_filler
 
 POLL_INTERVAL_S = 50e-6
@@ -68,11 +67,10 @@ class EventMark:
 class EventClock:
     """CUDA events recorded on the current stream of the current device, as Triton launches there.
 
-    A time read is the kernel's own, provided that the launch was fed; `gap_ms` says so of each mark. What two
-    events cost is taken off once `prepare` has run, down to the time of an empty kernel. Waiting is polling,
-    so that Ctrl-C works and a stuck kernel becomes a `LaunchTimeout` after `timeout_s` seconds instead of a
-    hang. An error that the device reports is a `LaunchFailed`.
-    Events are reused.
+    A time is the kernel's own, provided that the launch was fed (see `gap_ms`). Once `prepare` has run, it is
+    without what two events cost, but no less than an empty kernel's. Waiting is polling, so that Ctrl-C works
+    and a stuck kernel becomes a `LaunchTimeout` after `timeout_s`. An error that the device reports is a
+    `LaunchFailed`. Events are reused.
 
     feeds: keep an idle stream busy before a run while the host prepares it; see `stream_filler`.
     """
@@ -80,38 +78,33 @@ class EventClock:
     def __init__(self, timeout_s: float = 300.0, *, feeds: bool = True) -> None:
         self.timeout_s = timeout_s
         self.feeds = feeds
-        self._free: dict[int, list[torch.cuda.Event]] = {}
-        self._fillable: set[int] = set()  # devices on which a filler loads nothing any more
-        self._costs: dict[int, EventCost] = {}  # by device
+        self._free: dict[int, list[torch.cuda.Event]] = {}  # by device
+        self._costs: dict[int, EventCost] = {}  # by device; on these a filler loads nothing any more
 
     def start(self) -> EventMark:
-        with told_as_ours():
+        with as_launch_failed():
             device = torch.cuda.current_device()
             free = self._free.setdefault(device, [])
-            mark = EventMark(device, self._event(free), self._event(free), time.perf_counter_ns())
-            mark.begin.record()
+            begin, end = (free.pop() if free else torch.cuda.Event(enable_timing=True) for _ in range(2))
+            mark = EventMark(device, begin, end, time.perf_counter_ns())
+            begin.record()
         return mark
 
     def stop(self, mark: EventMark) -> None:
-        with told_as_ours(mark.device):
+        with as_launch_failed(mark.device):
             mark.end.record()
             mark.host_ms = (time.perf_counter_ns() - mark.began_ns) * 1e-6
             mark.was_fed = not mark.begin.query()
 
     def ready(self, mark: EventMark) -> bool:
         """Return whether `read_ms` would return without waiting; raises LaunchTimeout when it is overdue."""
-        is_done = self._is_done(mark)
-        if not is_done and (time.perf_counter_ns() - mark.began_ns) * 1e-9 > self.timeout_s:
-            raise self._timeout(mark)
-        return is_done
+        return self._is_done(mark, waited_s=(time.perf_counter_ns() - mark.began_ns) * 1e-9)
 
     def read_ms(self, mark: EventMark) -> float:
-        deadline = time.monotonic() + self.timeout_s
-        while not self._is_done(mark):
-            if time.monotonic() > deadline:
-                raise self._timeout(mark)
+        began = time.monotonic()
+        while not self._is_done(mark, waited_s=time.monotonic() - began):
             time.sleep(POLL_INTERVAL_S)
-        with told_as_ours(mark.device):
+        with as_launch_failed(mark.device):
             ms = float(mark.begin.elapsed_time(mark.end))
             cost = self._costs.get(mark.device)
             own_ms = ms if cost is None else max(ms - cost.ms(), min(ms, EMPTY_KERNEL_MS))
@@ -131,29 +124,22 @@ class EventClock:
 
         To be called before a run, when no kernel waits for a peer.
         """
-        if not torch.cuda.is_available():
-            return
-        with told_as_ours():
-            for device in {torch.cuda.current_device(), *self._free} - self._fillable:
-                load_filler(device)
-                self._costs[device] = EventCost(device)
-                self._fillable.add(device)
+        if torch.cuda.is_available():
+            with as_launch_failed():
+                for device in {torch.cuda.current_device(), *self._free} - self._costs.keys():
+                    load_filler(device)
+                    self._costs[device] = EventCost(device)
 
     def filler(self, longest_ms: float) -> StreamFiller | None:
         """Return what keeps the stream busy before runs, for so long at most; None: nothing does."""
-        return StreamFiller(self._fillable, longest_ms) if self.feeds else None
+        return StreamFiller(self._costs, longest_ms) if self.feeds else None
 
-    @staticmethod
-    def _is_done(mark: EventMark) -> bool:
-        with told_as_ours(mark.device):
-            return bool(mark.end.query())
-
-    def _timeout(self, mark: EventMark) -> LaunchTimeout:
-        return LaunchTimeout(f"cuda:{mark.device} did not end a launch within {self.timeout_s:g} s")
-
-    @staticmethod
-    def _event(free: list[torch.cuda.Event]) -> torch.cuda.Event:
-        return free.pop() if free else torch.cuda.Event(enable_timing=True)
+    def _is_done(self, mark: EventMark, waited_s: float) -> bool:
+        with as_launch_failed(mark.device):
+            is_done = bool(mark.end.query())
+        if not is_done and waited_s > self.timeout_s:
+            raise LaunchTimeout(f"cuda:{mark.device} did not end a launch within {self.timeout_s:g} s")
+        return is_done
 
 
 def default_clock(timeout_s: float, *, interpreted: bool) -> Clock:
@@ -166,7 +152,6 @@ PAIRS = 9
 LEAD_MS = 0.2  # before the first pair: by then the host has queued all of them
 BETWEEN_MS = 0.02
 PATIENCE_S = 1.0
-POLL_INTERVAL_S = 50e-6
 
 
 class EventCost:
@@ -185,11 +170,10 @@ class EventCost:
         """Return the cost in ms, 0 if the device does not come to measuring it within `PATIENCE_S`."""
         if self._ms is None:
             deadline = time.monotonic() + PATIENCE_S
-            while not self._pairs[-1][1].query() and time.monotonic() < deadline:
+            while not (is_done := self._pairs[-1][1].query()) and time.monotonic() < deadline:
                 time.sleep(POLL_INTERVAL_S)
-            done = self._pairs if self._pairs[-1][1].query() else []
-            readings = [begin.elapsed_time(end) for begin, end in done]
-            self._ms = max(0.0, statistics.median(readings) - EMPTY_KERNEL_MS) if readings else 0.0
+            readings = [begin.elapsed_time(end) for begin, end in self._pairs] if is_done else [0.0]
+            self._ms = max(0.0, statistics.median(readings) - EMPTY_KERNEL_MS)
         return self._ms
 
     @staticmethod

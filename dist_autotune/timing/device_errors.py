@@ -1,4 +1,4 @@
-"""Trouble on the device: errors that it reports, launches that do not end; texts that name the culprit."""
+"""Errors that the device reports and launches that do not end, in texts that name the culprit."""
 
 from __future__ import annotations
 
@@ -27,27 +27,19 @@ class DeviceFailed(LaunchFailed, torch.AcceleratorError):
 
 
 @contextlib.contextmanager
-def told_as_ours(device: int | None = None, *, if_reported: bool = False) -> Iterator[None]:
-    """Raise what the device reports inside the block as a `LaunchFailed` from the original.
-
-    Every RuntimeError is taken for such a report; `if_reported`: only those that say so.
-    """
+def as_launch_failed(device: int | None = None, *, if_reported: bool = False) -> Iterator[None]:
+    """Raise RuntimeErrors of the block as `LaunchFailed`; `if_reported`: only what the device reports."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, LaunchFailed) or (if_reported and not is_reported(error)):
             raise
         where = "the device" if device is None else f"cuda:{device}"
-        raise DeviceFailed(f"{where} reports {describe(error)}") from error
-
-
-def describe(error: BaseException) -> str:
-    """Return class and first line: what follows in the text of a CUDA error is the same for all of them."""
-    return f"{type(error).__name__}: {one_line(str(error)).partition(' | ')[0]}"
+        raise DeviceFailed(f"{where} reports {_described(error)}") from error
 
 
 def is_reported(error: BaseException) -> bool:
-    """Return whether an exception, of whomever, tells of an error on the device."""
+    """Return whether an exception, raised by anyone, reports an error on the device."""
     if isinstance(error, LaunchFailed | torch.OutOfMemoryError):
         return False
     return isinstance(error, torch.AcceleratorError) or (
@@ -58,7 +50,9 @@ def is_reported(error: BaseException) -> bool:
 def diagnosis(error: BaseException, where: str, launched: Sequence[str], log: str) -> str:
     """Return what happened in which run, what it had launched, where it is logged, what to do next."""
     kind = LaunchTimeout if isinstance(error, LaunchTimeout) else LaunchFailed
-    happened = str(error) if isinstance(error, LaunchTimeout | LaunchFailed) else f"raised {describe(error)}"
+    happened = (
+        str(error) if isinstance(error, LaunchTimeout | LaunchFailed) else f"raised {_described(error)}"
+    )
     what = "Not ended" if kind is LaunchTimeout else "This run had launched"
     return f"{where}: {happened}. {what}: {listed(launched)}. {log}{_NEXT_STEP[kind]}"
 
@@ -67,3 +61,8 @@ def listed(launched: Sequence[str]) -> str:
     """Return the first few of what a run has launched, as text."""
     more = f" and {len(launched) - LISTED} more" if len(launched) > LISTED else ""
     return "; ".join(launched[:LISTED]) + more or "nothing"
+
+
+def _described(error: BaseException) -> str:
+    """Return class and first line: the rest of a CUDA error's text is the same for all of them."""
+    return f"{type(error).__name__}: {one_line(str(error)).partition(' | ')[0]}"

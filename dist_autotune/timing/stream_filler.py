@@ -1,21 +1,20 @@
 """Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
 
 Where the stream is idle when a run with a trial begins, it gets a *filler* before the function is called:
-torch's spin kernel, one thread that counts clock cycles. It lasts somewhat longer than the host takes to
-enqueue the run. All that the function enqueues stands behind it, also what the function forks onto other
-streams, so copies, peers' data and kernels keep the places that they have in a settled call behind other
-work. A filler directly before one launch would let the copies that a kernel waits for run under the filler.
+torch's spin kernel, one thread that counts clock cycles for somewhat longer than the host takes to enqueue
+the run. All that the function enqueues stands behind it, also on streams that it forks, so copies, peers'
+data and kernels keep the places that they have in a settled call behind other work. A filler directly before
+one launch would let the copies that a kernel waits for run under the filler.
 
-Why a spin kernel. It ends by itself, whatever the host does next. A gate that the host opens
-(cuStreamWaitValue32) would be exact, but a launch that blocks before the gate is open, on a full queue or in
-loading a module, would hang for ever. A memset or copy takes memory bandwidth from what runs beside it. The
-one thread takes one of the device's thousands of warp slots. Its module is loaded beforehand (`load_filler`):
-lazy loading may wait for the whole device, and so for a kernel that waits for a peer.
+A spin kernel ends by itself. A gate that the host opens (cuStreamWaitValue32) would be exact, but a launch
+that blocks before the gate is open, on a full queue or in loading a module, would hang for ever. A memset or
+copy takes memory bandwidth from what runs beside it; the one thread takes one of thousands of warp slots. Its
+module is loaded beforehand (`load_filler`): lazy loading may wait for the whole device, and so for a kernel
+that waits for a peer.
 
-Ranks end their fillers at one moment (`common_start`), so how long one lasts has to be right: the rate at
-which the device counts is measured on every filler, as clocks move with heat and power.
-
-A function whose host takes longer than the longest filler is timed as it comes.
+Ranks end their fillers at one moment (`synchronized_start`), so the length has to be right: the rate at which
+the device counts is measured on every filler, as clocks move with heat and power. A function whose host takes
+longer than the longest filler is timed as it comes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
 
-from .device_errors import told_as_ours
+from .device_errors import as_launch_failed
 
 LONGEST_MS = {"replay": 20.0, "online": 1.0}  # a filler delays the run by its length
 FIRST_MS = 1.0  # before the host's time is known
@@ -56,11 +56,10 @@ class _Filler:
 class StreamFiller:
     """Fills the stream before each run, and learns how long the host takes: `prepare`, `begin`, then `end`.
 
-    fillable: devices on which the filler is loaded. longest_ms: of a filler; a host that takes longer is not
-    waited for.
+    fillable: devices on which the filler is loaded. longest_ms: of a filler; a slower host gets none.
     """
 
-    def __init__(self, fillable: set[int], longest_ms: float) -> None:
+    def __init__(self, fillable: Container[int], longest_ms: float) -> None:
         self._fillable = fillable
         self._longest_ms = longest_ms
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
@@ -73,7 +72,7 @@ class StreamFiller:
 
     @property
     def wanted_ms(self) -> float:
-        """Return how long the filler should be for this host; more than the longest: there is to be none."""
+        """Return the length of the filler that this host needs; more than the longest: none is of use."""
         if not self._host_ms:
             return FIRST_MS
         usual_ms = statistics.median(self._host_ms)
@@ -87,9 +86,9 @@ class StreamFiller:
 
     def prepare(self) -> None:
         """Do what takes time before the length of the filler is known: that counts from one moment."""
-        with told_as_ours():
+        with as_launch_failed():
             is_loaded = torch.cuda.current_device() in self._fillable
-            self._measure()
+            self._measure_rate()
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._ready = before, behind, is_loaded and torch.cuda.current_stream().query()
 
@@ -99,20 +98,17 @@ class StreamFiller:
             self.prepare()
         assert self._ready is not None
         (before, behind, is_idle), self._ready = self._ready, None
-        with told_as_ours():
+        with as_launch_failed():
             self._filled_ms = length_ms if is_idle else 0.0
             if self._filled_ms > 0:
-                cycles = self._cycles(self._filled_ms)
+                cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
                 before.record()
                 torch.cuda._sleep(cycles)
                 self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
             self._begin, self._began_ns = behind, time.perf_counter_ns()
             behind.record()
 
-    def _cycles(self, ms: float) -> int:
-        return int(ms * (statistics.median(self._rates) if self._rates else CYCLES_PER_MS))
-
-    def _measure(self) -> None:
+    def _measure_rate(self) -> None:
         """Learn from the last filler, if the device is done with it, how fast the device counts."""
         last = self._last
         if last is not None and last.behind.query():
@@ -124,17 +120,17 @@ class StreamFiller:
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.
 
-        0.0 where a filler covered the host, and for a function that waits for the device at its end: what its
-        host took by itself is not known. compiled_ms: what of the run was compiling: then none is like it.
+        0.0 where a filler covered the host, and for a function that waits for the device at its end: its
+        host's own time is not known. compiled_ms: of the run; one that compiles says nothing of others.
         """
         if self._begin is None:
             return 0.0
-        with told_as_ours():
+        with as_launch_failed():
             host_ms = (time.perf_counter_ns() - self._began_ns) * 1e-6
             was_fed = not self._begin.query()
             has_waited = not was_fed and torch.cuda.current_stream().query()
         self._begin = None
-        usual_ms = statistics.median(self._host_ms) if self._host_ms else host_ms
+        usual_ms = statistics.median(self._host_ms or [host_ms])
         if has_waited:  # for the filler too: the host took no longer, and maybe less
             host_ms = max(host_ms - self._filled_ms, usual_ms if self._host_ms else 0.0)
         if not compiled_ms:

@@ -6,61 +6,43 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class SecondsSpent:
-    """Seconds of one rank. The rest of a session's time is the tuner's own, and the program's between calls.
+    """Seconds of one rank. The rest of a session is the tuner's own, and the program's between calls."""
 
-    compiling_s: with loading. What a rank waits while its peers compile is in `exchanges_s`.
-    runs_s: of the function, without what was compiled at launches in it.
-    exchanges_s: with waiting for slower ranks.
-    """
-
-    compiling_s: float = 0.0
-    runs_s: float = 0.0
-    exchanges_s: float = 0.0
+    compiling_s: float = 0.0  # with loading; waiting for a peer that compiles is in `exchanges_s`
+    runs_s: float = 0.0  # of the function, without what is compiled in it
+    exchanges_s: float = 0.0  # with waiting for slower ranks
 
 
 class TimeSpent:
-    """Adds up what one session spends; any thread may compile."""
+    """Adds up the seconds of one session; any thread may compile."""
 
     def __init__(self) -> None:
+        self.seconds = SecondsSpent()
         self._lock = threading.Lock()
-        self.clear()
 
-    def clear(self) -> None:
-        """Begin anew, for another session."""
+    def add(self, name: str, seconds: float) -> None:
         with self._lock:
-            self._compiling_s = self._runs_s = self._exchanges_s = 0.0
-
-    @property
-    def spent(self) -> SecondsSpent:
-        with self._lock:
-            return SecondsSpent(self._compiling_s, self._runs_s, self._exchanges_s)
+            self.seconds = replace(self.seconds, **{name: getattr(self.seconds, name) + seconds})
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Add the time of the block to that of compiling."""
+        """Add the time of the block to `compiling_s`."""
         began = time.monotonic()
         try:
             yield
         finally:
-            with self._lock:
-                self._compiling_s += time.monotonic() - began
+            self.add("compiling_s", time.monotonic() - began)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Add the time of the block to that of runs, but for what is compiled in it."""
-        began, compiled_s = time.monotonic(), self._compiling_s
+        """Add the time of the block, but for what is compiled in it, to `runs_s`."""
+        began, compiled_s = time.monotonic(), self.seconds.compiling_s
         try:
             yield
         finally:
-            with self._lock:
-                self._runs_s += time.monotonic() - began - (self._compiling_s - compiled_s)
-
-    def exchanged(self, seconds: float) -> None:
-        """Add the time of an exchange."""
-        with self._lock:
-            self._exchanges_s += seconds
+            self.add("runs_s", time.monotonic() - began - (self.seconds.compiling_s - compiled_s))

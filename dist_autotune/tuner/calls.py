@@ -15,7 +15,7 @@ from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
-from ..search.messages import Payload, check_facts, merge
+from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
@@ -222,10 +222,9 @@ def _settled_call(
         ):
             result = thunk()
         wants_session = bool(dispatcher.met)
-        vote = Payload("vote", function.group.rank, facts=function.point, wants_session=wants_session)
+        vote = Vote(function.group.rank, function.point, wants_session=wants_session)
     except BaseException as error:
         function.group.fail(error)
         raise
-    merged = Payload.decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what))
-    check_facts(merged, "vote")
+    merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
     return result, merged.wants_session, before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,7 +11,7 @@ import triton
 from ..codec import digest
 from ..options import Options
 from ..ranks.group import RankGroup
-from ..search.messages import Payload, check_facts
+from ..search.messages import Message, Opening, RunReport, checked
 from ..storage.crash_guard import FOLDER, CrashGuard
 from ..storage.device import Device
 from ..storage.winners import Winners
@@ -71,7 +71,7 @@ class TunedFunction:
         """Return where in the program this rank is: a fact of every exchange."""
         return self.fact("the tuned function", self.name)
 
-    def opening(self, state: str, settled: str, *, retunes: bool) -> Payload:
+    def opening(self, state: str, settled: str, *, retunes: bool) -> Opening:
         """Return what this rank reports when a session opens, or goes on from `state` after a failed run.
 
         state: "": there is nothing to go on with. settled: the results of earlier sessions, as text.
@@ -89,7 +89,7 @@ class TunedFunction:
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
         rank = self.group.rank
-        return Payload("open", rank, {**self.point, **{name: {value: rank} for name, value in facts.items()}})
+        return Opening(rank, {**self.point, **{name: {value: rank} for name, value in facts.items()}})
 
     def crash_guard(self, disk: Winners) -> CrashGuard:
         """Return the crash guard, named after all that a crash depends on but kernels and keys."""
@@ -111,11 +111,10 @@ class TunedFunction:
         return CrashGuard(directory, facts, self.name, self.group.rank, disk.guard_failed)
 
 
-def check_opening(merged: Payload) -> set[str]:
-    """Return the states that ranks would go on with; raises RankMismatch where ranks differ."""
+def check_opening(merged: Message) -> Opening:
+    """Return what all ranks reported; raises RankMismatch where they differ."""
     facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
-    check_facts(replace(merged, facts=facts), "open")
-    return set(merged.facts[SESSION_STATE])
+    return checked(merged, Opening, facts)
 
 
 class KernelSources:
@@ -124,8 +123,8 @@ class KernelSources:
     def __init__(self) -> None:
         self._texts: dict[str, dict[str, int]] = {}  # name -> texts -> lowest rank
 
-    def check_run(self, merged: Payload) -> None:
-        """Raise RankMismatch where ranks differ in what must be equal.
+    def check_run(self, merged: Message) -> RunReport:
+        """Return what all ranks reported; raises RankMismatch where they differ.
 
         One name may stand for several texts (functions made by functions), and ranks may launch different
         ones of them: they differ when they have none in common.
@@ -138,4 +137,4 @@ class KernelSources:
                 if all(one & other for one, other in itertools.combinations(texts, 2)):
                     continue
             facts[name] = values
-        check_facts(replace(merged, facts=facts), "run")
+        return checked(merged, RunReport, facts)

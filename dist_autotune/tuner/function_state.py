@@ -16,7 +16,7 @@ from ..launch.registry import Registry
 from ..ranks.group import SingleRank
 from ..search import strategies
 from ..search.context_search import Context
-from ..search.messages import Payload, bans_for_crashes
+from ..search.messages import Message, Opening, RunReport, bans_for_crashes
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..storage.winners import Winners
@@ -116,18 +116,18 @@ class FunctionState:
 
     # -- sessions ------------------------------------------------------------------------------------------
 
-    def opening(self, state: str = "") -> Payload:
+    def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
         settled, forgets = self.search.contexts.digest_text(), self.results.ignores_known
         return self.function.opening(state, settled, retunes=forgets)
 
-    def opening_with_results(self) -> Payload:
+    def opening_with_results(self) -> Opening:
         """Return this rank's report when a session opens anew, with what its disk holds."""
         opening = replace(self.opening(), offers=self.results.offered_at_opening())
         crashes, bans = self.guard.take_over()
         return opening if self.results.ignores_known else replace(opening, crashes=crashes, crash_bans=bans)
 
-    def open(self, merged: Payload) -> Opened:
+    def open(self, merged: Opening) -> Opened:
         """Begin the session that all ranks have agreed on."""
         remarks = []
         facts = merged.facts
@@ -150,10 +150,11 @@ class FunctionState:
                 local.claim = self.results.claim_on_disk(local)
         return Opened(session, len(facts["clock"]) == 1, tuple(remarks))
 
-    def check_run(self, merged: Payload) -> None:
-        """Raise RankMismatch where ranks differ in what must be equal; take up what they offer."""
-        self._sources.check_run(merged)
-        self.results.add_offers(merged.offers)
+    def check_run(self, merged: Message) -> RunReport:
+        """Return what all ranks reported, and take up what they offer; raises RankMismatch."""
+        report = self._sources.check_run(merged)
+        self.results.add_offers(report.offers)
+        return report
 
     def drop_searches(self) -> None:
         """Forget the searches under way, on all ranks alike."""

@@ -13,7 +13,7 @@ from ..logs import decisions
 from ..logs.records import RunStarted, RunTimed, Trial
 from ..ranks.watchdog import PATIENCE
 from ..search.context_search import Outcome
-from ..search.messages import Part, Payload
+from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
@@ -73,7 +73,7 @@ class RankRun:
         """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
         filler = self._filler if self._tries and not interception.is_capturing() else None
         time_spent = self._state.time_spent
-        compiled_s = time_spent.spent.compiling_s
+        compiled_s = time_spent.seconds.compiling_s
         if filler is None:
             self._start.lead_ms(0.0)  # peers learn how late this rank comes in any case
         else:
@@ -86,10 +86,10 @@ class RankRun:
             result = thunk()
             self._whole.stop(mark)
         if filler is not None:
-            self._late_ms = filler.end(1e3 * (time_spent.spent.compiling_s - compiled_s))
+            self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
         return result
 
-    def report(self, elapsed_s: float) -> Payload:
+    def report(self, elapsed_s: float) -> RunReport:
         """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
 
         elapsed_s: since the session's first call.
@@ -102,24 +102,24 @@ class RankRun:
         parts = state.contexts.tell(waits=self._waits)
         whole = Part()
         if self._judged is not None or self._whole.report is not None:
-            whole = self._whole.tell("|".join(self._judged or ()), waits=self._waits)
+            whole = self._whole.report_run("|".join(self._judged or ()), waits=self._waits)
         state.guard.end_run()
         self.launched.update(parts)
         facts = function.point
         for name, texts in state.contexts.new_sources().items():
             facts |= function.fact(SOURCE_OF + name, texts)
         rank = function.group.rank
-        payload = Payload("run", rank, facts=facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
-            payload = self._start.told(payload)
+            report = self._start.stamp(report)
         if self._filler is not None:
-            payload = replace(payload, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
+            report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
         announced = (local for local in state.reported() if local.told and local.told.announcement)
-        return state.results.with_offers(payload, announced)
+        return state.results.with_offers(report, announced)
 
-    def apply_reports(self, merged: Payload) -> None:
+    def apply_reports(self, merged: RunReport) -> None:
         """Take up what all ranks reported, before anything follows from it."""
-        self._start.take(merged)
+        self._start.apply_exchange(merged)
         self._wanted_ms = merged.wanted_ms
 
     def rename(self, names: dict[str, str]) -> None:
@@ -127,13 +127,13 @@ class RankRun:
         self._state.contexts.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
-    def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: Payload) -> RunResult:
+    def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> RunResult:
         """Keep the samples that count, drop the others, and return what the run was."""
         contexts, reported = self._state.search.contexts, self._state.reported()
         trials = tuple(
             recorder.trial(run, contexts[local.name], local, outcomes[local.name], self._whole)
             for local in reported
-            if local.launches or local.stopwatch.is_read
+            if local.launches or local.samples.is_read
         )
         self._state.contexts.take(contexts, outcomes, late_ms=merged.late_ms)
         counts, waiting = self._state.search.has_counted_run, bool(merged.run.pending)
@@ -141,22 +141,22 @@ class RankRun:
         is_read = whole.report is not None and not waiting
         timed = recorder.run_timed(run, whole, counts=counts) if is_read else None
         has_time = any(_has_time(local, outcomes[local.name]) for local in reported)
-        has_time |= is_read and counts and whole.sample_ms is not None
-        whole.take(waiting=waiting, counts=counts, late_ms=merged.late_ms)
+        has_time |= is_read and counts and whole.sample is not None
+        whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
         is_sample = any(outcomes[local.name].kind == "sample" for local in reported)
         return RunResult(trials, timed, is_sample, has_time)
 
     def retract(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
         for local in self._state.contexts.by_name.values():
-            local.stopwatch.take(waiting=False, counts=False)
-        self._whole.take(waiting=False, counts=False)
+            local.samples.apply_outcome(waiting=False, counts=False)
+        self._whole.apply_outcome(waiting=False, counts=False)
         self.abandon()
 
     def abandon(self) -> None:
         """Drop what the run under way has measured: it raised."""
         self._state.dispatcher.abandon_run()
-        self._whole.abandon()
+        self._whole.abandon_run()
 
     def _terms(self) -> Terms:
         """Return on what terms this rank compiles candidates, here and now."""
@@ -168,4 +168,4 @@ class RankRun:
 
 def _has_time(local: RankContext, outcome: Outcome) -> bool:
     is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH and outcome.index is not None
-    return is_sample and local.stopwatch.sample_ms is not None
+    return is_sample and local.samples.sample is not None

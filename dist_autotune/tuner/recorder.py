@@ -27,7 +27,7 @@ from ..logs.records import (
 )
 from ..logs.writer import SessionLog
 from ..search.context_search import Context, Outcome
-from ..search.messages import Payload
+from ..search.messages import RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..version import __version__
@@ -124,7 +124,7 @@ class Recorder:
         kernel, key = local.source.short_name, local.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
-    def record_reports(self, run: int, merged: Payload) -> None:
+    def record_reports(self, run: int, merged: RunReport) -> None:
         """Write what all ranks reported of a run."""
         self.write(Merged(run=run, payload=merged.decisive()))
 
@@ -136,7 +136,7 @@ class Recorder:
                 self._admitted.add(context.name)
                 self.write(decisions.admission(run, context, local=context.name in here))
 
-    def record_outcome(self, run: int, context: Context, merged: Payload, outcome: Outcome) -> None:
+    def record_outcome(self, run: int, context: Context, merged: RunReport, outcome: Outcome) -> None:
         """Write what the ranks agreed of a context in one run; alone, the trial's record says it."""
         if len(self._ranks) == 1:
             return
@@ -155,7 +155,7 @@ def run_timed(run: int, whole: Samples, *, counts: bool) -> RunTimed:
         run=run,
         judged=str(report.ran),
         counts=counts,
-        ms=whole.sample_ms,
+        ms=None if whole.sample is None else whole.sample.ms,
         statistic_ms=report.worst_ms if report.measured else None,
     )
 
@@ -163,7 +163,7 @@ def run_timed(run: int, whole: Samples, *, counts: bool) -> RunTimed:
 def trial(run: int, context: Context, local: RankContext, outcome: Outcome, whole: Samples) -> Trial:
     """Return the record of this rank's launches of one context in one run; whole: the run's samples."""
     by_launch = outcome.judge == BY_LAUNCH
-    samples, told = local.stopwatch if by_launch else whole, local.told
+    sample, told = (local.samples if by_launch else whole).sample, local.told
     report = told if by_launch else whole.report
     assert told is not None
     assert report is not None
@@ -179,8 +179,8 @@ def trial(run: int, context: Context, local: RankContext, outcome: Outcome, whol
         k=outcome.k,
         n=outcome.n,
         launches=local.launches,
-        ms=samples.sample_ms,
+        ms=None if sample is None else sample.ms,
         statistic_ms=report.worst_ms if report.measured else None,
-        gap_ms=local.stopwatch.sample_gap_ms if by_launch else 0.0,
+        gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,
         judge=outcome.judge,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..formatting import (
     LAUNCH_BOUND_NOTE,
@@ -17,10 +17,12 @@ from ..formatting import (
     format_ms,
     status_label,
 )
-from ..launch.rank_contexts import RankContexts
 from ..search.budget import Forecast
-from ..search.state import SearchState
 from ..timing.time_spent import SecondsSpent
+
+if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
+    from ..launch.rank_contexts import RankContexts
+    from ..search.state import SearchState
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..launch.rank_contexts import Claim, RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
 from ..search.context_search import Context
-from ..search.messages import Payload
+from ..search.messages import RunReport
 from ..storage.winners import Entry, EntryKey, Winners
 from ..triton_api import identity, interception, subclasses
 from ..triton_api.interception import Key
@@ -76,17 +76,17 @@ class Results:
             return {}
         return self._offers_of(self._disk.launched_by(self._folder))
 
-    def with_offers(self, payload: Payload, announced: Iterable[RankContext]) -> Payload:
+    def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
         """Offer all entries of the kernels that a run announces, if no later vote agrees on them."""
         votes_later = self._function.options.watch and self._function.tunes
         if self._is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
-            return payload
+            return report
         wanted = {(local.source.short_name, local.kernel) for local in announced}
         entries = itertools.chain.from_iterable(
             self._disk.entries_of(name) for name in sorted({name for name, _ in wanted})
         )
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
-        return replace(payload, offers=self._offers_of(found))
+        return replace(report, offers=self._offers_of(found))
 
     def open(self, offers: Offers, *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""

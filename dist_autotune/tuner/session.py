@@ -16,12 +16,13 @@ from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.context_search import Outcome
-from ..search.messages import Payload, merge
-from ..timing.device_errors import told_as_ours
+from ..search.messages import Message, Opening, RunReport, decode, merge
+from ..timing.device_errors import as_launch_failed
+from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
-from .function import check_opening
+from .function import SESSION_STATE, check_opening
 from .function_state import FunctionState
 from .progress import Progress, is_shown
 from .rank_run import RankRun
@@ -111,7 +112,7 @@ class Session:
         if self._recorder.session:
             return
         state = self.state
-        state.time_spent.clear()
+        state.time_spent = TimeSpent()
         with self._reporting_failures():
             try:
                 opened = state.open(self._agree_on_opening())
@@ -127,15 +128,15 @@ class Session:
             for remark in opened.remarks:
                 self._recorder.write(Note(text=remark))
 
-    def _agree_on_opening(self) -> Payload:
+    def _agree_on_opening(self) -> Opening:
         """Return what all ranks report to open a session."""
         group = self.function.group
         while True:
-            payload = self.state.opening_with_results()
+            opening = self.state.opening_with_results()
             if group.rank == group.ranks[0]:
-                payload.facts["session"] = {uuid.uuid4().hex[:12]: group.rank}
-            merged = self._exchange(payload, OPENING)
-            if check_opening(merged) == {""}:
+                opening.facts["session"] = {uuid.uuid4().hex[:12]: group.rank}
+            merged = check_opening(self._exchange(opening, OPENING))
+            if set(merged.facts[SESSION_STATE]) == {""}:
                 return merged
             # Some would have gone on with one, and know now that not all would: next time none has any.
             self.state.drop_searches()
@@ -150,13 +151,13 @@ class Session:
             return True
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
-            merged = self._exchange(self.state.opening(point), OPENING)
+            received = self._exchange(self.state.opening(point), OPENING)
             try:
-                points = check_opening(merged)
+                merged = check_opening(received)
             except TuningError as error:
                 self._drop(error)
                 raise
-        if points == {point}:
+        if set(merged.facts[SESSION_STATE]) == {point}:
             self._recorder.write(Note(text=f"goes on after {left_by}"))
             return True
         self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
@@ -184,19 +185,19 @@ class Session:
             self._is_in_function = True
             result = self._run.make(thunk)
             self._is_in_function = False
-        with told_as_ours(if_reported=True):
+        with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, what))
         return result
 
-    def _step(self, merged: Payload) -> None:
+    def _step(self, received: Message) -> None:
         """Apply what all ranks reported of the run, publish what is settled by it, and write both down."""
         search = self.state.search
         run = search.runs
         self._is_stepping = True
-        self._run.apply_reports(merged)
         try:
-            self.state.check_run(merged)
+            merged = self.state.check_run(received)
+            self._run.apply_reports(merged)
             self._recorder.record_reports(run, merged)
             merged, names = search.kernels.unite(merged, search.contexts)
             self._run.rename(names)
@@ -212,7 +213,7 @@ class Session:
         self._progress.update(search.runs, self._expected_runs(), detail[:60])
         self._is_stepping = False
 
-    def _record(self, run: int, merged: Payload, outcomes: Mapping[str, Outcome]) -> None:
+    def _record(self, run: int, merged: RunReport, outcomes: Mapping[str, Outcome]) -> None:
         """Keep this rank's samples that count, and write down what the run was."""
         search, recorder = self.state.search, self._recorder
         result = self._run.apply_outcomes(run, outcomes, merged)
@@ -247,9 +248,9 @@ class Session:
         search = self.state.search
         return any(search.contexts.unsettled) or search.plan_trial is not None
 
-    def _exchange(self, payload: Payload, what: str) -> Payload:
-        group, is_run = self.function.group, payload.kind == "run"
-        sent = payload.encode()
+    def _exchange(self, message: Message, what: str) -> Message:
+        group, is_run = self.function.group, isinstance(message, RunReport)
+        sent = message.encode()
         began = time.perf_counter()
         try:
             received = group.exchange(sent, merge, self.state.timeout_s, what)
@@ -264,12 +265,12 @@ class Session:
         if is_run:
             self._history.update(received)
         ms = (time.perf_counter() - began) * 1e3
-        self.state.time_spent.exchanged(ms / 1e3)
+        self.state.time_spent.add("exchanges_s", ms / 1e3)
         run = self.state.search.runs if is_run else -1
         self._recorder.record_exchange(
             Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
         )
-        return Payload.decode(received)
+        return decode(received)
 
     # -- failures ------------------------------------------------------------------------------------------
 
@@ -374,7 +375,7 @@ class Session:
             clock=type(self.function.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
-            spent=self.state.time_spent.spent,
+            spent=self.state.time_spent.seconds,
             outlook=None if self.is_over else self.state.search.outlook,
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import exchange_cost
-from dist_autotune.search.messages import Payload
+from dist_autotune.search.messages import RunReport
 
 PROGRAM = Path(exchange_cost.__file__)
 
@@ -29,7 +29,7 @@ def test_the_quietest_tenth_is_below_the_median():
 
 @pytest.mark.parametrize("size", [2, 33, 40])
 def test_simulated_ranks_exchange_what_real_ones_do(size):
-    payload = Payload("run", facts={"the tuned function": {"f": 0}}).encode()
+    payload = RunReport(facts={"the tuned function": {"f": 0}}).encode()
     cost = exchange_cost.simulate(size, payload)
     assert cost["messages"] == 2 * (size + 1)
     assert size * len(payload) < cost["bytes"] < 10 * size * (len(payload) + 60)

@@ -13,7 +13,7 @@ from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
 
 from dist_autotune.ranks import hub, members
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
-from dist_autotune.search.messages import Part, Payload, merge
+from dist_autotune.search.messages import Part, RunReport, merge
 from ranks import assert_all_ok, run_ranks
 
 # ---- everybody comes
@@ -108,7 +108,7 @@ def test_time_of_one_exchange_with_8_ranks(capsys):
     def program(rank):
         agreement = GROUPS.of(None)
         part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, total_fs=125 * 10**10, measured=1)
-        payload = Payload("run", rank, parts={"fedcba9876543210": part}).encode()
+        payload = RunReport(rank, parts={"fedcba9876543210": part}).encode()
         times_ms = []
         for _ in range(100):
             began = time.perf_counter()

@@ -25,10 +25,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice().install(monkeypatch)
 
 
-def timed(device: FakeDevice, stopwatch: Samples, ms: float = KERNEL_MS, host_ms: float = 0.03) -> None:
-    mark = stopwatch.start()
+def timed(device: FakeDevice, samples: Samples, ms: float = KERNEL_MS, host_ms: float = 0.03) -> None:
+    mark = samples.start()
     device.launch(ms, host_ms)
-    stopwatch.stop(mark)
+    samples.stop(mark)
 
 
 def finish(device: FakeDevice) -> None:
@@ -64,9 +64,9 @@ class Runs:
             timed(device, watch, ms, host_ms)
         late_ms = 0.0 if filler is None else filler.end()
         finish(device)
-        watch.tell("a", waits=True)
-        watch.take(waiting=False, counts=True, late_ms=late_ms)
-        return watch.samples["a"][-1], watch.sample_gap_ms
+        watch.report_run("a", waits=True)
+        watch.apply_outcome(waiting=False, counts=True, late_ms=late_ms)
+        return watch.sample.ms, watch.sample.gap_ms
 
 
 def prepare(clock: EventClock) -> None:
@@ -185,7 +185,7 @@ def test_a_whole_run_whose_host_was_later_than_usual_is_an_interval(device):
     ms, gap_ms = runs.sample(host_ms=5.0)
     assert ms > 4.0
     assert ms - gap_ms <= KERNEL_MS
-    assert runs.watch.tell("a", waits=True).gap_ms == 0.0  # of all four: three hold no host
+    assert runs.watch.report_run("a", waits=True).gap_ms == 0.0  # of all four: three hold no host
 
 
 def test_without_a_filler_the_hosts_time_is_part_of_a_whole_run(device):
@@ -236,17 +236,17 @@ def test_a_device_that_does_not_come_to_the_measurement_costs_a_second_once(devi
 
 
 def test_nothing_waits_for_the_device_before_the_run_ends(device):
-    stopwatch = stopwatch_of(EventClock())
+    samples = stopwatch_of(EventClock())
     for _ in range(50):
-        timed(device, stopwatch, ms=1000.0)
+        timed(device, samples, ms=1000.0)
     assert device.host_ms < 50 * (0.03 + 8 * CALL_MS)
     assert device.synchronized == 0
 
 
 def test_the_wall_clock_is_never_flagged():
-    stopwatch = Samples(WallClock(), "median", flags_gaps=True)
-    stopwatch.stop(stopwatch.start())
-    assert stopwatch.tell("a", waits=True).gap_ms == 0.0
+    samples = Samples(WallClock(), "median", flags_gaps=True)
+    samples.stop(samples.start())
+    assert samples.report_run("a", waits=True).gap_ms == 0.0
 
 
 @pytest.mark.parametrize(
@@ -269,26 +269,26 @@ def test_where_the_host_had_no_part_in_some_runs_only_these_count(gaps, told):
         def gap_ms(self, mark):
             return gaps.pop(0)
 
-    stopwatch = Samples(Gapped(), "median", flags_gaps=True)
+    samples = Samples(Gapped(), "median", flags_gaps=True)
     for _ in range(3):
-        stopwatch.begin_run()
-        stopwatch.stop(stopwatch.start())
-        part = stopwatch.tell("a", waits=True)
-        stopwatch.take(waiting=False, counts=True)
+        samples.begin_run()
+        samples.stop(samples.start())
+        part = samples.report_run("a", waits=True)
+        samples.apply_outcome(waiting=False, counts=True)
     assert (part.worst_ms, part.gap_ms) == pytest.approx(told)
 
 
 def test_a_run_that_did_not_count_leaves_no_gap_behind(device):
-    stopwatch = stopwatch_of(EventClock(feeds=False))
-    timed(device, stopwatch)
+    samples = stopwatch_of(EventClock(feeds=False))
+    timed(device, samples)
     finish(device)
-    assert stopwatch.tell("a", waits=True).gap_ms > 0
-    stopwatch.take(waiting=False, counts=False)
-    stopwatch.begin_run()
+    assert samples.report_run("a", waits=True).gap_ms > 0
+    samples.apply_outcome(waiting=False, counts=False)
+    samples.begin_run()
     device.queue(10.0)
-    timed(device, stopwatch)
+    timed(device, samples)
     finish(device)
-    assert stopwatch.tell("a", waits=True).gap_ms == 0.0
+    assert samples.report_run("a", waits=True).gap_ms == 0.0
 
 
 def test_events_are_used_again(device):
@@ -363,10 +363,10 @@ def test_what_the_device_reports_is_ours_and_is_caught_as_ever(device, kind, cal
 
 
 def test_the_mean_of_a_runs_launches_holds_the_mean_of_their_gaps(device):
-    stopwatch = stopwatch_of(EventClock(feeds=False))
-    timed(device, stopwatch, ms=1.0, host_ms=0.5)  # waits for the host
-    timed(device, stopwatch, ms=1.0, host_ms=0.5)  # queued behind the first
+    samples = stopwatch_of(EventClock(feeds=False))
+    timed(device, samples, ms=1.0, host_ms=0.5)  # waits for the host
+    timed(device, samples, ms=1.0, host_ms=0.5)  # queued behind the first
     finish(device)
-    part = stopwatch.tell("a", waits=True)
+    part = samples.report_run("a", waits=True)
     first_gap_ms = 0.5 + 2 * CALL_MS
     assert part.gap_ms == pytest.approx(statistics.fmean([first_gap_ms, 0.0]), abs=EXACT)
