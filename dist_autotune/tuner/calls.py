@@ -15,6 +15,7 @@ from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
+from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
@@ -177,7 +178,7 @@ class Calls:
     def _current_state(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
         options = self._options
-        group: RankGroup = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.alone()
+        group: RankGroup = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
         known = self.state
         if known is None or known.function.group is not group or known.function.tunes != tunes:
             try:
@@ -217,7 +218,7 @@ def _settled_call(
         before = None if preserved is None else Snapshot(preserved)
         write_stuck = functools.partial(diagnosis.write_stuck, note)
         with (
-            function.group.running(what, state.timeout_s, function.options.on_stuck, write_stuck),
+            function.group.running(Watch(what, state.timeout_s, function.options.on_stuck, write_stuck)),
             INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose),
         ):
             result = thunk()

@@ -15,6 +15,7 @@ from ..formatting import described
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
+from ..ranks.watchdog import Watch
 from ..search.context_search import Outcome
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
@@ -171,14 +172,15 @@ class Session:
         self._run.begin()
         self.executions += 1
         what = f"run {state.search.runs} of {function.name}{self._diagnosis.on_trial()}"
+        watch = Watch(
+            what,
+            state.timeout_s,
+            function.options.on_stuck,
+            self._diagnosis.write_stuck,
+            self._diagnosis.whereabouts,
+        )
         with (
-            function.group.running(
-                what,
-                state.timeout_s,
-                function.options.on_stuck,
-                self._diagnosis.write_stuck,
-                self._diagnosis.whereabouts,
-            ),
+            function.group.running(watch),
             INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
             state.time_spent.running(),
         ):
