@@ -327,7 +327,7 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
             place = {
                 "disk": (dist_autotune.tuner.function_state.Winners, "launched_by"),
                 "preserve": (dist_autotune.tuner.session, "Snapshot"),
-                "log": (dist_autotune.tuner.recorder.Recorder, "step"),
+                "log": (dist_autotune.tuner.recorder.Recorder, "record_contexts"),
             }[what]
             monkeypatch.setattr(*place, lambda *args, **kwargs: raise_(MemoryError("no room")))
         step, _, x = failing_step(rank, fails={}, at_run=0)
