@@ -2,9 +2,9 @@
 
     ./launch.sh examples/overlap.py [--rows M] [--columns N] [--k K] [--bucket-mib MIB]
 
-A persistent GEMM on every SM keeps the all-reduce out until it ends. One that leaves a few SMs free is slower
-itself, but the step ends sooner. So the same candidates (tiles and numbers of programs) are tuned three times:
-the GEMM alone, the step by the GEMM's time in it, and the step by its whole run time.
+A persistent GEMM on every SM keeps the all-reduce out until it ends. One that leaves a few SMs free is
+slower itself, but the step ends sooner. So the same candidates (tiles, numbers of programs) are tuned three
+times: the GEMM alone, the step by the GEMM's time in it, and the step by its whole run time.
 """
 
 from __future__ import annotations
