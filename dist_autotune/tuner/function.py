@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class TunedFunction:
         clock = options.clock or default_clock(timeout_s, interpreted=interception.is_interpreted())
         return cls(options, name, source_digest, group, clock, Device.current(), timeout_s, tunes)
 
-    @property
+    @functools.cached_property  # settled calls ask for it
     def is_alone(self) -> bool:
         """Return whether there are no peers."""
         return len(self.group.ranks) == 1
