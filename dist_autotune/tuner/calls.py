@@ -136,7 +136,7 @@ class Calls:
         for name in sorted(domain.launches.met - self._noted):
             self._noted.add(name)
             self._note(
-                f"{domain.local_contexts.by_name[name].title} is new to {self._name} and {what_happens}"
+                f"{domain.rank_contexts.by_name[name].title} is new to {self._name} and {what_happens}"
             )
 
     def _run_session(

@@ -32,7 +32,7 @@ class Failures:
             return error
         domain = self._domain
         where = f"Rank {domain.agreement.rank}: run {domain.tuning.runs} of {domain.name}"
-        text = diagnosis(error, where, domain.local_contexts.launched(), self._own_log())
+        text = diagnosis(error, where, domain.rank_contexts.launched(), self._own_log())
         if is_ours:
             error.args = (text,)
             return error
@@ -58,7 +58,7 @@ class Failures:
 
     def whereabouts(self) -> str:
         """Return what the run under way is at; asked on another thread."""
-        return f"Not ended, or on trial: {listed(self._domain.local_contexts.launched())}. {self._own_log()}"
+        return f"Not ended, or on trial: {listed(self._domain.rank_contexts.launched())}. {self._own_log()}"
 
     def on_trial(self) -> str:
         """Return what the run under way tries, to follow its name in messages."""

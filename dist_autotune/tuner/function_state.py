@@ -15,9 +15,10 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..launch.dispatch import Dispatcher, NewCandidates
-from ..launch.kernel_ids import KernelNames
-from ..launch.rank_contexts import Claim, RankContext, RankContexts
+from ..launch.dispatcher import Dispatcher
+from ..launch.kernel_names import KernelNames
+from ..launch.rank_context import Claim, RankContext
+from ..launch.rank_contexts import RankContexts
 from ..launch.registry import Registry
 from ..options import Options
 from ..ranks.group import RankGroup, SingleRank
@@ -69,7 +70,7 @@ class FunctionState:
             options.objective,
         )
         self.ledger = TimeSpent()  # of the session under way
-        self.on_ban: Callable[[RankContext, str, str], None] = lambda local, candidate, reason: None
+        self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.shares_clock = False  # all ranks read one monotonic clock
         self.forgetful = False  # retune(): what memory and disk hold does not count
         self._function_digest = function_digest
@@ -98,41 +99,33 @@ class FunctionState:
                 tunes=tunes,
             )
         )
-        rank, names = self.agreement.rank, KernelNames(self.tuning.kernels.aliases)
-        self.local_contexts = RankContexts(
-            names, options.agree, rank, lambda local, candidate, reason: self.on_ban(local, candidate, reason)
-        )
-        admission = Registry(
-            self.local_contexts,
+        names = KernelNames(self.tuning.kernels.aliases)
+        self.rank_contexts = RankContexts(names, options.agree, lambda *ban: self.on_ban(*ban))
+        self.registry = Registry(
+            self.rank_contexts,
             names,
             self.clock,
             options.statistic,
-            rank,
+            self.agreement.rank,
             find_claim=self._find_claim,
             recall=self._recall,
         )
-        guard = self.guard
-        self.new_candidates = NewCandidates(
-            self.local_contexts, lambda local, candidate: guard.launching(local.name, candidate, loads=True)
-        )
         self.launches = Dispatcher(
             names,
-            self.local_contexts,
-            admission,
-            self.new_candidates,
+            self.rank_contexts,
+            self.registry,
             self.clock,
-            busy=self.compiling,
-            trying=lambda local, candidate: guard.launching(local.name, candidate),
+            self.guard,
+            self.compiling,
             passes_single=isinstance(self.agreement, SingleRank),
             is_frozen=not tunes,
         )
 
-    def _recall(self, local: RankContext) -> dict[str, str]:
+    def _recall(self, rank_context: RankContext) -> dict[str, str]:
         """Join a context that is new on this rank to what the ranks share; return its bans, with reasons."""
-        local.context = self.tuning.contexts.get(local.name)
-        bans = {} if local.context is not None else self.tuning.crash_bans.get(local.name, {})
-        known = {candidate for candidate, _ in local.order}
-        return {candidate: reason for candidate, (_, reason) in bans.items() if candidate in known}
+        rank_context.search = self.tuning.contexts.get(rank_context.name)
+        bans = {} if rank_context.search is not None else self.tuning.crash_bans.get(rank_context.name, {})
+        return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -232,9 +225,9 @@ class FunctionState:
         self.tuning.open()
         self.tuning.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.tuning.crash_bans)
-        for local in self.local_contexts.by_name.values():
-            if local.context is None and local.claim is None:  # met in a settled call
-                local.claim = self._claim_on_disk(local)
+        for rank_context in self.rank_contexts.by_name.values():
+            if rank_context.search is None and rank_context.claim is None:  # met in a settled call
+                rank_context.claim = self._claim_on_disk(rank_context)
         return remarks
 
     def check_run(self, merged: Payload) -> None:
@@ -264,9 +257,8 @@ class FunctionState:
             or not self._looks_on_disk
         ):
             return payload
-        told = [local for local in self.local_contexts.by_name.values() if local.told is not None]
-        new = [local for local in told if local.told and local.told.announcement is not None]
-        kernels = {(local.source.short_name, local.kernel) for local in new}
+        new = self.rank_contexts.announced_now()
+        kernels = {(rank_context.source.short_name, rank_context.kernel) for rank_context in new}
         return replace(payload, offers=self._results.of_kernels(kernels))
 
     def look_on_disk(self) -> None:
@@ -275,39 +267,41 @@ class FunctionState:
 
     def drop_session(self) -> None:
         """Forget the searches under way, on all ranks alike."""
-        untold = {name for name, local in self.local_contexts.by_name.items() if local.context is None}
-        self.launches.forget(self.tuning.contexts.drop_unsettled() | untold)
+        untold = {
+            name for name, rank_context in self.rank_contexts.by_name.items() if rank_context.search is None
+        }
+        self.registry.forget(self.tuning.contexts.drop_unsettled() | untold)
 
     # -- results -------------------------------------------------------------------------------------------
 
-    def _find_claim(self, local: RankContext, tuner: Autotuner | None) -> Claim | None:
+    def _find_claim(self, rank_context: RankContext, tuner: Autotuner | None) -> Claim | None:
         """Return the result that a context has in memory or on disk before its first launch here."""
         if self.forgetful:
             return None
-        known = None if tuner is None else self._results.in_memory(tuner, local.key)
+        known = None if tuner is None else self._results.in_memory(tuner, rank_context.key)
         if known is not None:
             return Claim(self.agreement.rank, identity.candidate_digest(known.all_kwargs()))
-        return self._claim_on_disk(local)
+        return self._claim_on_disk(rank_context)
 
-    def _claim_on_disk(self, local: RankContext) -> Claim | None:
+    def _claim_on_disk(self, rank_context: RankContext) -> Claim | None:
         """Return what all ranks have agreed to use, else what this rank has and will tell the others of."""
         if self.forgetful:
             return None
-        offer = self._offers.get(self._results.entry_key(local).digest)
+        offer = self._offers.get(self._results.entry_key(rank_context).digest)
         if offer is not None:
             return Claim(*offer)
         is_told = self.in_session or isinstance(self.agreement, SingleRank)
-        return self._results.on_disk(local) if is_told and self._looks_on_disk else None
+        return self._results.on_disk(rank_context) if is_told and self._looks_on_disk else None
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
         new = self.tuning.contexts.newly_final()
         for context in new:
-            local = self.local_contexts.by_name.get(context.name)
-            if local is not None:
-                self._results.publish(context, local, seconds)
-        for local in self.local_contexts.by_name.values():  # settled before they were launched here
-            late = local.context
-            if late is not None and not local.is_published and self.tuning.contexts.is_final(late):
-                self._results.publish(late, local, seconds)
+            rank_context = self.rank_contexts.by_name.get(context.name)
+            if rank_context is not None:
+                self._results.publish(context, rank_context, seconds)
+        for rank_context in self.rank_contexts.by_name.values():  # settled before they were launched here
+            late = rank_context.search
+            if late is not None and not rank_context.is_published and self.tuning.contexts.is_final(late):
+                self._results.publish(late, rank_context, seconds)
         return new

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..compilation.pool import Terms
-from ..launch.rank_contexts import RankContext
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
@@ -77,18 +77,18 @@ class RankRun:
     def told(self) -> Payload:
         """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
         domain, agreement = self._domain, self._domain.agreement
-        if domain.new_candidates:
+        if domain.launches.new:
             with domain.compiling(), domain.guard.paused():
-                for local, tally in domain.new_candidates.preflight(self._terms()):
-                    self._chronicle.preflighted(local, tally)
+                for rank_context, tally in domain.launches.preflight(self._terms()):
+                    self._chronicle.preflighted(rank_context, tally)
         waits = domain.options.mode == "replay"
-        parts = domain.local_contexts.tell(waits=waits)
+        parts = domain.rank_contexts.report_run(waits=waits)
         run = Part()
         if self._judged is not None or self.watch.report is not None:
             run = self.watch.report_run("|".join(self._judged or ()), waits=waits)
         domain.guard.end_run()
         self.launched.update(parts)
-        sources = {SOURCE_OF + name: texts for name, texts in domain.local_contexts.new_sources().items()}
+        sources = {SOURCE_OF + name: texts for name, texts in domain.rank_contexts.new_sources().items()}
         facts = {name: {text: agreement.rank} for name, text in {**domain.point, **sources}.items()}
         elapsed_s = self._chronicle.elapsed_s
         payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
@@ -105,17 +105,17 @@ class RankRun:
 
     def rename(self, names: dict[str, str]) -> None:
         """Call contexts what all ranks call them."""
-        self._domain.local_contexts.rename(names)
+        self._domain.rank_contexts.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
     def has_time(
         self, reported: Iterable[RankContext], outcomes: dict[str, Outcome], *, of_run: bool
     ) -> bool:
         """Return whether this rank has a time for anything that the run was a sample of."""
-        for local in reported:
-            outcome = outcomes[local.name]
+        for rank_context in reported:
+            outcome = outcomes[rank_context.name]
             is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
-            if is_sample and outcome.index is not None and local.samples.sample is not None:
+            if is_sample and outcome.index is not None and rank_context.samples.sample is not None:
                 return True
         return of_run and self.watch.report is not None and self.watch.sample is not None
 
@@ -123,7 +123,7 @@ class RankRun:
         """Drop what the run under way has measured, and told: no rank counts it."""
         for watch in (
             self.watch,
-            *(local.samples for local in self._domain.local_contexts.by_name.values()),
+            *(rank_context.samples for rank_context in self._domain.rank_contexts.by_name.values()),
         ):
             watch.apply_outcome(waiting=False, counts=False)
         self.abandon()

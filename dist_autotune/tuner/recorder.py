@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ..compilation.pool import Tally
-from ..launch.rank_contexts import RankContext
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import (
     Banned,
@@ -101,25 +101,24 @@ class Recorder:
             tunes=domain.tuning.rules.tunes,
         )
 
-    def ban(self, local: RankContext, candidate: str, reason: str) -> None:
+    def ban(self, rank_context: RankContext, candidate: str, reason: str) -> None:
         """Write down that a candidate failed on this rank."""
-        index = [digest for digest, _ in local.order].index(candidate)
         self.write(
             Banned(
                 run=self._domain.tuning.runs,
-                context=local.name,
-                kernel=local.source.short_name,
-                key=local.key_text,
-                config_id=index,
-                config=local.order[index][1],
+                context=rank_context.name,
+                kernel=rank_context.source.short_name,
+                key=rank_context.key_text,
+                config_id=list(rank_context.texts).index(candidate),
+                config=rank_context.texts[candidate],
                 by_rank=self._domain.agreement.rank,
                 reason=reason,
             )
         )
 
-    def preflighted(self, local: RankContext, tally: Tally) -> None:
+    def preflighted(self, rank_context: RankContext, tally: Tally) -> None:
         """Write down how this rank compiled the candidates of a new context."""
-        run, kernel, key = self._domain.tuning.runs, local.source.short_name, local.key_text
+        run, kernel, key = self._domain.tuning.runs, rank_context.source.short_name, rank_context.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
     def step(self, run: int, merged: Payload, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
@@ -128,7 +127,7 @@ class Recorder:
         for name, context in tuning.contexts.items():
             if name in merged.parts and name not in self._admitted:
                 self._admitted.add(name)
-                is_local = name in self._domain.local_contexts.by_name
+                is_local = name in self._domain.rank_contexts.by_name
                 self.write(decisions.admission(run, context, local=is_local))
         for trial in trials:
             self.write(trial)
@@ -163,11 +162,11 @@ class Recorder:
             )
         )
 
-    def trial(self, run: int, local: RankContext, outcome: Outcome) -> Trial:
+    def trial(self, run: int, rank_context: RankContext, outcome: Outcome) -> Trial:
         """Return the record of this rank's launches of one context in one run."""
-        context = self._domain.tuning.contexts[local.name]
+        context = self._domain.tuning.contexts[rank_context.name]
         by_launch = outcome.judge == BY_LAUNCH
-        told, sample = local.told, (local.samples if by_launch else self._run_watch).sample
+        told, sample = rank_context.report, (rank_context.samples if by_launch else self._run_watch).sample
         report = told if by_launch else self._run_watch.report
         assert told is not None
         assert report is not None
@@ -183,7 +182,7 @@ class Recorder:
             kind=outcome.kind,
             k=outcome.k,
             n=outcome.n,
-            launches=local.launches,
+            launches=rank_context.launches,
             ms=None if sample is None else sample.ms,
             statistic_ms=report.worst_ms if report.measured else None,
             gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,

@@ -15,15 +15,16 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
-from ..launch.rank_contexts import Claim, RankContext, RankContexts
+from ..launch.rank_context import Claim, RankContext
+from ..launch.rank_contexts import RankContexts
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
 from ..search.context_search import Context
 from ..search.state import SearchState
 from ..storage.device import Device
 from ..storage.winners import Entry, EntryKey, Winners
-from ..triton_api import identity, interception, subclasses
-from ..triton_api.interception import Key
+from ..triton_api import autotuner_cache, identity, subclasses
+from ..triton_api.launch import Key
 from ..version import __version__
 from .report import TunedContext
 
@@ -88,9 +89,9 @@ class Results:
         readable = re.sub(r"[^A-Za-z0-9_.]+", "_", function)[:80]
         self._folder = f"{readable}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
 
-    def on_disk(self, local: RankContext) -> Claim | None:
+    def on_disk(self, rank_context: RankContext) -> Claim | None:
         """Return what this rank's disk has for a context."""
-        entry = self._disk.get(self.entry_key(local))
+        entry = self._disk.get(self.entry_key(rank_context))
         return None if entry is None else Claim(self._agreement.rank, entry.winner, entry.ms)
 
     def launched_before(self) -> Offers:
@@ -121,22 +122,20 @@ class Results:
             return None
         return config if mark.scope == self._scope else None
 
-    def publish(self, context: Context, local: RankContext, seconds: float) -> None:
+    def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
-        local.is_published = True
+        rank_context.is_published = True
         winner = context.digests[context.incumbent]
         timings = {context.digests[index]: ms for index, ms in context.times.ms.items()}
         failed = {context.digests[index]: math.inf for index in context.banned}
-        if local.is_choice:
-            CHOICES.remember(context.kernel, local.key_text, dict(local.order)[winner])
-        for binding in local.bindings:
+        if rank_context.is_choice:
+            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
+        for binding in rank_context.bindings:
             tuner = binding.tuner()
             config = binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
-            if subclasses.keeps_its_own_cache(
-                tuner
-            ):  # what it would find there it might take for another key's
+            if subclasses.keeps_its_own_cache(tuner):  # it might take an entry for another key's
                 continue
             cached = context.status == "cached"
             standing = tuner.cache.get(binding.key)
@@ -144,23 +143,23 @@ class Results:
                 continue  # and so does all that belongs to it
             known = {**timings, **failed}
             by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
-            interception.publish(tuner, binding.key, config, by_config, seconds)
+            autotuner_cache.publish(tuner, binding.key, config, by_config, seconds)
             MARKS.put(tuner, binding.key, Mark(self._agreement, self._scope, context.provisional))
             if not context.provisional:
-                interception.announce(tuner, binding.key, cache_hit=cached)
+                autotuner_cache.announce(tuner, binding.key, cache_hit=cached)
         ms = timings.get(winner)
         if context.status == "tuned" and ms is not None and len(context.digests) > 1:
-            self._disk.put(self._entry(context, local, winner, ms))
+            self._disk.put(self._entry(context, rank_context, winner, ms))
         if (
             context.status in ("tuned", "cached")
             and len(context.digests) > 1
             and len(self._agreement.ranks) > 1
         ):
-            self._disk.note_launched(self._folder, self.entry_key(local))
+            self._disk.note_launched(self._folder, self.entry_key(rank_context))
 
-    def _entry(self, context: Context, local: RankContext, winner: str, ms: float) -> Entry:
+    def _entry(self, context: Context, rank_context: RankContext, winner: str, ms: float) -> Entry:
         return Entry(
-            key=self.entry_key(local),
+            key=self.entry_key(rank_context),
             winner=winner,
             config=context.texts[context.incumbent],
             ms=ms,
@@ -169,20 +168,20 @@ class Results:
             package_version=__version__,
         )
 
-    def entry_key(self, local: RankContext) -> EntryKey:
+    def entry_key(self, rank_context: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
-            kernel=local.source.short_name,
-            kernel_digest=local.kernel,
-            key=local.key_text,
-            constants=local.constants,
-            candidates=tuple(sorted(candidate for candidate, _ in local.order)),
+            kernel=rank_context.source.short_name,
+            kernel_digest=rank_context.kernel,
+            key=rank_context.key_text,
+            constants=rank_context.constants,
+            candidates=tuple(sorted(rank_context.texts)),
             device=self._device.name,
             capability=self._device.capability,
             driver=self._device.driver,
             triton_version=triton.__version__,
             world_size=len(self._agreement.ranks),
-            scope=self._scope if local.is_choice else self._kernel_scope,
+            scope=self._scope if rank_context.is_choice else self._kernel_scope,
             agree=self._agree,
         )
 
@@ -199,20 +198,20 @@ class Results:
 
 
 def tuned_contexts(
-    tuning: SearchState, local_contexts: RankContexts, names: set[str]
+    tuning: SearchState, rank_contexts: RankContexts, names: set[str]
 ) -> tuple[TunedContext, ...]:
     """Return the contexts among `names` that there was a choice in, as they stand."""
     contexts = []
     for name in sorted(names):
-        context, local = tuning.contexts.get(name), local_contexts.by_name.get(name)
-        if context is None or local is None or len(context.digests) == 1:
+        context, rank_context = tuning.contexts.get(name), rank_contexts.by_name.get(name)
+        if context is None or rank_context is None or len(context.digests) == 1:
             continue
         best = None if context.is_spent else context.incumbent
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
-                key=local.key,
-                config=None if best is None else local.config_of(context.digests[best]),
+                key=rank_context.key,
+                config=None if best is None else rank_context.config_of(context.digests[best]),
                 ms=None if best is None else context.times.ms.get(best),
                 fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
                 launch_bound=best is not None and context.is_launch_bound,

@@ -251,7 +251,7 @@ class Session:
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
-        return tuned_contexts(self.domain.tuning, self.domain.local_contexts, self._run.launched)
+        return tuned_contexts(self.domain.tuning, self.domain.rank_contexts, self._run.launched)
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
@@ -282,17 +282,17 @@ class Session:
             self._tell_if_own(error)
             self._drop(error)
             raise
-        told = [local for local in domain.local_contexts.by_name.values() if local.told is not None]
+        reported = domain.rank_contexts.reported()
         trials = [
-            self._chronicle.trial(run, local, outcomes[local.name])
-            for local in told
-            if local.launches or local.samples.is_read
+            self._chronicle.trial(run, rank_context, outcomes[rank_context.name])
+            for rank_context in reported
+            if rank_context.launches or rank_context.samples.is_read
         ]
-        domain.local_contexts.take(tuning.contexts, outcomes, late_ms=merged.late_ms)
+        domain.rank_contexts.apply_outcomes(tuning.contexts, outcomes, late_ms=merged.late_ms)
         counts = tuning.has_counted_run
         self._chronicle.run_timed(run, waiting=bool(merged.run.pending), counts=counts)
-        self._has_asked |= any(outcomes[local.name].kind == "sample" for local in told)
-        self._has_time |= self._run.has_time(told, outcomes, of_run=counts and not merged.run.pending)
+        self._has_asked |= any(outcomes[rank_context.name].kind == "sample" for rank_context in reported)
+        self._has_time |= self._run.has_time(reported, outcomes, of_run=counts and not merged.run.pending)
         self._run.watch.apply_outcome(waiting=bool(merged.run.pending), counts=counts, late_ms=merged.late_ms)
         if tuning.remark:
             self._chronicle.write(Note(text=tuning.remark))
@@ -336,8 +336,10 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         self._run.retract()
-        locals_ = self.domain.local_contexts.by_name
-        self.domain.launches.forget([name for name, local in locals_.items() if not local.announced])
+        locals_ = self.domain.rank_contexts.by_name
+        self.domain.registry.forget(
+            [name for name, rank_context in locals_.items() if not rank_context.announced]
+        )
         self._left_by = described(error)  # not the error: it holds the function's variables
 
     def _tell_if_own(self, error: TuningError) -> None:

@@ -32,7 +32,7 @@ from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.triton_api import interception
+from dist_autotune.triton_api.launch import Launch
 from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks
 
@@ -99,9 +99,9 @@ def forget() -> None:
 
 def preflight(tuner: Any, *args: Any, **terms: Any) -> Preflight:
     args = args or arguments()
-    configs = interception.candidates_of(tuner, args, {})
+    launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
     terms_ = Terms(**{"session": "one", "limit_s": 60.0} | terms)
-    return compiling.preflight(tuner, configs, args, {"grid": (1,), "warmup": False}, terms_)
+    return compiling.preflight(launch, launch.candidates(), terms_)
 
 
 def tuned(tuner: Any, args: tuple[Any, ...], **options: Any) -> Any:
@@ -136,8 +136,9 @@ def test_a_launch_after_the_preflight_compiles_nothing(fresh, compiler):
     assert preflight(tuner, *args).tally.compiled == 2
     compiler.behaves({FIRST: "exit", GOOD: "exit"})
     for config in tuner.configs:
-        interception.run_pre_hook(tuner, config, args, {})
-        interception.launch(tuner, config, args, {"grid": (1,), "warmup": False})
+        launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
+        launch.run_pre_hook(config)
+        launch.run(config)
     assert sorted(compiler.compilations()) == [FIRST, GOOD]
     assert own_compilations(compiler) == []
 
@@ -389,8 +390,9 @@ def test_ranks_share_a_binary_only_if_their_hooks_made_the_same_arguments(fresh,
         tuner, args = kernel(GOOD, hooks={GOOD: hook}), arguments()
         arrive(tmp_path, rank, 2)
         assert preflight(tuner, *args, local_rank=rank, local_ranks=2).reasons == {}
-        interception.run_pre_hook(tuner, tuner.configs[0], args, {})
-        compiled = interception.compiled(tuner, tuner.configs[0], args, {})
+        launch = Launch(tuner, args, {})
+        launch.run_pre_hook(tuner.configs[0])
+        compiled = launch.compile(tuner.configs[0])
         assert own_compilations(compiler) == []  # it was there
         return str(compiled.src.signature["x_desc"])
 
