@@ -352,8 +352,10 @@ def test_a_damaged_guard_is_a_warning_with_its_path_and_nothing_is_banned(tmp_ca
 
 def test_cache_clear_deletes_what_is_abandoned_and_leaves_a_session_that_is_under_way(tmp_cache):
     def busy(rank):
-        texts = [] clear = lambda: texts.append(CliRunner().invoke(commands.app, ["cache", "clear",
-        "-y"]).output)  # noqa: E731 program(rank, {(32, 1): clear}) return texts
+        texts = []
+        clear = lambda: texts.append(CliRunner().invoke(commands.app, ["cache", "clear", "-y"]).output)  # noqa: E731
+        program(rank, {(32, 1): clear})
+        return texts
 
     assert value_of(busy) == [f"Deleted 0 entries in {tmp_cache}\n"]
     for path in tmp_cache.glob("*.json"):
