@@ -11,18 +11,12 @@ import errno
 import logging
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from ..codec import escaped, from_json, parse_json, to_json
-from ..formatting import counted
-from ..regular_files import bounded_lines, open_regular
+from ..codec import to_json
 from .lines import LogLines
 from .records import (
-    RECORD_TYPES,
-    SCHEMA_VERSION,
     Banned,
     ContextSettled,
     Note,
@@ -31,8 +25,6 @@ from .records import (
     RunFailed,
     SessionClosed,
 )
-
-MAX_LINE_BYTES = 64 << 20
 
 logger = logging.getLogger("dist_autotune")
 
@@ -122,59 +114,6 @@ class AppendOnlyFile:
         """
         size = os.fstat(descriptor).st_size
         return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
-
-
-def read_records(path: Path, skipped: Counter[str] | None = None) -> Iterator[Record]:
-    """Yield the records of a `rank-N.jsonl` file in their order.
-
-    Lines that cannot be used are left out and counted by reason in `skipped`; without one, a
-    RuntimeWarning at the end says how many and why.
-    """
-    reasons: Counter[str] = Counter()
-    try:
-        file = open_regular(path)
-    except ValueError as error:
-        reasons[str(error)] += 1
-    else:
-        with file:
-            for line in bounded_lines(file, MAX_LINE_BYTES):
-                if line is not None and not line.strip():
-                    continue
-                try:
-                    yield _record(line)
-                except ValueError as error:
-                    reasons[str(error)] += 1
-    if skipped is not None:
-        skipped.update(reasons)
-    elif reasons:
-        warnings.warn(f"{path}: {describe_skipped(reasons)}", RuntimeWarning, stacklevel=2)
-
-
-def describe_skipped(reasons: Counter[str]) -> str:
-    """Return `skipped 3 lines: 2 x damaged, 1 x schema 2, expected 1`."""
-    listed = ", ".join(f"{n} x {reason}" for reason, n in reasons.items())
-    return f"skipped {counted(reasons.total(), 'line')}: {listed}"
-
-
-def _record(line: bytes | None) -> Record:
-    """Return the record of one line; a ValueError says in a few words why there is none. None: too long."""
-    if line is None:
-        raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
-    try:
-        data: Any = parse_json(line)
-        if b"\\ud" in line.lower():
-            data = escaped(data)
-        schema, event = data["schema"], str(data["event"])
-    except (ValueError, TypeError, KeyError):
-        raise ValueError("damaged") from None
-    if schema != SCHEMA_VERSION:
-        raise ValueError(f"schema {schema}, expected {SCHEMA_VERSION}")
-    if event not in RECORD_TYPES:
-        raise ValueError(f"unknown event {event!r}")
-    try:
-        return from_json(RECORD_TYPES[event], data)
-    except ValueError as error:
-        raise ValueError(f"damaged {event} ({error})") from None
 
 
 def _level(record: Record) -> int:

@@ -33,7 +33,7 @@ from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
 from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
-from dist_autotune.tuner.recorder import Recorder
+from dist_autotune.tuner.session import Session
 
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
@@ -155,14 +155,14 @@ class VirtualRank:
         )
 
     @property
-    def domain(self) -> FunctionState | None:
+    def state(self) -> FunctionState | None:
         calls = self.tuned._calls
-        known: FunctionState | None = None if calls is None else calls.domain
+        known: FunctionState | None = None if calls is None else calls.state
         return known
 
-    def elapsed_s(self, chronicle: Recorder) -> float:
-        """Return the scripted seconds since the session of `chronicle` began."""
-        began = vars(chronicle).setdefault("began_at_run", self.runs)
+    def elapsed_s(self, session: Session) -> float:
+        """Return the scripted seconds since the session of `session` began."""
+        began = vars(session).setdefault("began_at_run", self.runs)
         return self.program.seconds_a_run * (self.runs - began)
 
     def live(self) -> list[Ending]:
@@ -255,9 +255,9 @@ class Ending:
         self.is_settled = rank.tuned.settled
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
-        if error is None and rank.domain is not None:
-            for name, known in rank.domain.rank_contexts.by_name.items():
-                context = rank.domain.tuning.contexts.get(name)
+        if error is None and rank.state is not None:
+            for name, known in rank.state.contexts.by_name.items():
+                context = rank.state.search.contexts.get(name)
                 if context is not None and context.settled and known.announced and not known.is_choice:
                     binding = known.bindings[0]
                     kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
@@ -326,7 +326,7 @@ def virtual_world() -> Iterator[None]:
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
             (dist_autotune.compilation.preflight, "preflight", preflight),
-            (Recorder, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
+            (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         yield
