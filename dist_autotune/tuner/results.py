@@ -83,7 +83,7 @@ class Results:
             return report
         wanted = {(local.source.short_name, local.kernel) for local in announced}
         entries = itertools.chain.from_iterable(
-            self._disk.entries_of(name) for name in sorted({name for name, _ in wanted})
+            self._disk.entries(name) for name in sorted({name for name, _ in wanted})
         )
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
         return replace(report, offers=self._offers_of(found))
@@ -157,7 +157,7 @@ class Results:
         if context.status == "tuned" and winner in timings:
             self._disk.put(self._entry(context, local, winner, timings[winner]))
         if context.status in ("tuned", "cached") and not self._function.is_alone:
-            self._disk.note_launched(self._folder, self._entry_key(local))
+            self._disk.record_launch(self._folder, self._entry_key(local))
 
     def _to_memory(
         self, context: Context, local: RankContext, winner: str, known: dict[str, float], seconds: float
