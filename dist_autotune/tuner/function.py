@@ -109,7 +109,7 @@ class TunedFunction:
             **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
         }
         directory = disk.directory / FOLDER if disk.directory is not None and self.tunes else None
-        return CrashGuard(directory, facts, self.name, self.group.rank, disk.guard_failed)
+        return CrashGuard(directory, facts, self.name, self.group.rank, disk.report_guard_failure)
 
 
 def check_opening(merged: Message) -> Opening:

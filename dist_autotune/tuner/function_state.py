@@ -115,8 +115,10 @@ class FunctionState:
     def opening_with_results(self) -> Opening:
         """Return this rank's report when a session opens anew, with what its disk holds."""
         opening = replace(self.opening(), offers=self.results.offered_at_opening())
-        crashes, bans = self.guard.take_over()
-        return opening if self.results.ignores_known else replace(opening, crashes=crashes, crash_bans=bans)
+        left = self.guard.recover()
+        if self.results.ignores_known:
+            return opening
+        return replace(opening, crashes=left.crashes, crash_bans=left.crash_bans)
 
     def open(self, merged: Opening) -> Opened:
         """Begin the session that all ranks have agreed on."""

@@ -83,7 +83,7 @@ class Results:
             return report
         wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
         entries = itertools.chain.from_iterable(
-            self._disk.entries_of(name) for name in sorted({name for name, _ in wanted})
+            self._disk.entries(name) for name in sorted({name for name, _ in wanted})
         )
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
         return replace(report, offers=self._offers_of(found))
@@ -157,7 +157,7 @@ class Results:
         if context.status == "tuned" and winner in timings:
             self._disk.put(self._entry(context, rank_context, winner, timings[winner]))
         if context.status in ("tuned", "cached") and not self._function.is_alone:
-            self._disk.note_launched(self._folder, self._entry_key(rank_context))
+            self._disk.record_launch(self._folder, self._entry_key(rank_context))
 
     def _to_memory(
         self,

@@ -289,7 +289,7 @@ class Session:
     def _fail(self, error: BaseException, reported: BaseException) -> None:
         """Leave a run that raised: the peers learn of `reported`, the next call goes on or starts anew."""
         group = self.function.group
-        self.state.guard.explain()
+        self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
         is_of_function = self._is_in_function and not isinstance(error, TuningError) and reported is error
         self._is_in_function = False

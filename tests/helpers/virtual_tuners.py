@@ -12,7 +12,7 @@ import itertools
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -79,9 +79,6 @@ class VirtualDisk:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-
-    def load_all(self, match: Callable[[Entry], bool]) -> dict[str, Entry]:
-        return {name: entry for name, entry in self.entries.items() if match(entry)}
 
     def put(self, entry: Entry) -> None:
         self.entries[entry.key.digest] = entry
@@ -319,7 +316,6 @@ def virtual_world() -> Iterator[None]:
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
-            (Winners, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
             (Winners, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
             (settings, "run_mode", lambda: HERE.rank.mode),
             (identity, "function_digest", lambda function: "the same on all ranks"),
