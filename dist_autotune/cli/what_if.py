@@ -179,9 +179,8 @@ class _Trial:
         for one_run in self._deck.samples(index):
             for rank, ms in one_run.items():
                 samples.setdefault(rank, []).append(ms)
-        return self._context.times.reduced_ms(
-            functools.reduce(Part.merged, map(self._part, samples.values()), Part())
-        )
+        merged = functools.reduce(Part.merged, map(self._part, samples.values()), Part())
+        return merged.agreed_ms(self._rules.rank_reduce)
 
     def _new_context(self) -> Context:
         recorded = self._recorded
