@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class TunedFunction:
         clock = options.clock or default_clock(timeout_s, interpreted=interception.is_interpreted())
         return cls(options, name, source_digest, group, clock, Device.current(), timeout_s, tunes)
 
-    @property
+    @functools.cached_property  # settled calls ask for it
     def is_alone(self) -> bool:
         """Return whether there are no peers."""
         return len(self.group.ranks) == 1
@@ -108,7 +109,7 @@ class TunedFunction:
             **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
         }
         directory = disk.directory / FOLDER if disk.directory is not None and self.tunes else None
-        return CrashGuard(directory, facts, self.name, self.group.rank, disk.guard_failed)
+        return CrashGuard(directory, facts, self.name, self.group.rank, disk.report_guard_failure)
 
 
 def check_opening(merged: Message) -> Opening:

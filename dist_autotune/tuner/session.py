@@ -289,7 +289,7 @@ class Session:
     def _fail(self, error: BaseException, reported: BaseException) -> None:
         """Leave a run that raised: the peers learn of `reported`, the next call goes on or starts anew."""
         group = self.function.group
-        self.state.guard.explain()
+        self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
         is_of_function = self._is_in_function and not isinstance(error, TuningError) and reported is error
         self._is_in_function = False
@@ -307,7 +307,9 @@ class Session:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         self._run.retract()
         known = self.state.contexts.by_name
-        self.state.dispatcher.forget([name for name, local in known.items() if not local.announced])
+        self.state.registry.forget(
+            [name for name, rank_context in known.items() if not rank_context.announced]
+        )
         self._left_by = described(error)  # not the error: it holds the function's variables
 
     def _report_own(self, error: TuningError) -> None:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from dist_autotune.search.strategies import Warmup
 from dist_autotune.storage.winners import Entry, Winners
 from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
+from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
 from dist_autotune.tuner.session import Session
 
@@ -78,9 +79,6 @@ class VirtualDisk:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-
-    def load_all(self, match: Callable[[Entry], bool]) -> dict[str, Entry]:
-        return {name: entry for name, entry in self.entries.items() if match(entry)}
 
     def put(self, entry: Entry) -> None:
         self.entries[entry.key.digest] = entry
@@ -255,13 +253,13 @@ class Ending:
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
         if error is None and rank.state is not None:
-            for name, local in rank.state.contexts.by_name.items():
+            for name, known in rank.state.contexts.by_name.items():
                 context = rank.state.search.contexts.get(name)
-                if context is not None and context.settled and local.announced and not local.is_choice:
-                    binding = local.bindings[0]
+                if context is not None and context.settled and known.announced and not known.is_choice:
+                    binding = known.bindings[0]
                     kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
                     config = binding.configs[context.digests[context.incumbent]]
-                    self.winners[kernel.function, local.key[0]] = config.kwargs["BLOCK"]
+                    self.winners[kernel.function, known.key[0]] = config.kwargs["BLOCK"]
 
 
 # ---- strategies of a user's own
@@ -308,8 +306,8 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
 
-    def preflight(tuner: Any, configs: dict[str, Any], *rest: Any) -> Preflight:
-        return Preflight(HERE.rank.preflight(tuner, configs))
+    def preflight(launch: Launch, configs: dict[str, Any], *rest: Any) -> Preflight:
+        return Preflight(HERE.rank.preflight(launch.tuner, configs))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -318,7 +316,6 @@ def virtual_world() -> Iterator[None]:
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
-            (Winners, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
             (Winners, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
             (settings, "run_mode", lambda: HERE.rank.mode),
             (identity, "function_digest", lambda function: "the same on all ranks"),
