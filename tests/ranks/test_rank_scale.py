@@ -16,7 +16,7 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
 from dist_autotune.ranks import group
-from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.hub_state import HubState
 from dist_autotune.ranks.messages import pack
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, merge
 from ranks import assert_all_ok, run_ranks
@@ -178,7 +178,7 @@ class Traffic:
 
 
 def through_one_hub(size, contexts=4):
-    exchanges = Exchanges(size)
+    state = HubState(size)
     payloads_sent = payloads(contexts, False, ban_chance=0)[:size]
     replies = {position: [] for position in range(size)}
     sent, calls = [0] * size, 0
@@ -189,7 +189,7 @@ def through_one_hub(size, contexts=4):
         sent[position] += len(pack(message))
         messages.append(op)
         sys.setprofile(count)
-        exchanges.handle(message, replies[position].append)
+        state.handle(message, replies[position].append)
         sys.setprofile(None)
 
     def count(frame, event, argument):
@@ -204,7 +204,7 @@ def through_one_hub(size, contexts=4):
     ms = (time.perf_counter() - began) * 1e3
     for told in replies.values():
         assert decode(told[-1]["end"]["merged"]).rank == 0
-    assert len(exchanges) == 0
+    assert len(state) == 0
     received = [sum(len(pack(message)) for message in told) for told in replies.values()]
     return Traffic(sent, received, len(messages) + sum(map(len, replies.values())), calls, ms)
 
@@ -232,7 +232,7 @@ def test_nothing_grows_with_the_square_of_the_ranks(capsys):
 def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
     # All but one have come, that one compiles, and everybody's time is up again and again.
     def calls_a_rank(size):
-        exchanges, calls = Exchanges(size), 0
+        state, calls = HubState(size), 0
 
         def count(frame, event, argument):
             nonlocal calls
@@ -241,7 +241,7 @@ def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
         def tell(position, op, **fields):
             said = []
             message = {"op": op, "id": 0, "sequence": 0, "position": position, **fields}
-            exchanges.handle(message, said.append)
+            state.handle(message, said.append)
             return said
 
         for position in range(1, size - 1):

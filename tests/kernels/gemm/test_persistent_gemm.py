@@ -51,12 +51,9 @@ LAYOUTS = [*itertools.product(("row", "column"), repeat=2)]
 
 
 @pytest.fixture(autouse=True)
-def one_plain_candidate():
+def one_plain_candidate(monkeypatch):
     """Without tuning: each test chooses what it runs."""
-    before = plain_gemm.configs
-    plain_gemm.configs = PLAIN_CANDIDATES[:1]
-    yield
-    plain_gemm.configs = before
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES[:1])
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "row") -> torch.Tensor:
