@@ -123,8 +123,8 @@ def _read_hopper(op: Any, dtype: torch.dtype) -> None:
 
 def pretend() -> None:
     """Make this process see a Hopper GPU on which nothing runs."""
-    from dist_autotune.kernels import operation
     from dist_autotune.kernels.ag_gemm import matmul
+    from dist_autotune.kernels.exchange import operation
     from dist_autotune.kernels.symm import cuda
 
     torch.set_num_threads(1)  # or a copy now and then waits for a busy core

@@ -17,8 +17,8 @@ from triton.compiler.compiler import LazyDict
 from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
-from dist_autotune.kernels import operation
-from dist_autotune.kernels.settled_launch import SettledLaunches
+from dist_autotune.kernels.exchange import operation
+from dist_autotune.kernels.launch import SettledLaunches
 from pretended_device import PretendedDevice
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from operation_runs import device
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.operands import Operands
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 
 
 def tensors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,11 +20,10 @@ from ag_gemm_runs import error_ratio, force
 from operation_runs import message_of
 from rank_programs import wait_for
 
-from dist_autotune.kernels import operation
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized, words
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm.pieces import piece_ends
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.exchange import operation, words
+from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import kernel as rs
 from dist_autotune.kernels.signals import as_patience
