@@ -45,8 +45,8 @@ from triton.runtime.errors import OutOfResources
 
 from dist_autotune import contextual_autotune
 from dist_autotune.ranks import client
-from dist_autotune.ranks.group import AGREEMENTS, ProcessGroup
-from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.group import GROUPS, ProcessGroup
+from dist_autotune.ranks.hub_state import HubState
 from dist_autotune.ranks.messages import pack, unpack
 from dist_autotune.search.messages import merge
 
@@ -217,7 +217,7 @@ def sizes(passed: Passed) -> dict[str, int]:
 
 
 def exchange_ms(rank: int, payloads: dict[int, bytes], calls: int) -> dict[str, Cost]:
-    agreement = AGREEMENTS.of(None)
+    agreement = GROUPS.of(None)
     votes = {
         watch: contextual_autotune(
             lambda: None, is_dist=True, watch=watch, log_dir=None, name=f"watch={watch}"
@@ -264,7 +264,7 @@ def round_trip_ms(calls: int) -> Cost:
 
 def simulate(size: int, payload: bytes) -> Cost:
     """Return what one exchange of `size` ranks costs: the hub, the merging, messages and bytes."""
-    exchanges = Exchanges(size)
+    state = HubState(size)
     told: dict[int, list[bytes]] = {position: [] for position in range(size)}
     hub_s, messages, passed_bytes = 0.0, 0, 0
 
@@ -275,7 +275,7 @@ def simulate(size: int, payload: bytes) -> Cost:
         messages += 1
         began = time.process_time()
         (message,) = unpack(data)
-        exchanges.handle(message, lambda reply: told[position].append(pack(reply)))
+        state.handle(message, lambda reply: told[position].append(pack(reply)))
         hub_s += time.process_time() - began
 
     tell(0, "collect")

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds, merge
+from dist_autotune.search.messages import Announcement, Part, RunReport, checked, decode, femtoseconds, merge
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.state import SearchState
 from dist_autotune.search.strategies import STRATEGIES, exhaustive
@@ -66,10 +66,10 @@ class Simulation:
     def run(self) -> None:
         run = len(self.plans) - self._began
         judged = self.tuning.judged_run
-        payloads = [self._payload(run, rank, judged) for rank in range(self.ranks)]
+        reports = [self._report(run, rank, judged) for rank in range(self.ranks)]
         self.plans.append(self._planned(run))
-        merged = functools.reduce(merge, (payload.encode() for payload in payloads))
-        self.tuning.step(Payload.decode(merged))
+        merged = functools.reduce(merge, (report.encode() for report in reports))
+        self.tuning.step(checked(decode(merged), RunReport))
 
     def winners(self) -> dict[str, str]:
         return {name: c.digests[c.incumbent] for name, c in self.tuning.contexts.items()}
@@ -88,7 +88,7 @@ class Simulation:
         context = self.tuning.contexts.get(name)
         return self.contexts[name][0] if context is None else context.digests[context.planned]
 
-    def _payload(self, run: int, rank: int, judged: tuple[str, str] | None) -> Payload:
+    def _report(self, run: int, rank: int, judged: tuple[str, str] | None) -> RunReport:
         names = [name for name in self.contexts if self.launches(run, rank, name)]
         plan = {name: self._candidate(name) for name in names}
         took = sum(self._ms(c, rank) for name, c in plan.items() if name not in self.choices)
@@ -97,7 +97,7 @@ class Simulation:
             whole = self._timed("|".join(judged), took + self.run_ms(plan), ("run", rank, judged))
         parts = {name: self._part(run, rank, name, plan[name]) for name in names}
         elapsed_s = self.second * (run + 1)
-        return Payload("run", rank, parts=parts, run=whole, elapsed_s=elapsed_s)
+        return RunReport(rank, parts=parts, run=whole, elapsed_s=elapsed_s)
 
     def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
         announcement = None

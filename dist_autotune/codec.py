@@ -117,6 +117,8 @@ def _reader(hint: object) -> Reader:
         return functools.partial(from_json, hint)
     if origin is tuple and arguments[1:] == (...,):
         return functools.partial(_read_tuple, _reader(arguments[0]))
+    if origin is tuple:
+        return functools.partial(_read_fields, tuple(map(_reader, arguments)))
     if origin in (dict, Mapping) and arguments[0] is str:
         return functools.partial(_read_dict, _reader(arguments[1]))
     if origin in (types.UnionType, typing.Union) and len(arguments) == 2 and arguments[1] is types.NoneType:
@@ -143,6 +145,13 @@ def _read_exactly(kind: type[T], value: object) -> T:
 
 def _read_tuple(read: Reader, value: object) -> tuple[object, ...]:
     return tuple(read(item) for item in _read_exactly(list, value))
+
+
+def _read_fields(readers: tuple[Reader, ...], value: object) -> tuple[object, ...]:
+    items = _read_exactly(list, value)
+    if len(items) != len(readers):
+        raise ValueError(f"expected {len(readers)} items, found {value!r}")
+    return tuple(read(item) for read, item in zip(readers, items, strict=True))
 
 
 def _read_dict(read: Reader, value: object) -> dict[str, object]:

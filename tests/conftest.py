@@ -152,6 +152,8 @@ def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     # Before collection: a thunk at the top of a test module resolves its log directory when it is decorated.
+    if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        return  # pytest-xdist starts its workers from here: they read the same relative paths
     directory = tempfile.TemporaryDirectory(prefix="dist-autotune-tests-")
     session.config.add_cleanup(directory.cleanup)
     session.config.add_cleanup(functools.partial(os.chdir, Path.cwd()))

@@ -14,7 +14,7 @@ from ..errors import TuningError
 from ..formatting import Table, columns, context_label, counted, one_line
 from ..logs import decisions
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
-from ..search.messages import Payload
+from ..search.messages import RunReport, decode
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..search.strategies import STRATEGIES
@@ -141,7 +141,7 @@ def _recompute(
         tuning.contexts.drop_unsettled()
 
 
-def _agreed_payload(verdict: Verdict, run: int, said: Sequence[Merged]) -> Payload | None:
+def _agreed_payload(verdict: Verdict, run: int, said: Sequence[Merged]) -> RunReport | None:
     """Return what all ranks said of a run; they must have written down the same."""
     if not said:
         verdict.compare(run, "session", "merged", "nothing", "what all ranks said of this run")
@@ -150,7 +150,10 @@ def _agreed_payload(verdict: Verdict, run: int, said: Sequence[Merged]) -> Paylo
     for other in said[1:]:
         verdict.compare(run, f"rank {other.rank}", "merged", to_json(other.payload), to_json(first.payload))
     try:
-        return Payload.decode(to_json(first.payload).encode())
+        report = decode(to_json(first.payload).encode())
+        if not isinstance(report, RunReport):
+            raise ValueError(f"of kind {report.kind}")
+        return report
     except _UNUSABLE as error:
         verdict.compare(run, f"rank {first.rank}", "merged", f"unreadable ({error!r})", "a payload")
         return None

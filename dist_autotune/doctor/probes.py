@@ -25,7 +25,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from ..ranks.group import ProcessGroup
-from ..search.messages import Payload, merge
+from ..search.messages import RunReport, merge
 from ..storage.device import Device
 from .helpers import report_path
 
@@ -80,7 +80,7 @@ def ranks(place: Place, *, directories: dict[str, str]) -> None:
     with place.stage("gloo"):
         _join("gloo", place)
     with place.stage("exchange") as facts:
-        agreement, payload = ProcessGroup(dist.group.WORLD), Payload("run", place.rank).encode()
+        agreement, payload = ProcessGroup(dist.group.WORLD), RunReport(place.rank).encode()
         times_ms = []
         for _ in range(WARM_UPS + EXCHANGES):
             began = time.perf_counter()

@@ -112,7 +112,7 @@ class Merged(Record):
 
     event: ClassVar[str] = "merged"
     run: int
-    payload: dict[str, Any]  # a `payload.Payload` without facts and offers; fields at defaults are left out
+    payload: dict[str, Any]  # a `RunReport` without facts and offers; fields at defaults are left out
 
 
 @dataclass(frozen=True, kw_only=True)

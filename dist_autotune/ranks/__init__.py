@@ -1,4 +1,1 @@
-"""How the ranks of a group exchange bytes, and how each wait ends.
-
-May import errors, settings and formatting.
-"""
+"""How the ranks of a group exchange bytes, and how each wait ends; may import no other room."""

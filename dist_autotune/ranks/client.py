@@ -1,14 +1,15 @@
-"""A rank's line to the hub of its group: a socket, or on the hub's own rank a call."""
+"""A rank's connection to the hub of its group: a socket, or on the hub's own rank a call."""
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .hub import SEND_S, Hub
 from .messages import TOKEN_BYTES, Message, pack, unpack
@@ -23,7 +24,7 @@ class HubLost(Exception):
     """The hub has gone, and will not come back."""
 
 
-class HungUp(HubLost):
+class ConnectionLost(HubLost):
     """The hub has closed a connection that stood: it may take another one."""
 
 
@@ -31,42 +32,41 @@ class HubSilent(Exception):
     """The hub's process is stopped, or busy beyond measure: it may come back."""
 
 
-class Client(Protocol):
-    """Requests and their replies; used by one thread.
+class Client(abc.ABC):
+    """Requests and their replies; used by one thread."""
 
-    patience_s: how long the hub may take to take a message in.
-    """
-
-    patience_s: float
-
-    def send(self, op: str, sequence: int, **fields: Any) -> int:
-        """Send a request and return its number."""
-
-    def receive(self, request: int, timeout_s: float) -> Message | None:
-        """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
-
-    def tell(self, op: str, sequence: int) -> None:
-        """Send a message that has no reply."""
-
-    def close(self) -> None:
-        """Forget all replies under way."""
-
-
-class LocalClient:
-    """The line of the rank that runs the hub."""
-
-    def __init__(self, hub: Hub, position: int) -> None:
-        self.patience_s = SEND_S
-        self._hub = hub
+    def __init__(self, position: int) -> None:
+        self.send_s = SEND_S  # how long the hub may take to take a message in
         self._position = position
         self._numbers = itertools.count()
         self._replies: dict[int, Message] = {}
-        self._arrived = threading.Condition()
 
     def send(self, op: str, sequence: int, **fields: Any) -> int:
+        """Send a request and return its number."""
         request = next(self._numbers)
-        self._handle({"op": op, "id": request, "sequence": sequence, **fields})
+        self.notify(op, sequence, id=request, **fields)
         return request
+
+    @abc.abstractmethod
+    def notify(self, op: str, sequence: int, **fields: Any) -> None:
+        """Send a message that has no reply."""
+
+    @abc.abstractmethod
+    def receive(self, request: int, timeout_s: float) -> Message | None:
+        """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
+
+    def close(self) -> None:
+        """Drop all replies under way."""
+        self._replies.clear()
+
+
+class LocalClient(Client):
+    """The client of the rank that runs the hub."""
+
+    def __init__(self, hub: Hub, position: int) -> None:
+        super().__init__(position)
+        self._hub = hub
+        self._arrived = threading.Condition()
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
         until = time.monotonic() + timeout_s
@@ -75,46 +75,47 @@ class LocalClient:
                 self._arrived.wait(min(left_s, _SLICE_S))
             return self._replies.pop(request, None)
 
-    def tell(self, op: str, sequence: int) -> None:
-        self._handle({"op": op, "sequence": sequence})
+    def notify(self, op: str, sequence: int, **fields: Any) -> None:
+        message = {"op": op, "sequence": sequence, "position": self._position, **fields}
+        self._hub.handle(message, functools.partial(self._hub.reply_locally, self._keep_reply))
 
-    def close(self) -> None:
-        self._replies.clear()
-
-    def _handle(self, message: Message) -> None:
-        reply = functools.partial(self._hub.hand_over, self._reply)
-        self._hub.handle({**message, "position": self._position}, reply)
-
-    def _reply(self, message: Message) -> None:
+    def _keep_reply(self, message: Message) -> None:
         with self._arrived:
             self._replies[int(message["id"])] = message
             self._arrived.notify_all()
 
 
-class SocketClient:
-    """The line of any other rank, by one of several ways to the hub.
+class SocketClient(Client):
+    """The client of any other rank, by one of several endpoints of the hub.
 
     An interrupted reply leaves it closed; the next request connects anew.
     """
 
-    def __init__(self, ways: Sequence[tuple[str, int]], token: str, position: int) -> None:
-        self.patience_s = SEND_S
-        self._ways = ways
+    def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, position: int) -> None:
+        super().__init__(position)
+        self._endpoints = endpoints
         self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
-        self._position = position
-        self._numbers = itertools.count()
-        self._replies: dict[int, Message] = {}
         self._buffer = bytearray()
         self._is_answered = False  # the hub has shown that it is ours
         self._socket: socket.socket | None = None
 
-    def send(self, op: str, sequence: int, **fields: Any) -> int:
-        request = next(self._numbers)
-        self._send({"op": op, "id": request, "sequence": sequence, **fields})
-        return request
-
-    def tell(self, op: str, sequence: int) -> None:
-        self._send({"op": op, "sequence": sequence})
+    def notify(self, op: str, sequence: int, **fields: Any) -> None:
+        data = pack({"op": op, "sequence": sequence, "position": self._position, **fields})
+        lost: type[HubLost] = ConnectionLost
+        try:
+            if self._socket is None:
+                lost = HubLost
+                self._socket = self._connect()
+                lost, data = ConnectionLost, self._token + data
+            self._socket.settimeout(self.send_s)
+            self._socket.sendall(data)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise HubSilent from None
+            if isinstance(error, OSError):
+                raise lost(str(error)) from None
+            raise
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
         until = time.monotonic() + max(timeout_s, _LEAST_S)
@@ -129,17 +130,17 @@ class SocketClient:
             except BaseException as error:
                 self.close()  # a part of a message may be lost
                 if isinstance(error, OSError):
-                    raise HungUp(str(error)) from None
+                    raise ConnectionLost(str(error)) from None
                 raise
         return self._replies.pop(request)
 
     def close(self) -> None:
+        super().close()
         if self._socket is not None:
             self._socket.close()
         self._socket = None
         self._is_answered = False
         self._buffer.clear()
-        self._replies.clear()
 
     def _read(self, timeout_s: float) -> None:
         if self._socket is None:
@@ -156,30 +157,12 @@ class SocketClient:
                 raise ConnectionResetError("another program answers in place of the hub")
             del self._buffer[:TOKEN_BYTES]
             self._is_answered = True
-        for message in unpack(self._buffer):
-            self._replies[int(message["id"])] = message
+        self._replies.update({int(message["id"]): message for message in unpack(self._buffer)})
 
-    def _send(self, message: Message) -> None:
-        data = pack({**message, "position": self._position})
-        stands = self._socket is not None
-        try:
-            if self._socket is None:
-                self._socket = self._connected()
-                stands, data = True, self._token + data
-            self._socket.settimeout(self.patience_s)
-            self._socket.sendall(data)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, TimeoutError):
-                raise HubSilent from None
-            if isinstance(error, OSError):
-                raise (HungUp if stands else HubLost)(str(error)) from None
-            raise
-
-    def _connected(self) -> socket.socket:
-        for way in self._ways:
+    def _connect(self) -> socket.socket:
+        for endpoint in self._endpoints:
             try:
-                connection = socket.create_connection(way, timeout=self.patience_s)
+                connection = socket.create_connection(endpoint, timeout=self.send_s)
             except OSError as error:
                 reason = error
                 continue

@@ -1,4 +1,4 @@
-"""One rank's part in one exchange: through the hub of its group, or without it to an end that all can read.
+"""One rank's part in one exchange: through the hub of its group, or through the store where the hub is lost.
 
 Every rank sends its payload to the hub; the first rank of the group merges them and publishes the result.
 """
@@ -11,205 +11,189 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from . import watchdog
-from .client import Client, HubLost, HubSilent, HungUp
+from .client import Client, ConnectionLost, HubLost, HubSilent
 from .hub import SEND_S
 from .members import Members
-from .messages import Message
-from .store import PATIENCE_S, End, StoreLost
+from .messages import End, Message
+from .store import OPERATION_S, StoreLost
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
 SILENCE_S = 5.0  # a hub that does not answer for so long is stuck
-LOOK_S = 1.0  # who waits asks the hub so often whether it is there; more often if the time-out is short
+LOOK_S = 1.0  # a waiting rank asks the hub so often whether it is there; more often if the time-out is short
 CONNECTIONS = 5  # how often in one exchange the hub may hang up
-SIGNING_S = 1.0  # how long ranks that come to the board wait for others that are on their way
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at the board
+ARRIVAL_S = 1.0  # how long ranks that come to the store wait for others that are on their way
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at the store
 
 
 class Exchange:
     """One rank's part in one exchange."""
 
-    def __init__(self, peers: Members, sequence: int, timeout_s: float, what: str) -> None:
-        self._peers = peers
+    def __init__(self, members: Members, sequence: int, timeout_s: float, what: str) -> None:
+        self._members = members
+        self._store = members.store
         self._sequence = sequence
         self._timeout_s = timeout_s
         self._what = what
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
         self._look_s = min(LOOK_S, timeout_s / 8)
-        self._heard_at = self._began  # when the hub last answered
-        self._signed_at: float | None = None
-        self._board_lost: StoreLost | None = None
+        self._answered_at = self._began  # when the hub last answered
+        self._arrived_at: float | None = None  # when this rank recorded its arrival in the store
+        self._store_error: StoreLost | None = None
 
     def take_part(self, payload: bytes, merge: Merge) -> End:
         """Return how the exchange ended, the same on all ranks."""
-        peers = self._peers
         try:
-            if not peers.is_lost and self._has_hub():
-                return self._through_hub(payload, merge)
-        except HubLost:
-            peers.is_lost = True
-        except HubSilent:
-            pass
-        except StoreLost:
-            return self._without_board()
-        try:
-            return self._on_board()
-        except StoreLost:
-            return self._without_board()
+            return self._through_hub(payload, merge) or self._through_store()
+        except StoreLost:  # this rank reaches nobody
+            host = 0 if self._members.client is None else self._members.ranks[0]
+            return {**self._missing([host]), "is_lost": True}
 
     # -- through the hub -----------------------------------------------------------------------------------
 
-    def _through_hub(self, payload: bytes, merge: Merge) -> End:
-        peers = self._peers
-        line = peers.line
-        assert line is not None
-        line.patience_s = min(SEND_S, self._timeout_s)
-        if peers.position > 0:
-            return self._noted(self._ask(line, "post", payload=payload)["end"])
-        reply = self._ask(line, "collect")
-        if "end" in reply:
-            return self._noted(reply["end"])
-        end = self._end_while_away() or {"merged": merge(payload, *reply["payloads"])}
-        return self._noted(self._ask(line, "publish", end=end)["end"])
+    def _through_hub(self, payload: bytes, merge: Merge) -> End | None:
+        """Return the end that the hub gives the exchange; None: there is no hub, or it is lost or stuck."""
+        members = self._members
+        try:
+            if members.is_lost or not self._find_hub():
+                return None
+            client = members.client
+            assert client is not None
+            client.send_s = min(SEND_S, self._timeout_s)
+            if members.position > 0:
+                return self._settled(self._request(client, "post", payload=payload)["end"])
+            reply = self._request(client, "collect")
+            if "end" in reply:
+                return self._settled(reply["end"])
+            end = None
+            if members.hub is not None and members.hub.was_away():  # the others may have gone on meanwhile
+                end = self._store.read_end(self._sequence)
+            end = end or {"merged": merge(payload, *reply["payloads"])}
+            return self._settled(self._request(client, "publish", end=end)["end"])
+        except HubLost:
+            members.is_lost = True
+        except HubSilent:
+            pass
+        return None
 
-    def _end_while_away(self) -> End | None:
-        """Return the end that the others have given this exchange while the hub's process was stopped."""
-        hub = self._peers.hub
-        return self._peers.board.end(self._sequence) if hub is not None and hub.was_away() else None
+    def _find_hub(self) -> bool:
+        """Wait for the hub; return False when there is none, or this exchange has ended before."""
+        if self._members.client is not None:
+            return True
+        pauses = _pauses()
+        while not self._members.find_hub(self._limit_s):
+            self._store.record_arrival(self._sequence, self._limit_s)
+            has_ended = self._store.read_end(self._sequence, self._limit_s) is not None
+            if has_ended or time.monotonic() > self._deadline:
+                return False
+            time.sleep(next(pauses))
+        return self._store.read_end(self._sequence, self._limit_s) is None
 
-    def _ask(self, line: Client, op: str, **fields: Any) -> Message:
+    def _request(self, client: Client, op: str, **fields: Any) -> Message:
         """Return the reply to a request, or when the time is up the end that the hub makes of it.
 
         A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
         """
         for _ in range(CONNECTIONS):
-            with contextlib.suppress(HungUp):
-                return self._reply(line, line.send(op, self._sequence, **fields))
+            with contextlib.suppress(ConnectionLost):
+                return self._receive(client, client.send(op, self._sequence, **fields))
         raise HubLost("the hub closes every connection")
 
-    def _reply(self, line: Client, request: int) -> Message:
-        while True:
-            reply = self._reply_in_time(line, request)
-            if reply is not None:
-                return reply
-            latest = self._began + watchdog.PATIENCE * self._timeout_s
-            request_end = line.send(
-                "give up", self._sequence, end=self._missing([]), is_patient=time.monotonic() < latest
-            )
-            verdict = line.receive(request_end, self._heard_at + SILENCE_S - time.monotonic())
+    def _receive(self, client: Client, request: int) -> Message:
+        latest = self._began + watchdog.PATIENCE * self._timeout_s
+        while (reply := self._receive_in_time(client, request)) is None:
+            is_patient = time.monotonic() < latest
+            giving_up = client.send("give up", self._sequence, end=self._missing([]), is_patient=is_patient)
+            verdict = client.receive(giving_up, self._answered_at + SILENCE_S - time.monotonic())
             if verdict is None:
-                line.close()
+                client.close()
                 raise HubSilent
             if "end" in verdict:
                 return verdict
-            self._heard_at = time.monotonic()
+            self._answered_at = time.monotonic()
             self._deadline = min(time.monotonic() + 3 * watchdog.HEARTBEAT_S, latest)
+        return reply
 
-    def _reply_in_time(self, line: Client, request: int) -> Message | None:
+    def _receive_in_time(self, client: Client, request: int) -> Message | None:
         """Return the reply, or None when the time is up.
 
-        Meanwhile a rank looks whether the hub still answers, so as to know by then; and signs on the board if
-        it does not, so that the others know that this rank is there.
+        Meanwhile a rank looks whether the hub still answers, so as to know by then; if it does not, the rank
+        records its arrival in the store, so that the others know that it is there.
         """
-        hub, look = self._peers.hub, None
+        hub, look = self._members.hub, None
         pauses = _pauses(self._look_s)
         while (left_s := self._deadline - time.monotonic()) > 0:
             awaits_others = hub is not None and not hub.has_met_all
-            reply = line.receive(request, min(left_s, next(pauses) if awaits_others else self._look_s))
+            reply = client.receive(request, min(left_s, next(pauses) if awaits_others else self._look_s))
             if reply is not None or hub is not None:
-                self._heard_at = time.monotonic()
+                self._answered_at = time.monotonic()
             if reply is not None:
                 return reply
             if hub is not None:
-                if awaits_others and self._board_lost is None:
-                    self._let_in()
-            elif look is None:
-                look = line.send("look", self._sequence)
-            elif line.receive(look, 0.0) is not None:
-                self._heard_at = time.monotonic()
-                look = line.send("look", self._sequence)
-            elif self._signed_at is None and self._board_lost is None:
-                self._sign()
+                if awaits_others:  # ranks of this host need no store that answers
+                    self._try_store(lambda: self._members.admit_hosts(min(self._limit_s, SILENCE_S)))
+                continue
+            if look is not None and client.receive(look, 0.0) is None:
+                if self._arrived_at is None:
+                    self._try_store(self._record_arrival)
+                continue
+            if look is not None:
+                self._answered_at = time.monotonic()
+            look = client.send("look", self._sequence)
         return None
 
-    # -- without it ---------------------------------------------------------------------------------------
+    # -- through the store ---------------------------------------------------------------------------------
 
-    def _has_hub(self) -> bool:
-        """Wait for the hub; return False when there is none, or this exchange has ended before."""
-        peers, board = self._peers, self._peers.board
-        if peers.line is not None:
-            return True
-        pauses = _pauses()
-        while not peers.find_hub(self._patience_s):
-            board.sign(self._sequence, self._patience_s)
-            if time.monotonic() > self._deadline or board.end(self._sequence, self._patience_s) is not None:
-                return False
-            time.sleep(next(pauses))
-        return board.end(self._sequence, self._patience_s) is None
-
-    def _on_board(self) -> End:
+    def _through_store(self) -> End:
         """Agree without the hub on how the exchange ends: whose failure, or who is missing."""
-        peers, board = self._peers, self._peers.board
-        host_rank = peers.ranks[0]
-        if self._board_lost is not None:
-            raise self._board_lost
-        if self._signed_at is None:
-            board.sign(self._sequence, self._patience_s)
-            self._signed_at = time.monotonic()
+        members = self._members
+        if self._store_error is not None:
+            raise self._store_error
+        if self._arrived_at is None:
+            self._record_arrival()
         until = self._deadline
-        if peers.line is not None:  # the others may still be finding out about the hub
-            until = max(until, self._signed_at + SIGNING_S)
+        if members.client is not None:  # the others may still be finding out about the hub
+            until = max(until, (self._arrived_at or 0.0) + ARRIVAL_S)
         pauses = _pauses()
-        while (end := board.end(self._sequence, self._patience_s)) is None:
-            unsigned = board.absent(self._sequence, self._patience_s)
-            absent = [rank for rank in unsigned if rank != host_rank]
-            is_clear = not absent and (peers.is_lost or time.monotonic() > self._deadline)
+        while (end := self._store.read_end(self._sequence, self._limit_s)) is None:
+            absent = self._store.absent_ranks(self._sequence, self._limit_s)
+            missing = {members.ranks[0], *absent}
+            is_clear = len(missing) == 1 and (members.is_lost or time.monotonic() > self._deadline)
             if is_clear or time.monotonic() > until:
-                missing = self._missing(sorted([host_rank, *absent]))
-                board.publish(self._sequence, missing, self._patience_s)
+                self._store.publish_end(self._sequence, self._missing(sorted(missing)), self._limit_s)
             time.sleep(next(pauses))
         return end
 
-    def _let_in(self) -> None:
-        """Let in those on other hosts who ask; ranks of this one need no store that answers."""
-        try:
-            self._peers.let_in(min(self._patience_s, SILENCE_S))
-        except StoreLost as error:
-            self._board_lost = error
+    def _record_arrival(self) -> None:
+        self._store.record_arrival(self._sequence, self._limit_s)
+        self._arrived_at = time.monotonic()
 
-    def _sign(self) -> None:
-        """Sign on the board while the hub may still answer."""
-        try:
-            self._peers.board.sign(self._sequence, self._patience_s)
-            self._signed_at = time.monotonic()
-        except StoreLost as error:
-            self._board_lost = error
+    def _try_store(self, operation: Callable[[], None]) -> None:
+        """Use the store while the hub may still answer; the first time that it fails is the last."""
+        if self._store_error is None:
+            try:
+                operation()
+            except StoreLost as error:
+                self._store_error = error
 
     @property
-    def _patience_s(self) -> float:
-        """Return how long one operation of the board may take: the time-out is for all of them."""
-        return min(PATIENCE_S, max(self._deadline - time.monotonic(), SIGNING_S))
-
-    def _without_board(self) -> End:
-        """Return the end for a rank that reaches nobody."""
-        return {
-            **self._missing([0 if self._peers.line is None else self._peers.ranks[0]]),
-            "is_lost": True,
-        }
+    def _limit_s(self) -> float:
+        """Return how long one operation of the store may take: the time-out is for all of them."""
+        return min(OPERATION_S, max(self._deadline - time.monotonic(), ARRIVAL_S))
 
     def _missing(self, ranks: list[int]) -> End:
         waited_s = round(time.monotonic() - self._began, 1)
-        return {"missing": ranks, "by": self._peers.rank, "waited_s": waited_s, "what": self._what}
+        return {"missing": ranks, "by": self._members.rank, "waited_s": waited_s, "what": self._what}
 
-    def _noted(self, end: End) -> End:
-        """Return `end` with ranks for positions; put a bad one where it outlives the hub."""
+    def _settled(self, end: End) -> End:
+        """Return `end` with ranks for positions; store a bad one where it outlives the hub."""
         if "missing_positions" in end:
-            ranks = [self._peers.ranks[position] for position in end["missing_positions"]]
+            ranks = [self._members.ranks[position] for position in end["missing_positions"]]
             end = {**end, "missing": ranks}
-        if "merged" not in end and self._peers.hub is not None:
+        if "merged" not in end and self._members.hub is not None:
             with contextlib.suppress(StoreLost):
-                self._peers.board.publish(self._sequence, end)
+                self._store.publish_end(self._sequence, end)
         return end
 
 

@@ -1,10 +1,8 @@
-"""The exchange: every rank of a group sends a payload, all get the merged one, or the same error.
+"""The ranks that a session exchanges payloads with: those of a process group, or one rank alone.
 
-The hub of a group keeps one end for each exchange, so all ranks see the same: the merged payload, the
-failure of a rank, or the ranks that were missing when somebody's time was up. No collective of the user's is
-touched, and no wait is without a limit.
-
-World size 1 is `SingleRank`: the same interface without a hub.
+Every rank sends a payload, all get the merged one, or the same error. The hub of a group keeps one end for
+each exchange: the merged payload, the failure of a rank, or the ranks that were missing when somebody's time
+was up. No collective of the user's is touched, and no wait is without a limit.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 
@@ -29,26 +26,23 @@ from ..errors import (
 )
 from ..formatting import described
 from . import watchdog
-from .client import HubLost, HubSilent, HungUp
+from .client import ConnectionLost, HubLost, HubSilent
 from .exchange import Exchange, Merge
 from .members import Members
-from .messages import Message
-from .store import End, StoreLost
-from .watchdog import Watchdog
+from .messages import End, Message
+from .store import StoreLost
+from .watchdog import Watch, Watchdog
 
 FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
+
+Block: TypeAlias = contextlib.AbstractContextManager[None]
 
 
 class RankGroup(Protocol):
     """What a session needs of its ranks."""
 
-    @property
-    def rank(self) -> int:
-        """Return the global rank, for names of logs and in messages."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks of the group."""
+    rank: int  # global, for names of logs and in messages
+    ranks: tuple[int, ...]  # of the group, global
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         """Send `payload`, return all payloads merged; raises AgreementTimeout or PeerFailed."""
@@ -56,22 +50,11 @@ class RankGroup(Protocol):
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
-    def busy(self) -> contextlib.AbstractContextManager[None]:
-        """Keep peers from giving this rank up while the block runs."""
+    def busy(self) -> Block:
+        """Keep peers from giving this rank up while the block compiles."""
 
-    def running(
-        self,
-        what: str,
-        timeout_s: float,
-        on_stuck: str,
-        tell: Callable[[str], None],
-        whereabouts: Callable[[], str] | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """While the block runs the user's code: `tell` if the peers have gone on without this rank.
-
-        With `whereabouts`, which says what the code is at, tell also when it takes longer than `timeout_s`.
-        `on_stuck="abort"`: end the process another `timeout_s` after either.
-        """
+    def running(self, watch: Watch) -> Block:
+        """Watch the block, which runs the user's code."""
 
 
 class SingleRank:
@@ -80,7 +63,7 @@ class SingleRank:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
-        self._attendant = Watchdog(rank, watchdog.HEARTBEAT_S, lambda: None)
+        self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S, lambda: None)
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         return payload
@@ -88,25 +71,11 @@ class SingleRank:
     def fail(self, error: BaseException) -> None:
         """Nobody waits."""
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        with self._attendant.beating(0):
-            yield
+    def busy(self) -> Block:
+        return self._watchdog.beating(0)
 
-    @contextlib.contextmanager
-    def running(
-        self,
-        what: str,
-        timeout_s: float,
-        on_stuck: str,
-        tell: Callable[[str], None],
-        whereabouts: Callable[[], str] | None = None,
-    ) -> Iterator[None]:
-        if whereabouts is None:  # there are no peers
-            yield
-            return
-        with self._attendant.watching(0, what, timeout_s, on_stuck, tell, whereabouts):
-            yield
+    def running(self, watch: Watch) -> Block:
+        return contextlib.nullcontext() if watch.whereabouts is None else self._watchdog.watching(0, watch)
 
 
 class ProcessGroup:
@@ -114,125 +83,100 @@ class ProcessGroup:
 
     def __init__(self, group: Any) -> None:
         self.pid = os.getpid()
-        self.peers = Members(group)
-        self.rank, self.ranks = self.peers.rank, self.peers.ranks
+        self.members = Members(group)
+        self.rank, self.ranks = self.members.rank, self.members.ranks
         self._sequence = 0
-        self._attendant: Watchdog | None = None
+        self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.members.new_client)
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         sequence = self._next_sequence()
         try:
-            end = Exchange(self.peers, sequence, timeout_s, what).take_part(payload, merge)
+            end = Exchange(self.members, sequence, timeout_s, what).take_part(payload, merge)
         except BaseException as error:  # Ctrl-C while waiting: the peers must learn of it
-            self._fail_at(sequence, error)
+            self._publish_failure(sequence, error)
             raise
         if "merged" in end:
             return bytes(end["merged"])
-        raise self._as_error(end)
+        raise self._error_of(end)
 
     def fail(self, error: BaseException) -> None:
-        self._fail_at(self._next_sequence(), error)
+        self._publish_failure(self._next_sequence(), error)
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        if self.peers.line is None:
-            yield
-            return
+    def busy(self) -> Block:
+        if self.members.client is None:
+            return contextlib.nullcontext()
         with contextlib.suppress(HubLost, HubSilent):
-            self.peers.line.tell("beat", self._sequence)
-        with self._own_attendant().beating(self._sequence):
-            yield
+            self.members.client.notify("beat", self._sequence)
+        return self._watchdog.beating(self._sequence)
 
-    @contextlib.contextmanager
-    def running(
-        self,
-        what: str,
-        timeout_s: float,
-        on_stuck: str,
-        tell: Callable[[str], None],
-        whereabouts: Callable[[], str] | None = None,
-    ) -> Iterator[None]:
-        if self.peers.line is None and whereabouts is None:
-            yield
-            return
-        watch = self._own_attendant().watching
-        with watch(self._sequence, what, timeout_s, on_stuck, tell, whereabouts):
-            yield
+    def running(self, watch: Watch) -> Block:
+        if self.members.client is None and watch.whereabouts is None:
+            return contextlib.nullcontext()
+        return self._watchdog.watching(self._sequence, watch)
 
     def close(self) -> None:
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
-        if self._attendant is not None:
-            self._attendant.close()
-        self.peers.close()
-
-    def _own_attendant(self) -> Watchdog:
-        if self._attendant is None:
-            self._attendant = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.peers.new_line)
-        return self._attendant
+        self._watchdog.close()
+        self.members.close()
 
     def _next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence - 1
 
-    def _fail_at(self, sequence: int, error: BaseException) -> None:
+    def _publish_failure(self, sequence: int, error: BaseException) -> None:
         text = described(error)[:2000]
         end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
-        with contextlib.suppress(StoreLost):  # for who has not found the hub yet, or finds it gone
-            self.peers.board.publish(sequence, end)
+        with contextlib.suppress(StoreLost):  # for a peer that has not found the hub yet, or finds it gone
+            self.members.store.publish_end(sequence, end)
         with contextlib.suppress(StoreLost, HubLost, HubSilent, OSError):
-            if self.peers.is_lost or not self.peers.find_hub():
+            if self.members.is_lost or not self.members.find_hub():
                 return
-            reply = self._published(sequence, end)
+            reply = self._publish(sequence, end)
             if reply is not None and "merged" in reply["end"]:
                 self.fail(error)  # the others have gone on: they meet the failure at their next exchange
 
-    def _published(self, sequence: int, end: End) -> Message | None:
-        """Tell the hub how an exchange ends, on a new connection if it hangs up on this one."""
-        line = self.peers.line
-        assert line is not None
-        with contextlib.suppress(HungUp):
-            return line.receive(line.send("publish", sequence, end=end), FAREWELL_S)
-        return line.receive(line.send("publish", sequence, end=end), FAREWELL_S)
+    def _publish(self, sequence: int, end: End) -> Message | None:
+        """Send the hub the end of an exchange, on a new connection if it hangs up on this one."""
+        client = self.members.client
+        assert client is not None
+        with contextlib.suppress(ConnectionLost):
+            return client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
+        return client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
 
-    def _as_error(self, end: End) -> TuningError:
+    def _error_of(self, end: End) -> TuningError:
         if "failed" in end:
             rank, error = int(end["failed"]), str(end["error"])
             kind = PeerHasNoConfig if end.get("unusable") else PeerFailed
             text = f"rank {rank} failed, so this call ends on rank {self.rank} too: {error}"
             return kind(text, rank, error)
         missing = tuple(int(rank) for rank in end["missing"])
+        names, what = name_ranks(missing), end["what"]
+        text = f"Rank {end['by']} waited {end['waited_s']:g} s for {names} to agree on {what}."
         if end.get("is_lost"):
-            text = (
-                f"Rank {self.rank} lost the store of the process group while agreeing on {end['what']}: "
-                f"its host, usually {name_ranks(missing)}, is gone."
-            )
-        else:
-            text = (
-                f"Rank {end['by']} waited {end['waited_s']:g} s for {name_ranks(missing)} to agree on "
-                f"{end['what']}."
-            )
+            text = f"Rank {self.rank} lost the store of the process group while agreeing on {what}: "
+            text += f"its host, usually {names}, is gone."
         return AgreementTimeout(text, missing)
 
 
 class Groups:
-    """The agreements of this process, one per process group, shared by all tuned functions."""
+    """The rank groups of this process, one per process group, shared by all tuned functions."""
 
     def __init__(self) -> None:
         self._by_group: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
-        self._alone: dict[int, SingleRank] = {}
+        self._single: dict[int, SingleRank] = {}
 
-    def alone(self) -> RankGroup:
-        """Return the agreement of this process with itself."""
+    def single(self) -> RankGroup:
+        """Return this process as a group of its own."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else settings.process_rank()
-        return self._alone.setdefault(rank, SingleRank(rank))
+        return self._single.setdefault(rank, SingleRank(rank))
 
     def of(self, group: Any) -> RankGroup:
-        """Return the agreement of `group` (None: the default group).
+        """Return the ranks of `group` (None: the default group).
 
-        Without torch.distributed, with one rank, or in a forked child of a rank: `alone()`.
+        Without torch.distributed, with one rank, or in a forked child of a rank: `single()`.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return self.alone()
+            return self.single()
         if group is None:
             group = dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER or _rank_in(group) < 0:
@@ -240,11 +184,9 @@ class Groups:
                 f"Rank {dist.get_rank()} called a tuned function whose group= it is not a member of. "
                 "Call it on members only, or give each rank its own group."
             )
-        if dist.get_world_size(group) == 1:
-            return self.alone()
         known = self._by_group.get(group)
-        if known is not None and known.pid != os.getpid():
-            return self.alone()
+        if dist.get_world_size(group) == 1 or (known is not None and known.pid != os.getpid()):
+            return self.single()
         if known is None:
             self._close_ended()
             known = self._by_group[group] = ProcessGroup(group)
@@ -274,4 +216,4 @@ def _rank_in(group: Any) -> int:
         raise InvalidOption(f"group={group!r}: {error}") from None
 
 
-AGREEMENTS = Groups()
+GROUPS = Groups()

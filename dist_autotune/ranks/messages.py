@@ -1,10 +1,11 @@
-"""Messages between ranks and their hub: after a token, frames of a JSON header and bytes.
+"""Messages between ranks and their hub: frames of a JSON header and the `bytes` that it refers to.
 
-A request carries an `id`, its reply the same. Payloads travel as the bytes that they are.
+A request carries an `id`, its reply the same.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import Any, TypeAlias
 Message: TypeAlias = dict[str, Any]
 """JSON-representable, but for `bytes` in it."""
 Reply: TypeAlias = Callable[[Message], None]
+End: TypeAlias = dict[str, Any]
+"""How an exchange ended: "merged", "failed" or "missing", and what belongs to it."""
 
 TOKEN_BYTES = 32  # what a connection begins with, in either direction
 LENGTH = struct.Struct("!I")  # before a frame, and before each part of it
@@ -38,17 +41,16 @@ def unpack(buffer: bytearray) -> Iterator[Message]:
         end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
         if len(buffer) < end:
             return
-        body = bytes(buffer[LENGTH.size : end])
+        header, *parts = _parts_of(bytes(buffer[LENGTH.size : end]))
         del buffer[:end]
-        yield _message(list(_parts_of(body)))
+        message = json.loads(header, object_hook=functools.partial(_resolve, parts))
+        if not isinstance(message, dict):
+            raise ValueError("a message is an object")
+        yield message
 
 
-def _message(frame: list[bytes]) -> Message:
-    header, *parts = frame
-    message = json.loads(header, object_hook=lambda found: parts[found[_PART]] if _PART in found else found)
-    if not isinstance(message, dict):
-        raise ValueError("a message is an object")
-    return message
+def _resolve(parts: list[bytes], found: Message) -> Any:
+    return parts[found[_PART]] if _PART in found else found
 
 
 def _parts_of(body: bytes) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .context_search import Context
 from .final_comparison import PlanComparison
-from .messages import Announcement, Payload
+from .messages import Announcement, RunReport
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .whole_run import WholeRun
 
@@ -110,7 +110,7 @@ class Contexts(dict[str, Context]):
         if context.judge == BY_LAUNCH:
             context.start()
 
-    def ran(self, merged: Payload) -> None:
+    def ran(self, merged: RunReport) -> None:
         """Keep what was launched in a run: only what the best plan launches gets a turn."""
         turn = self.on_turn
         self._turns.ran(merged, None if turn is None or turn.waiting else turn)
@@ -202,7 +202,7 @@ class Turns:
         ] = {}  # its candidate -> the contexts of the last run with it
         self._last: frozenset[str] | None = None  # the contexts of the last run; None: there was none
 
-    def ran(self, merged: Payload, context: Context | None) -> None:
+    def ran(self, merged: RunReport, context: Context | None) -> None:
         """Keep what was launched in a run.
 
         `context`: whose turn it was, unless what it told is of an earlier run.

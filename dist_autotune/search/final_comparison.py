@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 
 from .context_search import Context
-from .messages import Payload
+from .messages import RunReport
 from .plan_trial import PlanTrial
 from .rules import Rules
 
@@ -156,7 +156,7 @@ class PlanComparison:
         self.duel = None if duel.is_over else duel
         return True
 
-    def take(self, merged: Payload, *, patience: int) -> str:
+    def take(self, merged: RunReport, *, patience: int) -> str:
         """Take in one run of all ranks; return a remark for the log, if the tuned plan is not kept.
 
         The arguments are those of `FinalComparison.take`.

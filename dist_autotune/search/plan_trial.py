@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from .context_search import Context
-from .messages import FS_PER_MS, Payload
+from .messages import FS_PER_MS, RunReport
 from .strategies import AgreedMs
 
 Plan = Mapping[str, int]  # context -> candidate; what it leaves out launches its incumbent
@@ -56,7 +56,7 @@ class PlanTrial(abc.ABC):
     def advance(self, ms: float) -> None:
         """Take the agreed time so far of the plan that ran; nan: it has none."""
 
-    def take(self, merged: Payload, *, patience: int) -> None:
+    def take(self, merged: RunReport, *, patience: int) -> None:
         """Take in one run of all ranks.
 
         A run that launches nothing of what is compared compares nothing, but for the last of `patience` such
@@ -78,7 +78,7 @@ class PlanTrial(abc.ABC):
         self.has_counted = not self.is_warmup
         self.advance(self._agreed_ms(merged))
 
-    def _agreed_ms(self, merged: Payload) -> float:
+    def _agreed_ms(self, merged: RunReport) -> float:
         """Return the agreed time of the whole run, as an interval where a host may be in it."""
         run = merged.run
         if run.unmeasured or not run.measured:

@@ -20,7 +20,7 @@ from . import budget
 from .budget import Forecast, RunsSpent
 from .context_search import Context, Outcome
 from .contexts import Contexts
-from .messages import CrashBans, Part, Payload
+from .messages import CrashBans, Part, RunReport
 from .plan_trial import PlanTrial
 from .rules import BY_LAUNCH, BY_RUN, Rules
 
@@ -109,7 +109,7 @@ class SearchState:
             self.contexts.take_turns(closing=self.closing)
         self._close_if_spent(0.0)
 
-    def step(self, merged: Payload) -> dict[str, Outcome]:
+    def step(self, merged: RunReport) -> dict[str, Outcome]:
         """Take in one run of all ranks; return what it was for each context."""
         had_trial, was_closing = self.has_trial, self.closing
         purpose, plan = self._purpose, self.plan_trial
@@ -142,7 +142,7 @@ class SearchState:
         self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
         return outcomes
 
-    def _take(self, name: str, merged: Payload) -> Outcome:
+    def _take(self, name: str, merged: RunReport) -> Outcome:
         part, context = merged.parts[name], self.contexts.get(name)
         if context is None:
             if part.announcement is None:
@@ -190,7 +190,7 @@ class SearchState:
         is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS
         return is_late and not is_choosing
 
-    def _brings_kernels(self, merged: Payload) -> bool:
+    def _brings_kernels(self, merged: RunReport) -> bool:
         """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""
         announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
         is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
@@ -205,7 +205,7 @@ class SearchState:
             self.contexts.leave()
 
 
-def _with_late_hosts(merged: Payload) -> Payload:
+def _with_late_hosts(merged: RunReport) -> RunReport:
     """Return what was said of a run in which a host was late with that in every sample, on all ranks.
 
     A peer's data may have come late for it, or copies may have run ahead of a kernel that waits for them.
@@ -260,7 +260,7 @@ class KernelFamilies:
         self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
         self._families: dict[str, _Family] = {}
 
-    def unite(self, merged: Payload, known: Container[str]) -> tuple[Payload, dict[str, str]]:
+    def unite(self, merged: RunReport, known: Container[str]) -> tuple[RunReport, dict[str, str]]:
         """Return the payload with one name for what is one context; and the new names by the old.
 
         Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,

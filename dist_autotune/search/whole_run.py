@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from . import screening
 from .context_search import Context
-from .messages import Payload
+from .messages import RunReport
 from .plan_space import MOST_PLANS, PlanSpace
 from .plan_trial import Plan, PlanTrial
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -117,7 +117,7 @@ class WholeRun(PlanTrial):
 
     # -- one run -------------------------------------------------------------------------------------------
 
-    def take(self, merged: Payload, *, patience: int) -> None:
+    def take(self, merged: RunReport, *, patience: int) -> None:
         """Take in one run of all ranks, see `PlanTrial.take`. A run with a kernel on trial judges nothing."""
         self.has_counted = False
         self._launched = frozenset(name for name, part in merged.parts.items() if part.ran is not None)
@@ -145,7 +145,7 @@ class WholeRun(PlanTrial):
         self._search.close()
         self._settle(self._best_so_far(), "partial")
 
-    def _ran_as_planned(self, merged: Payload) -> bool:
+    def _ran_as_planned(self, merged: RunReport) -> bool:
         """Return whether all ranks that launched a context of the plan launched its candidate."""
         if self.waiting:
             return True  # of an earlier run

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..codec import digest, parse_json
+from ..codec import digest, from_json, parse_json
 from ..errors import CacheWarning
 from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, CrashBans
 
@@ -278,7 +278,7 @@ def _read(descriptor: int) -> tuple[dict[str, Crash], CrashBans]:
             }
             for context, each in data["bans"].items()
         }
-        crash = None if data["crash"] is None else Crash.of_data(data["crash"])
+        crash = None if data["crash"] is None else from_json(Crash, data["crash"])
         return ({} if crash is None else {str(data["session"]): crash}), bans
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"damaged ({type(error).__name__}: {error})") from None

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from ..search.messages import Payload
+from ..search.messages import RunReport
 
 REMEMBERED = 5  # runs
 MARGIN = 1.25  # of the longest lag of those
@@ -38,11 +38,11 @@ class SynchronizedStart:
         self._told_ns = 0  # when the last rank sent its part of the last exchange; 0: not known
         self._lags_ns: deque[int] = deque(maxlen=REMEMBERED)  # of the slowest rank in each run
 
-    def stamp(self, payload: Payload) -> Payload:
+    def stamp(self, report: RunReport) -> RunReport:
         """Return what this rank sends now, with the time and its lag."""
-        return replace(payload, told_ns=time.monotonic_ns(), lag_ns=self._lag_ns)
+        return replace(report, told_ns=time.monotonic_ns(), lag_ns=self._lag_ns)
 
-    def apply_exchange(self, merged: Payload) -> None:
+    def apply_exchange(self, merged: RunReport) -> None:
         """Keep when the last rank sent its part, and the slowest rank's lag."""
         self._told_ns = merged.told_ns
         if merged.lag_ns:

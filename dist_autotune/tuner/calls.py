@@ -13,8 +13,9 @@ from ..errors import RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import AGREEMENTS, RankGroup
-from ..search.messages import Payload, check_facts, merge
+from ..ranks.group import GROUPS, RankGroup
+from ..ranks.watchdog import Watch
+from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
 from . import user_warnings
@@ -180,7 +181,7 @@ class Calls:
     def _current_domain(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
         agreement: RankGroup = (
-            AGREEMENTS.of(self._options.process_group()) if self._options.is_dist else AGREEMENTS.alone()
+            GROUPS.of(self._options.process_group()) if self._options.is_dist else GROUPS.single()
         )
         known = self.domain
         if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
@@ -219,15 +220,14 @@ def _settled_call(
     try:
         before = None if preserved is None else Snapshot(preserved)
         with (
-            agreement.running(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note)),
+            agreement.running(Watch(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note))),
             INTERCEPTION.installed(launches.settled.runner, launches.choose),
         ):
             result = thunk()
         facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
-        payload = Payload("vote", agreement.rank, facts=facts, wants_session=bool(launches.met)).encode()
+        vote = Vote(agreement.rank, facts, wants_session=bool(launches.met))
     except BaseException as error:
         agreement.fail(error)
         raise
-    merged = Payload.decode(agreement.exchange(payload, merge, domain.timeout_s, what))
-    check_facts(merged, "vote")
+    merged = checked(decode(agreement.exchange(vote.encode(), merge, domain.timeout_s, what)), Vote)
     return result, merged.wants_session, before

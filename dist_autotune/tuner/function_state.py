@@ -23,7 +23,7 @@ from ..options import Options
 from ..ranks.group import RankGroup, SingleRank
 from ..search import strategies
 from ..search.context_search import Context
-from ..search.messages import Payload, bans_for_crashes, check_facts
+from ..search.messages import Message, Opening, RunReport, bans_for_crashes, checked
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..storage.crash_guard import FOLDER, CrashGuard
@@ -172,7 +172,7 @@ class FunctionState:
 
     # -- opening a session ---------------------------------------------------------------------------------
 
-    def opening(self) -> Payload:
+    def opening(self) -> Opening:
         """Return what this rank says when a session opens."""
         opening = replace(self.going_on(""), offers=self._offered())
         crashes, bans = self.guard.take_over()
@@ -183,7 +183,7 @@ class FunctionState:
             return {}
         return self._results.launched_before()
 
-    def going_on(self, state: str) -> Payload:
+    def going_on(self, state: str) -> Opening:
         """Return what this rank says to go on with a session that a failed run has left in `state`.
 
         "": it has none to go on with.
@@ -202,15 +202,14 @@ class FunctionState:
             "settled": digest(self.tuning.contexts.digest_text()),
             **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
         }
-        return Payload("open", rank, {name: {value: rank} for name, value in facts.items()})
+        return Opening(rank, {name: {value: rank} for name, value in facts.items()})
 
-    def check_opening(self, merged: Payload) -> set[str]:
-        """Return the states that ranks would go on with; raises RankMismatch."""
+    def check_opening(self, merged: Message) -> Opening:
+        """Return what all ranks said; raises RankMismatch."""
         facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
-        check_facts(Payload(merged.kind, facts=facts), "open")
-        return set(merged.facts[UNDER_WAY])
+        return checked(merged, Opening, facts)
 
-    def open(self, merged: Payload) -> list[str]:
+    def open(self, merged: Opening) -> list[str]:
         """Take in what all ranks said and what `check_opening` has passed; return remarks for the log."""
         remarks: list[str] = []
         facts = merged.facts
@@ -237,8 +236,8 @@ class FunctionState:
                 local.claim = self._claim_on_disk(local)
         return remarks
 
-    def check_run(self, merged: Payload) -> None:
-        """Raise RankMismatch where ranks differ in what must be equal; in sources, since this state began.
+    def check_run(self, merged: Message) -> RunReport:
+        """Return what all ranks said; raises RankMismatch, for sources since this state began.
 
         One name may stand for several texts (functions made by functions), and ranks may launch different
         ones of them: they differ when they have none in common.
@@ -251,10 +250,11 @@ class FunctionState:
                 if all(one & other for one, other in itertools.combinations(texts, 2)):
                     continue
             facts[name] = values
-        check_facts(Payload(merged.kind, facts=facts), "run")
-        self._offers = {**merged.offers, **self._offers}
+        report = checked(merged, RunReport, facts)
+        self._offers = {**report.offers, **self._offers}
+        return report
 
-    def with_offers(self, payload: Payload) -> Payload:
+    def with_offers(self, report: RunReport) -> RunReport:
         """Offer all entries of the kernels that a run announces, if nothing is agreed on later."""
         is_agreed_later = self.options.watch and self.tuning.rules.tunes
         if (
@@ -263,11 +263,11 @@ class FunctionState:
             or self.forgetful
             or not self._looks_on_disk
         ):
-            return payload
+            return report
         told = [local for local in self.local_contexts.by_name.values() if local.told is not None]
         new = [local for local in told if local.told and local.told.announcement is not None]
         kernels = {(local.source.short_name, local.kernel) for local in new}
-        return replace(payload, offers=self._results.of_kernels(kernels))
+        return replace(report, offers=self._results.of_kernels(kernels))
 
     def look_on_disk(self) -> None:
         """Let a call before the first session use disk entries, unless there are peers to agree with."""

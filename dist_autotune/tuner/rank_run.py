@@ -13,7 +13,7 @@ from ..logs import decisions
 from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context_search import Outcome
-from ..search.messages import Part, Payload
+from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
@@ -74,7 +74,7 @@ class RankRun:
             self._late_ms = filler.end(1e3 * (self._domain.ledger.seconds.compiling_s - compiled_s))
         return result
 
-    def told(self) -> Payload:
+    def told(self) -> RunReport:
         """Compile what is new, read the clocks that can be read, and return what this rank has to tell."""
         domain, agreement = self._domain, self._domain.agreement
         if domain.new_candidates:
@@ -91,14 +91,14 @@ class RankRun:
         sources = {SOURCE_OF + name: texts for name, texts in domain.local_contexts.new_sources().items()}
         facts = {name: {text: agreement.rank} for name, text in {**domain.point, **sources}.items()}
         elapsed_s = self._chronicle.elapsed_s
-        payload = Payload("run", agreement.rank, facts=facts, parts=parts, run=run, elapsed_s=elapsed_s)
+        report = RunReport(agreement.rank, facts, parts=parts, run=run, elapsed_s=elapsed_s)
         if waits and domain.shares_clock and len(agreement.ranks) > 1:
-            payload = self._synchronized_start.stamp(payload)
+            report = self._synchronized_start.stamp(report)
         if self._filler is not None:
-            payload = replace(payload, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return domain.with_offers(payload)
+            report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
+        return domain.with_offers(report)
 
-    def take(self, merged: Payload) -> None:
+    def take(self, merged: RunReport) -> None:
         """Take in what all ranks told, before anything follows from it."""
         self._synchronized_start.apply_exchange(merged)
         self._wanted_ms = merged.wanted_ms

@@ -26,7 +26,7 @@ from ..logs.records import (
 )
 from ..logs.writer import SessionLog
 from ..search.context_search import Outcome
-from ..search.messages import Payload
+from ..search.messages import RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..version import __version__
@@ -122,7 +122,7 @@ class Recorder:
         run, kernel, key = self._domain.tuning.runs, local.source.short_name, local.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
-    def step(self, run: int, merged: Payload, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
+    def step(self, run: int, merged: RunReport, outcomes: dict[str, Outcome], trials: list[Trial]) -> None:
         """Write down one run: what is new, what this rank launched, what the ranks agreed."""
         tuning = self._domain.tuning
         for name, context in tuning.contexts.items():
@@ -143,7 +143,7 @@ class Recorder:
             if outcome.index is not None:
                 self.write(decisions.agreed(run, context, outcome))
 
-    def merged(self, run: int, merged: Payload) -> None:
+    def merged(self, run: int, merged: RunReport) -> None:
         """Write down what all ranks said of a run."""
         self.write(Merged(run=run, payload=merged.decisive()))
 

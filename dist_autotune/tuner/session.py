@@ -15,14 +15,15 @@ from ..formatting import described
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
-from ..search.messages import Payload, merge
+from ..ranks.watchdog import Watch
+from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.samples import Samples
 from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import user_warnings
 from .failures import Failures
-from .function_state import FunctionState
+from .function_state import UNDER_WAY, FunctionState
 from .progress import Progress, is_shown
 from .rank_run import RankRun
 from .recorder import Recorder
@@ -111,13 +112,13 @@ class Session:
             return True
         state = f"{self._chronicle.session} {domain.tuning.runs} {self._lived.hexdigest()}"
         with self._telling_failures():
-            merged = self._exchange(domain.going_on(state), OPENING)
+            received = self._exchange(domain.going_on(state), OPENING)
             try:
-                states = domain.check_opening(merged)
+                merged = domain.check_opening(received)
             except TuningError as error:
                 self._drop(error)
                 raise
-        if states == {state}:
+        if set(merged.facts[UNDER_WAY]) == {state}:
             self._chronicle.write(Note(text=f"goes on after {left_by}"))
             return True
         self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
@@ -146,15 +147,15 @@ class Session:
             for remark in remarks:
                 self._chronicle.write(Note(text=remark))
 
-    def _opened(self) -> Payload:
+    def _opened(self) -> Opening:
         """Return what all ranks say to open a session."""
         domain = self.domain
         while True:
-            payload = domain.opening()
+            opening = domain.opening()
             if domain.agreement.rank == domain.agreement.ranks[0]:
-                payload.facts["session"] = {uuid.uuid4().hex[:12]: domain.agreement.rank}
-            merged = self._exchange(payload, OPENING)
-            if domain.check_opening(merged) == {""}:
+                opening.facts["session"] = {uuid.uuid4().hex[:12]: domain.agreement.rank}
+            merged = domain.check_opening(self._exchange(opening, OPENING))
+            if set(merged.facts[UNDER_WAY]) == {""}:
                 return merged
             # Some would have gone on with one, and know now that not all would: next time none has any.
             domain.drop_session()
@@ -167,11 +168,13 @@ class Session:
         what = f"run {tuning.runs} of {domain.name}{self._failures.on_trial()}"
         with (
             domain.agreement.running(
-                what,
-                domain.timeout_s,
-                options.on_stuck,
-                self._failures.tell_stuck,
-                self._failures.whereabouts,
+                Watch(
+                    what,
+                    domain.timeout_s,
+                    options.on_stuck,
+                    self._failures.tell_stuck,
+                    self._failures.whereabouts,
+                )
             ),
             INTERCEPTION.installed(domain.launches.runner, domain.launches.choose),
             domain.ledger.running(),
@@ -180,9 +183,8 @@ class Session:
             result = self._run.make(thunk)
             self._is_in_function = False
         with as_launch_failed(if_reported=True):
-            payload = self._run.told()
-        merged = self._exchange(payload, what)
-        self._step(merged)
+            report = self._run.told()
+        self._step(self._exchange(report, what))
         return result
 
     @contextlib.contextmanager
@@ -266,14 +268,14 @@ class Session:
 
     # -- what follows a run --------------------------------------------------------------------------------
 
-    def _step(self, merged: Payload) -> None:
+    def _step(self, received: Message) -> None:
         """Take in what all ranks said of the run, and write down what follows."""
         domain, tuning = self.domain, self.domain.tuning
         run = tuning.runs
         self._is_stepping = True
-        self._run.take(merged)
         try:
-            domain.check_run(merged)
+            merged = domain.check_run(received)
+            self._run.take(merged)
             self._chronicle.merged(run, merged)
             merged, names = tuning.kernels.unite(merged, tuning.contexts)
             self._run.rename(names)
@@ -345,26 +347,26 @@ class Session:
         if isinstance(error, FlowFailed):
             self.domain.agreement.fail(error)
 
-    def _exchange(self, payload: Payload, what: str) -> Payload:
-        domain = self.domain
-        sent = payload.encode()
+    def _exchange(self, message: Message, what: str) -> Message:
+        domain, is_run = self.domain, isinstance(message, RunReport)
+        sent = message.encode()
         began = time.perf_counter()
         try:
             received = domain.agreement.exchange(sent, merge, domain.timeout_s, what)
         except BaseException as error:
             self._failures.of_exchange(error)
-            if payload.kind == "run" and type(error) is PeerFailed:
+            if is_run and type(error) is PeerFailed:
                 self._leave(error)
             else:
                 self._run.abandon()
                 self._drop(error)
             raise
-        if payload.kind == "run":
+        if is_run:
             self._lived.update(received)
         ms = (time.perf_counter() - began) * 1e3
         domain.ledger.add("exchanges_s", ms / 1e3)
-        run = domain.tuning.runs if payload.kind == "run" else -1
+        run = domain.tuning.runs if is_run else -1
         self._chronicle.exchanged(
             Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
         )
-        return Payload.decode(received)
+        return decode(received)

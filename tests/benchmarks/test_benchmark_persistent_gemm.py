@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from operation_runs import INTERPRETER
+from programs import run_program
 
 import common
 import elementwise_add
@@ -37,13 +39,11 @@ def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return record, {arm["name"]: arm for arm in case["arms"]}
 
 
-@pytest.mark.torchrun
-@pytest.mark.slow
+@INTERPRETER
 def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path):
-    result = run("--json", str(tmp_path / "record.json"), "--commit", "0ff1ce", "--parts")
-    assert result.returncode == 0, result.stderr
-    assert common.INTERPRETER_NOTE in result.stdout
-    assert "cuBLAS / ours: " in result.stdout
+    printed = run_program(PROGRAM, "--json", "record.json", "--commit", "0ff1ce", "--parts", ranks=1)
+    assert common.INTERPRETER_NOTE in printed
+    assert "cuBLAS / ours: " in printed
     record, arms = arms_of(tmp_path / "record.json")
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
     schedulers = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
@@ -57,12 +57,9 @@ def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp
     assert f"**{common.INTERPRETER_NOTE}**" in page
 
 
-@pytest.mark.torchrun
-@pytest.mark.slow
+@INTERPRETER
 def test_without_a_gpu_the_sums_are_compared_bit_by_bit_and_timed(tmp_path):
-    program = Path(elementwise_add.__file__)
-    result = run("--json", str(tmp_path / "record.json"), "--commit", "0ff1ce", program=program)
-    assert result.returncode == 0, result.stderr
+    run_program(Path(elementwise_add.__file__), "--json", "record.json", "--commit", "0ff1ce", ranks=1)
     record, arms = arms_of(tmp_path / "record.json")
     assert {name: arm.get("error") for name, arm in arms.items()} == {
         "copy": 0.0,

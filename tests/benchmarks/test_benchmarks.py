@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from operation_runs import INTERPRETER
+from programs import environment_of_rank, run_program
 
 import common
 import render
@@ -27,8 +27,8 @@ PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)
 # ---- whole programs
 
 
-def torchrun(program: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def torchrun(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*command, "--", program, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -38,33 +38,17 @@ def torchrun(program: Path, *arguments: str, ranks: int = 2) -> subprocess.Compl
     )
 
 
-def become(rank: int, program: Path, arguments: tuple[str, ...], port: int) -> None:
-    """Be that program on this rank, with the variables that torchrun would set; it ends the process."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
-    sys.argv = [str(program), *arguments]
-    runpy.run_path(str(program), run_name="__main__")
-
-
 def case_of(name: str, *arguments: str) -> dict[str, Any]:
-    """Return the only case of the record that a program leaves on two forked ranks.
-
-    They have imported torch already, for which ranks of torchrun take longer than for all the rest.
-    """
-    program = AG_GEMM.with_name(f"{name}.py")
-    with store_server(2) as port:
-        assert_all_ok(run_ranks(become, 2, program, (*QUICK, *arguments), port, init="none", timeout_s=240))
+    """Return the only case of the record that a program leaves on two ranks."""
+    run_program(AG_GEMM.with_name(f"{name}.py"), *QUICK, *arguments)
     (case,) = json.loads(Path("record.json").read_text())["cases"]
     return case
 
 
-@pytest.mark.torchrun
-@pytest.mark.slow
+@INTERPRETER
 def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Path) -> None:
-    result = torchrun(AG_GEMM, "--json", "record.json", "--m", "96", "--commit", "0ff1ce")
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    printed = run_program(AG_GEMM, *QUICK, "--m", "96")
+    lines = printed.splitlines()
     assert "All-gather + GEMM, 2 x CPU, Triton's interpreter, ms (median, slowest rank)" in lines
     assert common.INTERPRETER_NOTE in lines
     assert any(line.split()[:1] == ["ours"] for line in lines)
@@ -78,17 +62,19 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     assert all(arms[name]["ms"] > 0 and len(arms[name]["ranks_ms"]) == 2 for name in timed)
     assert max(arms[name]["error"] for name in timed) < 8e-3  # one bfloat16 rounding
     assert (record["commit"], record["figures"]) == ("0ff1ce", common.INTERPRETER_NOTE)
-    assert record["command"] == "./launch.sh --cpu --nproc 2 benchmarks/ag_gemm.py --m 96"
+    wanted = "./launch.sh --cpu --nproc 2 benchmarks/ag_gemm.py --m 96 --warm-ups 1 --iterations 1"
+    assert sorted(record["command"].split()) == sorted(wanted.split())
     tuned = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
     assert tuned["all_gather_gemm"] == tuned["ag_gemm consumer"] == "tuned"
     render_page(tmp_path, record)
 
 
-@pytest.mark.torchrun
-@pytest.mark.slow
+@INTERPRETER
 def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
-    result = torchrun(AG_GEMM.with_name("ag_gemm_host.py"), "--json", "record.json", ranks=1)
-    assert result.returncode == 0, result.stderr
+    program = AG_GEMM.with_name("ag_gemm_host.py")  # it compiles, so it is a process without the interpreter
+    with store_server(1) as port:
+        environment = os.environ | environment_of_rank(0, 1, port)
+        subprocess.run([sys.executable, program, "--json", "record.json"], env=environment, check=True)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["table"]["columns"] == ["consumer", "call", "host us", "launch", "exchange", "rest"]
     figures = {tuple(row[:2]): [float(us) for us in row[2:]] for row in record["table"]["rows"]}
@@ -101,8 +87,7 @@ def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) ->
 
 def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     stem = f"ag_gemm_2xCPU-Triton-s-interpreter_{record['date'][:10]}"
-    command = [sys.executable, AG_GEMM.with_name("render.py"), "record.json", "--directory", "pages"]
-    subprocess.run(command, check=True, timeout=60)
+    run_program(AG_GEMM.with_name("render.py"), "record.json", "--directory", "pages", ranks=1)
     page = (tmp_path / "pages" / f"{stem}.md").read_text()
     for part in (
         "# All-gather + GEMM, 2 x CPU",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import exchange_cost
-from dist_autotune.search.messages import Payload
+from dist_autotune.search.messages import RunReport
 
 PROGRAM = Path(exchange_cost.__file__)
 
@@ -29,7 +27,7 @@ def test_the_quietest_tenth_is_below_the_median():
 
 @pytest.mark.parametrize("size", [2, 33, 40])
 def test_simulated_ranks_exchange_what_real_ones_do(size):
-    payload = Payload("run", facts={"the tuned function": {"f": 0}}).encode()
+    payload = RunReport(facts={"the tuned function": {"f": 0}}).encode()
     cost = exchange_cost.simulate(size, payload)
     assert cost["messages"] == 2 * (size + 1)
     assert size * len(payload) < cost["bytes"] < 10 * size * (len(payload) + 60)
@@ -38,16 +36,12 @@ def test_simulated_ranks_exchange_what_real_ones_do(size):
 
 
 def test_the_program_ends_with_tables_and_a_record(tmp_path):
-    record = tmp_path / "record.json"
-    command = [sys.executable, PROGRAM, "--ranks", "2", "--simulated", "34", "--contexts", "1", "2"]
-    command += ["--calls", "20", "--json", record]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(record.read_text())
+    options = ("--ranks", "2", "--simulated", "34", "--contexts", "1", "2", "--calls", "20")
+    printed = run_program(PROGRAM, *options, "--json", "record.json", ranks=1)
+    found = json.loads((tmp_path / "record.json").read_text())
     assert {"opening", "vote", "fits"} == found["bytes"].keys()
     fitted = found["bytes"]["fits"]["a run, payload: a, per context, per ban"]
     assert all(coefficient > 20 for coefficient in fitted["coefficients"])
     assert found["real"][0]["ms"]["settled call with vote"]["median"] > 0
-    assert f"| 2 | {found['real'][0]['round_trip_ms']['median']:.3f}" in done.stdout
-    assert "| 34 | 10 |" in done.stdout
+    assert f"| 2 | {found['real'][0]['round_trip_ms']['median']:.3f}" in printed
+    assert "| 34 | 10 |" in printed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from operation_runs import INTERPRETER
-from test_benchmarks import become
+from programs import run_program
 
 import regret
 import regret_plans
 import render
 from common import Ranks
 from launched import Launched, Observer, autotuners
-from ranks import assert_all_ok, run_ranks, store_server
+from ranks import assert_all_ok, run_ranks
 from regret_plans import Contender, Contest, Replay, nothing_is_tried, ranked_configs, tuned
 from regret_sessions import Found, Pick, Sessions
 from regret_subjects import OPERATIONS, open_ag_gemm
@@ -101,6 +101,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, *sources: str) -> list[tuple[str, 
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process lives on
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--op", "gemm_rs", "--directory", "kept", *arguments])
     return regret.start_all(regret.parse())
 
@@ -227,13 +228,7 @@ def test_a_pick_loaded_from_the_cache_of_its_session_is_what_is_launched(tmp_pat
     assert not_its_own["unavailable"].startswith("it launched all_gather_gemm: BLOCK_M")
 
 
-def become_in(rank: int, environment: dict[str, str], arguments: tuple[str, ...], port: int) -> None:
-    os.environ |= environment
-    become(rank, PROGRAM, arguments, port)
-
-
 @INTERPRETER
-@pytest.mark.slow
 def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Path) -> None:
     common = ("--op", "ag_gemm", "--shapes", TINY, "--sessions", "2", "--directory", str(tmp_path / "kept"))
     common += ("--warm-ups", "1", "--iterations", "2", "--json", "record.json", "--commit", "0ff1ce")
@@ -242,13 +237,9 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
         sessions.of(number).mkdir(parents=True)
         (sessions.of(number) / "begin").touch()
         environment = sessions.environment(number, cold=False)
-        with store_server(2) as port:
-            arguments = (*common, "--session", str(number))
-            assert_all_ok(run_ranks(become_in, 2, environment, arguments, port, init="none", timeout_s=240))
+        run_program(PROGRAM, *common, "--session", str(number), environment=environment)
     assert list(sessions.picks("32 x 16 x 16", 2)) == [1, 2]
-    with store_server(2) as port:
-        arguments = (*common, "--timing", "yes", "--ran-as", "python benchmarks/regret.py")
-        assert_all_ok(run_ranks(become_in, 2, environment, arguments, port, init="none", timeout_s=240))
+    run_program(PROGRAM, *common, "--timing", "yes", "--ran-as", "python benchmarks/regret.py")
     record = json.loads(Path("record.json").read_text())
     (case,) = record["cases"]
     assert case["trouble"] == case["remarks"] == case["trouble_at_closing"] == []

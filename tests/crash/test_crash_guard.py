@@ -331,7 +331,7 @@ def test_what_is_older_than_a_day_is_ignored_and_deleted(tmp_cache):
         (lambda text: text.replace('"schema":2', '"schema":99', 1), "schema 99, expected 2"),
         (lambda text: "", "no complete line"),
         (lambda text: "[]\n", "damaged"),
-        (lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1), "damaged"),
+        (lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1), "suspects: expected dict"),
         (lambda text: "[" * 5000 + "\n", ""),
     ],
     ids=["a broken line", "another schema", "empty", "no object", "another type", "endless nesting"],

@@ -17,7 +17,7 @@ from virtual_tuners import Boom, Ending, VirtualRank
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context_search import Context
-from dist_autotune.search.messages import Payload, merge
+from dist_autotune.search.messages import Message, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
 from dist_autotune.tuner.function_state import UNDER_WAY
@@ -72,7 +72,7 @@ class Witness:
         self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
-        told = [Payload.decode(data) for data in payloads]
+        told = [decode(data) for data in payloads]
         of_one = sequence % len(payloads)  # each rank's in turn
         assert told[of_one].encode() == payloads[of_one], "a payload does not survive its journey"
         kinds = {payload.kind for payload in told}
@@ -91,7 +91,7 @@ class Witness:
             self._check_launches()
         if kinds == {"run"}:
             self._check_runs()
-            self._note_samples(functools.reduce(Payload.merged, told))
+            self._note_samples(functools.reduce(Message.merged, told))
             if sequence % SIZES_EVERY == 1:  # the first run, the one that announces, among them
                 self._check_sizes(told, payloads)
         for rank in self.ranks:
@@ -132,7 +132,7 @@ class Witness:
                     f"{context.title}: the winner has no sample on some rank that launched it"
                 )
 
-    def _note_samples(self, merged: Payload) -> None:
+    def _note_samples(self, merged: RunReport) -> None:
         """Note which candidates have no sample on a rank that launched them when they were on trial."""
         assert self.ranks[0].domain is not None
         for name, context in self.ranks[0].domain.tuning.contexts.items():
@@ -185,7 +185,7 @@ class Witness:
 
     # -- payloads ------------------------------------------------------------------------------------------
 
-    def _check_sizes(self, told: list[Payload], payloads: list[bytes]) -> None:
+    def _check_sizes(self, told: list[RunReport], payloads: list[bytes]) -> None:
         """Bytes grow with contexts, and with what is found wrong, but not with ranks."""
         largest: dict[str, int] = defaultdict(int)
         bans: dict[str, dict[str, int]] = defaultdict(dict)
@@ -193,7 +193,7 @@ class Witness:
         for payload, data in zip(told, payloads, strict=True):
             rest = max(rest, len(data))
             for name, part in payload.parts.items():
-                largest[name] = max(largest[name], len(Payload("run", parts={name: part}).encode()))
+                largest[name] = max(largest[name], len(RunReport(parts={name: part}).encode()))
                 for candidate, (_, reason) in part.bans.items():
                     bans[name][candidate] = len(candidate) + len(reason) + 20
                     self.counts["bans"] += 1

@@ -15,7 +15,7 @@ from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import is_tuning
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 
 STOCK_RUN = Autotuner.run
 
@@ -79,7 +79,7 @@ def listen() -> list[tuple[str, int]]:
 
     To be called on the rank that runs the hub, after an exchange.
     """
-    hub, heard = AGREEMENTS.of(None).peers.hub, []
+    hub, heard = GROUPS.of(None).members.hub, []
     handle = hub.handle
 
     def handle_and_note(message: dict[str, Any], reply: Callable[[Any], None]) -> None:
@@ -140,7 +140,7 @@ def join(*payloads: bytes) -> bytes:
 
 def exchange(payload: object, timeout_s: float = TIMEOUT_S, group: object = None) -> list[int]:
     """Return the numbers that the ranks sent, sorted: a tree merges in an order of its own."""
-    merged = AGREEMENTS.of(group).exchange(str(payload).encode(), join, timeout_s, "a test")
+    merged = GROUPS.of(group).exchange(str(payload).encode(), join, timeout_s, "a test")
     return sorted(map(int, merged.split()))
 
 

@@ -48,7 +48,7 @@ from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
 
 from dist_autotune import EventClock, contextual_autotune
 from dist_autotune.ranks.exchange import Merge
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from dist_autotune.triton_api.interception import INTERCEPTION
 
@@ -321,7 +321,7 @@ class VirtualGpus(list[VirtualGpu]):
 
         self.group = TimedGroup(self, Random(0))
         with (
-            mock.patch.object(AGREEMENTS, "of", lambda group: group),
+            mock.patch.object(GROUPS, "of", lambda group: group),
             mock.patch.object(INTERCEPTION, "turn", EverybodysTurn()),  # ranks never run at once
         ):
             try:

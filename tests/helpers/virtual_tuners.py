@@ -26,7 +26,7 @@ import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.logs.writer import SessionLog
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 from dist_autotune.search.strategies import Warmup
 from dist_autotune.storage.winners import Entry, Winners
 from dist_autotune.triton_api import identity, interception
@@ -316,7 +316,7 @@ def virtual_world() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".* gave no time that can be used")  # made so on purpose
         for place, name, value in (
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
-            (AGREEMENTS, "of", lambda group: group),
+            (GROUPS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
             (Winners, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
             (Winners, "put", lambda cache, entry: HERE.rank.disk.put(entry)),

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
 
 from dist_autotune.ranks import hub, members
-from dist_autotune.ranks.group import AGREEMENTS, ProcessGroup
-from dist_autotune.search.messages import Part, Payload, merge
+from dist_autotune.ranks.group import GROUPS, ProcessGroup
+from dist_autotune.ranks.watchdog import Watch
+from dist_autotune.search.messages import Part, RunReport, merge
 from ranks import assert_all_ok, run_ranks
 
 # ---- everybody comes
@@ -44,7 +45,7 @@ def test_a_late_rank_gets_and_gives_the_same(late):
 def test_payloads_of_any_bytes_and_of_a_megabyte_arrive():
     def program(rank):
         payload = bytes(range(256)) * 4096 if rank else b""
-        merged = AGREEMENTS.of(None).exchange(payload, lambda *all_: b"".join(all_), TIMEOUT_S, "bytes")
+        merged = GROUPS.of(None).exchange(payload, lambda *all_: b"".join(all_), TIMEOUT_S, "bytes")
         return merged == bytes(range(256)) * 4096
 
     assert assert_all_ok(run_ranks(program, 2)) == [True, True]
@@ -56,8 +57,8 @@ def test_nothing_grows_over_500_exchanges(init):
         def kept() -> tuple[int, int]:
             dist.barrier()
             store = dist.distributed_c10d._get_default_store()
-            hub = AGREEMENTS.of(None).peers.hub
-            counts = store.num_keys(), 0 if hub is None else len(hub.exchanges)
+            hub = GROUPS.of(None).members.hub
+            counts = store.num_keys(), 0 if hub is None else len(hub.state)
             dist.barrier()
             return counts
 
@@ -79,12 +80,12 @@ def test_nothing_is_left_after_failures_and_long_waits():
                 time.sleep(0.03)
             exchange(rank)
             if rank == slow:
-                AGREEMENTS.of(None).fail(ValueError("boom"))
+                GROUPS.of(None).fail(ValueError("boom"))
             else:
                 assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: rank {slow} failed")
         dist.barrier()
-        hub = AGREEMENTS.of(None).peers.hub
-        return 0 if hub is None else len(hub.exchanges)
+        hub = GROUPS.of(None).members.hub
+        return 0 if hub is None else len(hub.state)
 
     assert assert_all_ok(run_ranks(program, 7)) == [0] * 7
 
@@ -106,9 +107,9 @@ def test_the_users_collectives_are_left_alone():
 
 def test_time_of_one_exchange_with_8_ranks(capsys):
     def program(rank):
-        agreement = AGREEMENTS.of(None)
+        agreement = GROUPS.of(None)
         part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, total_fs=125 * 10**10, measured=1)
-        payload = Payload("run", rank, parts={"fedcba9876543210": part}).encode()
+        payload = RunReport(rank, parts={"fedcba9876543210": part}).encode()
         times_ms = []
         for _ in range(100):
             began = time.perf_counter()
@@ -134,7 +135,7 @@ def test_ranks_of_other_hosts_are_let_in_when_they_ask(init, monkeypatch):
         monkeypatch.setattr(members, "this_host", lambda: f"host {rank // 2}")
         monkeypatch.setattr(hub, "this_host", lambda: f"host {rank // 2}")
         heard = [exchange(rank + n) for n in range(3)]
-        ways = AGREEMENTS.of(None).peers.board.address().outside
+        ways = GROUPS.of(None).members.store.read_address().outside
         return heard, len(ways)
 
     expected = [[rank + n for rank in range(4)] for n in range(3)]
@@ -183,10 +184,10 @@ def test_everything_that_was_started_for_a_group_ends_with_it(held):
         for n in range(12):
             group = dist.new_group([0, 1])
             exchange(rank, group=group)
-            with AGREEMENTS.of(group).running("a run", TIMEOUT_S, "raise", print):
+            with GROUPS.of(group).running(Watch("a run", TIMEOUT_S, "raise", print)):
                 pass
             if n in (1, 11):
-                wait_for(lambda: threads() <= 2)  # of this group alone: the attendant, and the hub on rank 0
+                wait_for(lambda: threads() <= 2)  # of this group alone: the watchdog, and the hub on rank 0
                 counts.append(descriptors())
             dist.barrier()
             dist.destroy_process_group(group)

@@ -8,7 +8,7 @@ import pytest
 from rank_programs import SOON_S, TIMEOUT_S, ending, exchange, interrupt_when_waiting, is_gone, join, wait_for
 
 from dist_autotune import NoValidConfig, PeerFailed
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, run_ranks
 
 
@@ -18,7 +18,7 @@ def test_a_failing_rank_is_told_at_once_and_the_next_exchange_works(init, failin
     def program(rank):
         exchange(rank)
         if rank == failing:
-            AGREEMENTS.of(None).fail(ValueError("no such tensor"))
+            GROUPS.of(None).fail(ValueError("no such tensor"))
             return "failed", 0.0, exchange(rank)
         began = time.monotonic()
         with pytest.raises(PeerFailed) as caught:
@@ -38,7 +38,7 @@ def test_a_failing_rank_is_told_at_once_and_the_next_exchange_works(init, failin
 def test_all_ranks_may_fail_at_once_and_the_next_exchange_works():
     def program(rank):
         for n in range(5):
-            AGREEMENTS.of(None).fail(ValueError(f"rank {rank}, {n}"))
+            GROUPS.of(None).fail(ValueError(f"rank {rank}, {n}"))
         return exchange(rank)
 
     results = run_ranks(program, 3)
@@ -49,7 +49,7 @@ def test_all_ranks_may_fail_at_once_and_the_next_exchange_works():
 def test_a_rank_may_fail_before_its_first_exchange():
     def program(rank, first):
         if rank == first:
-            AGREEMENTS.of(None).fail(ValueError("early"))
+            GROUPS.of(None).fail(ValueError("early"))
         else:
             time.sleep(0.2 if rank == 1 else 0.0)  # on purpose: it comes when the failure is known
             assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: rank {first} failed")
@@ -62,7 +62,7 @@ def test_a_rank_may_fail_before_its_first_exchange():
 def test_a_rank_without_a_config_leaves_its_peers_without_one():
     def program(rank):
         if rank == 1:
-            AGREEMENTS.of(None).fail(NoValidConfig("matmul[64]: all 2 configs failed on some rank."))
+            GROUPS.of(None).fail(NoValidConfig("matmul[64]: all 2 configs failed on some rank."))
             return
         with pytest.raises(NoValidConfig, match=r"matmul\[64\]: all 2 configs failed") as caught:
             exchange(rank)
@@ -77,7 +77,7 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
         exchange(rank)
         if rank == 0:  # serves the store
             note.write_text(str(os.getpid()))
-            AGREEMENTS.of(None).fail(ValueError("boom"))
+            GROUPS.of(None).fail(ValueError("boom"))
             os._exit(1)
         wait_for(lambda: note.exists() and note.read_text() and is_gone(int(note.read_text())))
         return [ending(lambda: exchange(rank)) for _ in range(2)]
@@ -117,7 +117,7 @@ def test_a_merge_that_raises_is_a_failure_of_the_rank_that_merges():
             raise KeyError("payload")
 
         merge_ = refuse if rank == 0 else join
-        return ending(lambda: AGREEMENTS.of(None).exchange(b"x", merge_, TIMEOUT_S, "a test")), exchange(rank)
+        return ending(lambda: GROUPS.of(None).exchange(b"x", merge_, TIMEOUT_S, "a test")), exchange(rank)
 
     (zero, _), (one, then) = assert_all_ok(run_ranks(program, 2))
     assert zero == "KeyError: 'payload'"

@@ -15,7 +15,8 @@ from rank_programs import IN_TIME_S, SHORT_S, SOON_S, ending, exchange, is_gone,
 from dist_autotune import AgreementTimeout
 from dist_autotune.ranks import exchange as exchange_module
 from dist_autotune.ranks import watchdog
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
+from dist_autotune.ranks.watchdog import Watch
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
 # ---- somebody does not come
@@ -85,7 +86,7 @@ def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(ini
 
 @pytest.mark.parametrize(("killed", "init"), [(0, "file"), (0, "tcp"), (1, "tcp")], ids=str)
 def test_a_killed_rank_is_named_by_all_others(init, killed, monkeypatch):
-    monkeypatch.setattr(exchange_module, "SIGNING_S", SOON_S)  # a busy survivor is not to be named too
+    monkeypatch.setattr(exchange_module, "ARRIVAL_S", SOON_S)  # a busy survivor is not to be named too
 
     def program(rank):
         exchange(rank)
@@ -105,7 +106,7 @@ def test_a_killed_rank_is_named_by_all_others(init, killed, monkeypatch):
 
 
 def test_two_killed_ranks_are_both_named_though_one_hosted_the_store(monkeypatch):
-    monkeypatch.setattr(exchange_module, "SIGNING_S", SHORT_S)
+    monkeypatch.setattr(exchange_module, "ARRIVAL_S", SHORT_S)
 
     def program(rank):
         exchange(rank)
@@ -187,7 +188,7 @@ def test_heartbeats_extend_the_deadline_while_a_rank_compiles(quick_heartbeats):
         exchange(rank)
         meet()
         if rank == 1:
-            with AGREEMENTS.of(None).busy():
+            with GROUPS.of(None).busy():
                 time.sleep(2.5 * SHORT_S)
         began = time.monotonic()
         return exchange(rank, SHORT_S), time.monotonic() - began
@@ -201,7 +202,7 @@ def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
     def program(rank, note):
         exchange(rank)
         if rank == 1:
-            with AGREEMENTS.of(None).busy():
+            with GROUPS.of(None).busy():
                 meet()
                 wait_for(note.exists)
         else:
@@ -223,7 +224,7 @@ def test_beats_of_an_earlier_exchange_extend_nothing(monkeypatch):
 
     def program(rank):
         exchange(rank)
-        with AGREEMENTS.of(None).busy():
+        with GROUPS.of(None).busy():
             pass
         exchange(rank)
         if rank == 1:
@@ -237,14 +238,14 @@ def test_beats_of_an_earlier_exchange_extend_nothing(monkeypatch):
 
 def test_a_peer_stuck_in_a_collective_of_its_own_is_told_why(quick_heartbeats):
     def program(rank, note):
-        agreement = AGREEMENTS.of(None)
+        group = GROUPS.of(None)
         exchange(rank)
         if rank == 0:
-            agreement.fail(ValueError("boom"))
+            group.fail(ValueError("boom"))
             wait_for(note.exists)
             return None
         told = []
-        with agreement.running("step", 60.0, "raise", told.append):
+        with group.running(Watch("step", 60.0, "raise", told.append)):
             wait_for(lambda: told)
         note.touch()
         return told, ending(lambda: exchange(rank))
@@ -258,14 +259,14 @@ def test_a_peer_stuck_in_a_collective_of_its_own_is_told_why(quick_heartbeats):
 
 def test_a_stuck_peer_is_ended_when_that_is_asked_for(quick_heartbeats):
     def program(rank, note):
-        agreement = AGREEMENTS.of(None)
+        group = GROUPS.of(None)
         exchange(rank)
         if rank == 0:
-            agreement.fail(ValueError("boom"))
+            group.fail(ValueError("boom"))
             wait_for(lambda: note.exists() and note.read_text() and is_gone(int(note.read_text())))
             return
         note.write_text(str(os.getpid()))
-        with agreement.running("step", 0.5, "abort", lambda text: sys.stderr.write(f"{text}\n")):
+        with group.running(Watch("step", 0.5, "abort", lambda text: sys.stderr.write(f"{text}\n"))):
             time.sleep(60)
 
     zero, one = run_ranks(program, 2, Path.cwd() / "pid")

@@ -11,7 +11,7 @@ import torch
 from kernels_for_tests import Bench, double, launch, numbers
 from rank_programs import blocks_of, exchange, statuses_of, tune, wait_for
 
-from dist_autotune.ranks.group import AGREEMENTS
+from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, meet, run_ranks
 
 KNOCKS = 3000
@@ -45,8 +45,8 @@ def knock(port, is_over):
 def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
     def program(rank):
         exchange(rank)
-        peers = AGREEMENTS.of(None).peers
-        port, over = peers.board.address().port, tmp_path / "over"
+        members = GROUPS.of(None).members
+        port, over = members.store.read_address().port, tmp_path / "over"
         meet()
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
         knocker = 0
@@ -77,7 +77,7 @@ def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
         if knocker:
             assert os.waitpid(knocker, 0)[1] == 0
         meet()
-        hub = peers.hub
+        hub = members.hub
         if hub is not None:
             wait_for(lambda: not hub._strangers)
         after = threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -86,5 +86,5 @@ def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
     for winners, rounds, before, after in assert_all_ok(run_ranks(program, 4)):
         assert winners == {"add64": 32, "double64": 16}
         assert rounds > 1
-        assert after[0] <= before[0] + 1  # an attendant
-        assert after[1] <= before[1] + 4  # its line to the hub, on both ends
+        assert after[0] <= before[0] + 1  # a watchdog
+        assert after[1] <= before[1] + 4  # its connection to the hub, on both ends

@@ -16,9 +16,9 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
 from dist_autotune.ranks import group
-from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.hub_state import HubState
 from dist_autotune.ranks.messages import pack
-from dist_autotune.search.messages import Announcement, Part, Payload, merge
+from dist_autotune.search.messages import Announcement, Part, RunReport, decode, merge
 from ranks import assert_all_ok, run_ranks
 
 RANKS = 1024
@@ -44,8 +44,8 @@ def simulated(rank, contexts, first=False, ban_chance=0.01):
             if generator.random() < ban_chance
             else {}
         )
-        parts[f"{n:016x}"] = Part("0" * 16, ms, ms, ms, 1, bans=bans, announcement=announcement)
-    return Payload("run", rank, {"the tuned function": {"step": rank}}, parts=parts, elapsed_s=rank / 1024)
+        parts[f"{n:016x}"] = Part("0" * 16, ms, ms, int(ms * 1024), 1, bans=bans, announcement=announcement)
+    return RunReport(rank, {"the tuned function": {"step": rank}}, parts=parts, elapsed_s=rank / 1024)
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def test_1024_payloads_merge_to_the_same_in_any_order(first, capsys):
     merged = merge(*sent)
     merging_ms = (time.perf_counter() - began) * 1e3
     shuffled = functools.reduce(merge, random.Random(1).sample(sent, RANKS))
-    assert Payload.decode(merged) == Payload.decode(shuffled)
+    assert decode(merged) == decode(shuffled)
     said(capsys, f"{RANKS} ranks, 4 contexts: {merging_ms:.0f} ms of merging on the first rank")
 
 
@@ -178,7 +178,7 @@ class Traffic:
 
 
 def through_one_hub(size, contexts=4):
-    exchanges = Exchanges(size)
+    state = HubState(size)
     payloads_sent = payloads(contexts, False, ban_chance=0)[:size]
     replies = {position: [] for position in range(size)}
     sent, calls = [0] * size, 0
@@ -189,7 +189,7 @@ def through_one_hub(size, contexts=4):
         sent[position] += len(pack(message))
         messages.append(op)
         sys.setprofile(count)
-        exchanges.handle(message, replies[position].append)
+        state.handle(message, replies[position].append)
         sys.setprofile(None)
 
     def count(frame, event, argument):
@@ -203,8 +203,8 @@ def through_one_hub(size, contexts=4):
     tell(0, "publish", end={"merged": merge(payloads_sent[0], *replies[0][-1]["payloads"])})
     ms = (time.perf_counter() - began) * 1e3
     for told in replies.values():
-        assert Payload.decode(told[-1]["end"]["merged"]).rank == 0
-    assert len(exchanges) == 0
+        assert decode(told[-1]["end"]["merged"]).rank == 0
+    assert len(state) == 0
     received = [sum(len(pack(message)) for message in told) for told in replies.values()]
     return Traffic(sent, received, len(messages) + sum(map(len, replies.values())), calls, ms)
 
@@ -232,7 +232,7 @@ def test_nothing_grows_with_the_square_of_the_ranks(capsys):
 def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
     # All but one have come, that one compiles, and everybody's time is up again and again.
     def calls_a_rank(size):
-        exchanges, calls = Exchanges(size), 0
+        state, calls = HubState(size), 0
 
         def count(frame, event, argument):
             nonlocal calls
@@ -241,7 +241,7 @@ def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
         def tell(position, op, **fields):
             said = []
             message = {"op": op, "id": 0, "sequence": 0, "position": position, **fields}
-            exchanges.handle(message, said.append)
+            state.handle(message, said.append)
             return said
 
         for position in range(1, size - 1):

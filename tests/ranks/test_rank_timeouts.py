@@ -37,7 +37,7 @@ from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 @pytest.mark.parametrize("init", ["file", "tcp"])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_is_named_by_the_others_in_time(init, killed, monkeypatch):
-    monkeypatch.setattr(exchange, "SIGNING_S", SOON_S)  # a busy survivor is not to be named too
+    monkeypatch.setattr(exchange, "ARRIVAL_S", SOON_S)  # a busy survivor is not to be named too
     survivors = [rank for rank in range(3) if rank != killed]
 
     def program(rank):
@@ -70,7 +70,7 @@ def test_a_killed_rank_is_named_by_the_others_in_time(init, killed, monkeypatch)
 def test_a_stopped_rank_is_named_by_the_others_and_everybody_goes_on_when_it_wakes(monkeypatch):
     # SIGSTOP on the rank that runs the hub: nothing there answers, and nothing is closed.
     monkeypatch.setattr(exchange, "SILENCE_S", 1.0)
-    monkeypatch.setattr(exchange, "SIGNING_S", SOON_S)  # a busy survivor is not to be named too
+    monkeypatch.setattr(exchange, "ARRIVAL_S", SOON_S)  # a busy survivor is not to be named too
 
     def program(rank, directory):
         def stop():

@@ -19,7 +19,7 @@ from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
 from dist_autotune.ranks import group, watchdog
-from dist_autotune.ranks.watchdog import Watchdog
+from dist_autotune.ranks.watchdog import Watch, Watchdog
 from dist_autotune.timing.device_errors import LISTED, is_reported, listed
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import calls
@@ -34,7 +34,7 @@ NEVER_MS = 1e9
 def quick_heartbeats(monkeypatch):
     """Let the thread that watches a run look twenty times a second."""
     monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(calls, "AGREEMENTS", group.Groups())
+    monkeypatch.setattr(calls, "GROUPS", group.Groups())
 
 
 def log_of(rank: int = 0) -> str:
@@ -138,11 +138,10 @@ def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
     assert not any("has been in" in result.stderr for result in results)
 
 
-def watched(timeout_s: float, told: list[str], **options: Any) -> Any:
+def watched(timeout_s: float, told: list[str]) -> Any:
     watchdog = Watchdog(0, 0.02, lambda: None)
-    return watchdog, watchdog.watching(
-        0, "run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ", **options
-    )
+    watch = Watch("run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ")
+    return watchdog, watchdog.watching(0, watch)
 
 
 def test_time_in_which_a_rank_compiles_does_not_count():
@@ -173,7 +172,7 @@ def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
     def whereabouts() -> str:
         raise RuntimeError(ILLEGAL)
 
-    with watchdog.watching(0, "run 7 of step", 0.05, "raise", told.append, whereabouts):
+    with watchdog.watching(0, Watch("run 7 of step", 0.05, "raise", told.append, whereabouts)):
         wait_for(lambda: told)
     assert "cannot be told (RuntimeError: CUDA error" in told[0]
 

@@ -18,7 +18,7 @@ from dist_autotune.cli.tables import session_tables
 from dist_autotune.logs.reader import load
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.search.context_search import HOST_SHARE, Context
-from dist_autotune.search.messages import Announcement, Part, Payload, femtoseconds
+from dist_autotune.search.messages import Announcement, Part, RunReport, decode, femtoseconds
 from dist_autotune.search.rules import Rules
 from dist_autotune.search.strategies import STRATEGIES
 from dist_autotune.timing.clock import PAIRS
@@ -93,17 +93,17 @@ def test_the_rank_with_the_largest_part_counts_in_whatever_order_ranks_are_merge
     parts = [part("a", 0.5), part("a", 0.6, 0.2), part("a", 0.4, 0.3)]
     merged = set()
     for one, two, three in itertools.permutations(parts):
-        payloads = [Payload("run", parts={"ctx": each}) for each in (one, two, three)]
+        payloads = [RunReport(parts={"ctx": each}) for each in (one, two, three)]
         for result in (
             payloads[0].merged(payloads[1]).merged(payloads[2]),
             payloads[0].merged(payloads[1].merged(payloads[2])),
         ):
-            merged.add(Payload.decode(result.encode()).parts["ctx"].gap_ms)
+            merged.add(decode(result.encode()).parts["ctx"].gap_ms)
     assert merged == {0.3}
 
 
 def test_a_rank_whose_device_never_waited_sends_no_more_bytes_than_before():
-    assert "gap_ms" not in json.loads(Payload("run", parts={"ctx": part("a", 1.0)}).encode())["parts"]["ctx"]
+    assert "gap_ms" not in json.loads(RunReport(parts={"ctx": part("a", 1.0)}).encode())["parts"]["ctx"]
 
 
 # ---- in a session

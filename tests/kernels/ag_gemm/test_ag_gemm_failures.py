@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from ag_gemm_runs import call_and_compare, call_in_lane, error_ratio, force, tensors
+from ag_gemm_runs import begin, call_and_compare, call_in_lane, error_ratio, force, tensors
 from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
 from rank_programs import wait_for
 
@@ -201,6 +201,7 @@ def test_a_peer_that_dies_before_it_has_fetched_is_named():
 
 def stuck_copy(rank):
     """Hold rank 0's copy back until its kernel has given up."""
+    begin(rank)
     op = AllGatherGemm(8, 16, torch.float16)
     if rank == 0:
         lose_patience(op)
@@ -244,6 +245,7 @@ def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
 
 def die_in_the_middle(rank, consumer, producer):
     """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
+    begin(rank)
     op = AllGatherGemm(32, 16, HALF, producer=producer)
     force(op, consumer=consumer, pieces=2)
     call_and_compare(op, 32, 16)
@@ -289,6 +291,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(consumer, producer):
 
 def stuck_in_the_middle(rank, consumer):
     """Hold the second piece that rank 0 fetches back until its kernel has given up."""
+    begin(rank)
     op = AllGatherGemm(32, 16, HALF)
     force(op, consumer=consumer, pieces=2)
     if rank == 0:
@@ -323,6 +326,7 @@ def test_a_copy_that_stops_in_the_middle_of_a_chunk_is_told(consumer):
 
 
 def never_comes(rank, consumer, producer):
+    begin(rank)
     op = AllGatherGemm(16, 16, HALF, producer=producer)
     force(op, consumer=consumer)
     call_and_compare(op, 16, 16)
@@ -346,6 +350,7 @@ def test_a_peer_that_never_comes_is_named_by_every_consumer(consumer, producer):
 
 def different_rows_in_pieces(rank, consumers, call, rows):
     """No rank has the patience to wait for what does not come: patience outlasts the test."""
+    begin(rank)
     op = AllGatherGemm(64, 16, HALF, timeout_s=3000.0)
     force(op, consumer=consumers[rank], pieces=1 + rank)
     return message_of(lambda: call(op, *tensors(rows[rank], 16, 16, HALF)))

@@ -15,24 +15,24 @@ from rank_programs import wait_for
 from dist_autotune.ranks import hub as hub_module
 from dist_autotune.ranks.client import HubLost, LocalClient, SocketClient
 from dist_autotune.ranks.hub import Hub
-from dist_autotune.ranks.hub_exchanges import Exchanges
+from dist_autotune.ranks.hub_state import HubState
 from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
 
 
 class Ranks:
-    """The messages of all ranks to one set of exchanges, and what each was told."""
+    """The messages of all ranks to the state of one hub, and what each was told."""
 
     def __init__(self, size):
-        self.exchanges = Exchanges(size)
+        self.state = HubState(size)
         self.told = {position: [] for position in range(size)}
         self.replies = {position: self.told[position].append for position in range(size)}
 
     def send(self, position, op, sequence=0, **fields):
         asks = {} if op == "beat" else {"id": 1}
         message = {"op": op, "position": position, "sequence": sequence, **asks, **fields}
-        self.exchanges.handle(message, self.replies[position])
+        self.state.handle(message, self.replies[position])
 
     def give_up(self, position, sequence=0, is_patient=True):
         self.send(position, "give up", sequence, end={"by": position}, is_patient=is_patient)
@@ -50,7 +50,7 @@ def test_the_root_collects_publishes_and_everybody_is_told_once():
     assert ranks.told[0] == [{"id": 1, "payloads": ["one", "two"]}]
     ranks.send(0, "publish", end=MERGED)
     assert ranks.told[1] == ranks.told[2] == [{"id": 1, "end": MERGED}]
-    assert len(ranks.exchanges) == 0
+    assert len(ranks.state) == 0
 
 
 def test_the_first_end_stands_and_is_kept_until_everybody_knows():
@@ -58,10 +58,10 @@ def test_the_first_end_stands_and_is_kept_until_everybody_knows():
     ranks.send(2, "publish", end={"failed": 2})
     ranks.send(1, "publish", end={"failed": 1})
     assert ranks.told[1][-1]["end"] == ranks.told[2][-1]["end"] == {"failed": 2}
-    assert len(ranks.exchanges) == 1
+    assert len(ranks.state) == 1
     ranks.send(0, "collect")
     assert ranks.told[0] == [{"id": 1, "end": {"failed": 2}}]
-    assert len(ranks.exchanges) == 0
+    assert len(ranks.state) == 0
 
 
 @pytest.mark.parametrize("end", [MERGED, {"failed": 0}], ids=["merged", "failed"])
@@ -70,13 +70,13 @@ def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
     ranks = Ranks(2)
     ranks.send(1, "post", payload="one")
     ranks.send(0, "publish", end=end)
-    assert len(ranks.exchanges) == 0
+    assert len(ranks.state) == 0
     ranks.send(1, "publish", end={"failed": 1})
     ranks.give_up(1)
     ranks.send(0, "collect")
     ranks.send(1, "beat")
     assert [told["end"] for told in ranks.told[0] + ranks.told[1]] == [end] * 5
-    assert len(ranks.exchanges) == 0
+    assert len(ranks.state) == 0
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_closed_connection_waits_no_more_but_its_payload_counts():
     ranks = Ranks(3)
     ranks.send(0, "collect")
     ranks.send(1, "post", payload="one")
-    ranks.exchanges.forget(ranks.replies[1])
+    ranks.state.forget(ranks.replies[1])
     ranks.send(2, "post", payload="two")
     assert ranks.told[0] == [{"id": 1, "payloads": ["one", "two"]}]
     ranks.send(0, "publish", end=MERGED)
@@ -144,7 +144,7 @@ def test_any_order_of_messages_ends_the_same():
         total = sum(payload[0] for payload in ranks.told[0][-1]["payloads"])
         ranks.send(0, "publish", end={"merged": total})
         assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": 21}] * 7
-        assert len(ranks.exchanges) == 0
+        assert len(ranks.state) == 0
 
 
 # ---- messages
@@ -197,10 +197,10 @@ def framed(header):
     return LENGTH.pack(len(part)) + part
 
 
-def line_to(hub, position):
-    """Return the line of a rank on the hub's host."""
+def client_of(hub, position):
+    """Return the client of a rank on the hub's host."""
     address = hub.address()
-    return SocketClient(address.ways(address.host), address.token, position)
+    return SocketClient(address.endpoints(address.host), address.token, position)
 
 
 @pytest.fixture
@@ -211,33 +211,33 @@ def hub():
 
 
 @pytest.fixture
-def line(hub):
-    """The line of rank 1."""
-    line = line_to(hub, 1)
-    yield line
-    line.close()
+def client(hub):
+    """The client of rank 1."""
+    client = client_of(hub, 1)
+    yield client
+    client.close()
 
 
-def test_lines_reach_the_hub(hub, line):
-    root, other = LocalClient(hub, 0), line_to(hub, 2)
-    posts = [each.send("post", 0, payload=text) for each, text in ((line, "one"), (other, "two"))]
+def test_clients_reach_the_hub(hub, client):
+    root, other = LocalClient(hub, 0), client_of(hub, 2)
+    posts = [each.send("post", 0, payload=text) for each, text in ((client, "one"), (other, "two"))]
     reply = root.receive(root.send("collect", 0), 10)
     assert reply["payloads"] == ["one", "two"]
     root.send("publish", 0, end=MERGED)
-    ends = [each.receive(post, 10)["end"] for each, post in zip((line, other), posts, strict=True)]
+    ends = [each.receive(post, 10)["end"] for each, post in zip((client, other), posts, strict=True)]
     assert ends == [MERGED] * 2
     other.close()
 
 
 @pytest.mark.parametrize("kind", ["local", "socket"])
 def test_a_reply_that_does_not_come_is_None_in_time(hub, kind):
-    line = LocalClient(hub, 0) if kind == "local" else line_to(hub, 0)
-    request = line.send("collect", 0)
+    client = LocalClient(hub, 0) if kind == "local" else client_of(hub, 0)
+    request = client.send("collect", 0)
     began = time.monotonic()
-    assert line.receive(request, 0.1) is None
+    assert client.receive(request, 0.1) is None
     assert 0.05 < time.monotonic() - began < 30
-    assert line.receive(line.send("look", 0), 10)["end"] is None  # the line still works
-    line.close()
+    assert client.receive(client.send("look", 0), 10)["end"] is None  # the client still works
+    client.close()
 
 
 @pytest.fixture
@@ -250,15 +250,15 @@ def ctrl_c():
 
 @pytest.mark.parametrize("kind", ["local", "socket"])
 def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(hub, kind, ctrl_c):
-    line = LocalClient(hub, 0) if kind == "local" else line_to(hub, 0)
-    request = line.send("collect", 0)
+    client = LocalClient(hub, 0) if kind == "local" else client_of(hub, 0)
+    request = client.send("collect", 0)
     began = time.monotonic()
     # As if the signal had come just before the system call: Python knows of it, the call goes on.
     threading.Timer(0.2, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
-        line.receive(request, 60)
+        client.receive(request, 60)
     assert time.monotonic() - began < 30
-    line.close()
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(hub, kind, c
     ],
     ids=["http", "wrong token", "no object", "too long", "no JSON", "nesting", "nothing"],
 )
-def test_strangers_are_turned_away(hub, line, first):
+def test_strangers_are_turned_away(hub, client, first):
     port = hub.address().port
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(
@@ -282,7 +282,7 @@ def test_strangers_are_turned_away(hub, line, first):
         )
         with any_end():
             assert stranger.recv(100) == b""
-    assert line.receive(line.send("look", 0), 10)["end"] is None
+    assert client.receive(client.send("look", 0), 10)["end"] is None
 
 
 class any_end:
@@ -335,16 +335,16 @@ class RawRank:
     ],
     ids=["nesting", "no position", "no sequence", "no text"],
 )
-def test_a_rank_that_sends_nonsense_loses_its_connection_and_the_others_are_served(hub, line, sent):
+def test_a_rank_that_sends_nonsense_loses_its_connection_and_the_others_are_served(hub, client, sent):
     with RawRank(hub) as rank:
         rank.socket.sendall(sent)
         with any_end():
             assert rank.socket.recv(100) == b""
-    assert line.receive(line.send("look", 0), 20)["end"] is None
+    assert client.receive(client.send("look", 0), 20)["end"] is None
 
 
-def test_no_exception_ends_the_hub(hub, line, monkeypatch):
-    line.send("look", 0)
+def test_no_exception_ends_the_hub(hub, client, monkeypatch):
+    client.send("look", 0)
     monkeypatch.setattr(hub_module, "TICK_S", 0.01)
     turn, failures = hub._turn, [RecursionError("deep"), MemoryError(), RuntimeError("set changed")]
 
@@ -355,31 +355,31 @@ def test_no_exception_ends_the_hub(hub, line, monkeypatch):
 
     monkeypatch.setattr(hub, "_turn", fail_first)
     wait_for(lambda: not failures)
-    assert line.receive(line.send("look", 0), 20)["end"] is None
+    assert client.receive(client.send("look", 0), 20)["end"] is None
 
 
-def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_it_does(hub, line):
+def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_it_does(hub, client):
     end = {"merged": "x" * (16 << 20)}  # more than any socket takes
     with RawRank(hub) as rank:
         rank.send("post", payload="two")
-        wait_for(lambda: len(hub.exchanges))
+        wait_for(lambda: len(hub.state))
         began = time.monotonic()
         LocalClient(hub, 0).send("publish", 0, end=end)
-        assert line.receive(line.send("look", 1), 20)["end"] is None
+        assert client.receive(client.send("look", 1), 20)["end"] is None
         assert time.monotonic() - began < hub_module.SEND_S  # while that rank has taken in next to nothing
         rank.send("look")
         assert [rank.message()["end"] == end for _ in range(2)] == [True, True]
 
 
 def test_a_rank_that_reads_nothing_for_long_is_shut_out_and_gets_its_answer_on_a_new_connection(
-    hub, line, monkeypatch
+    hub, client, monkeypatch
 ):
     monkeypatch.setattr(hub_module, "SEND_S", 0.2)
     monkeypatch.setattr(hub_module, "TICK_S", 0.05)
     end = {"merged": "x" * (16 << 20)}
     with RawRank(hub) as rank:
         rank.send("post", payload="two")
-        wait_for(lambda: len(hub.exchanges))
+        wait_for(lambda: len(hub.state))
         root = LocalClient(hub, 0)
         published = root.send("publish", 0, end=end)
         # The hub's own rank hears of the end last, as it may end its process; but not after this one.
@@ -392,18 +392,18 @@ def test_a_rank_that_reads_nothing_for_long_is_shut_out_and_gets_its_answer_on_a
 
 
 def test_connections_that_show_no_token_make_room_for_each_other_and_are_closed_in_time(
-    hub, line, monkeypatch
+    hub, client, monkeypatch
 ):
     monkeypatch.setattr(hub_module, "STRANGERS", 8)
     port, before = hub.address().port, len(os.listdir("/proc/self/fd"))
-    line.send("look", 0)
+    client.send("look", 0)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     for stranger in strangers:
         stranger.sendall(b"half")
     for stranger in strangers[:-8]:  # the oldest; the others wait
         with any_end():
             assert stranger.recv(100) == b""
-    assert line.receive(line.send("look", 0), 20)["end"] is None
+    assert client.receive(client.send("look", 0), 20)["end"] is None
     assert len(os.listdir("/proc/self/fd")) <= before + 100 + 8 + 2
     monkeypatch.setattr(hub_module, "STRANGERS_S", 0.0)
     for stranger in strangers[-8:]:
@@ -417,34 +417,34 @@ def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_ask
     # The whole net 127/8 is this host: what listens everywhere answers there.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", hub.address().port))
-    assert hub.address().ways("another host") == []
+    assert hub.address().endpoints("another host") == []
     hub.open_towards("127.0.0.1")
-    ((name, port),) = hub.address().ways("another host")
-    line = SocketClient([(name, port)], hub.address().token, 1)
-    assert line.receive(line.send("look", 0), 20)["end"] is None
-    line.close()
+    ((name, port),) = hub.address().endpoints("another host")
+    client = SocketClient([(name, port)], hub.address().token, 1)
+    assert client.receive(client.send("look", 0), 20)["end"] is None
+    client.close()
     hub.open_towards("127.0.0.1")
-    assert hub.address().ways("another host") == [(name, port)]
+    assert hub.address().endpoints("another host") == [(name, port)]
 
 
 def test_a_program_that_answers_in_place_of_the_hub_is_not_believed(hub):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        line = SocketClient([("127.0.0.1", server.getsockname()[1])], hub.address().token, 1)
-        request = line.send("look", 0)
+        client = SocketClient([("127.0.0.1", server.getsockname()[1])], hub.address().token, 1)
+        request = client.send("look", 0)
         with server.accept()[0] as other:
             other.sendall(b"0" * TOKEN_BYTES + pack({"id": request, "end": MERGED}))
             with pytest.raises(HubLost, match="another program"):
-                line.receive(request, 20)
+                client.receive(request, 20)
 
 
-def test_a_hub_that_is_gone_is_told_apart_from_one_that_is_slow(hub, line):
-    request = line.send("post", 0, payload="x")
-    assert line.receive(request, 0.01) is None
+def test_a_hub_that_is_gone_is_told_apart_from_one_that_is_slow(hub, client):
+    request = client.send("post", 0, payload="x")
+    assert client.receive(request, 0.01) is None
     hub.close()
     with pytest.raises(HubLost):
-        line.receive(request, 10)
+        client.receive(request, 10)
     with pytest.raises(HubLost):
-        line.send("look", 0)
+        client.send("look", 0)
 
 
 def test_an_address_that_nobody_listens_at():
@@ -455,10 +455,10 @@ def test_an_address_that_nobody_listens_at():
             SocketClient([("127.0.0.1", port)], "token", 1).send("look", 0)
 
 
-def test_a_line_connects_anew_after_it_was_closed(line):
-    line.send("post", 0, payload="x")
-    line.close()
-    assert line.receive(line.send("look", 0), 10)["end"] is None
+def test_a_client_connects_anew_after_it_was_closed(client):
+    client.send("post", 0, payload="x")
+    client.close()
+    assert client.receive(client.send("look", 0), 10)["end"] is None
 
 
 def test_many_ranks_at_once():
@@ -467,15 +467,15 @@ def test_many_ranks_at_once():
     ends = [None] * size
 
     def rank(position):
-        line = LocalClient(hub, 0) if position == 0 else line_to(hub, position)
+        client = LocalClient(hub, 0) if position == 0 else client_of(hub, position)
         for sequence in range(20):
             if position:
-                request = line.send("post", sequence, payload=b"1")
+                request = client.send("post", sequence, payload=b"1")
             else:
-                payloads = line.receive(line.send("collect", sequence), 20)["payloads"]
-                request = line.send("publish", sequence, end={"merged": 1 + sum(map(int, payloads))})
-            ends[position] = line.receive(request, 20)["end"]
-        line.close()
+                payloads = client.receive(client.send("collect", sequence), 20)["payloads"]
+                request = client.send("publish", sequence, end={"merged": 1 + sum(map(int, payloads))})
+            ends[position] = client.receive(request, 20)["end"]
+        client.close()
 
     threads = [threading.Thread(target=rank, args=(position,)) for position in range(size)]
     for thread in threads:
@@ -483,5 +483,5 @@ def test_many_ranks_at_once():
     for thread in threads:
         thread.join(30)
     assert ends == [{"merged": size}] * size
-    assert len(hub.exchanges) == 0
+    assert len(hub.state) == 0
     hub.close()

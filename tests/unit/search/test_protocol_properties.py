@@ -190,12 +190,15 @@ def test_ranks_whose_states_differ_are_found(monkeypatch):
 
 
 def test_a_merge_that_depends_on_its_order_is_found(monkeypatch):
-    from dist_autotune.search.messages import Payload
+    from dist_autotune.search.messages import Message, RunReport
 
-    genuine = Payload.merged
-    monkeypatch.setattr(
-        Payload, "merged", lambda one, other: replace(genuine(one, other), elapsed_s=one.rank)
-    )
+    genuine = Message.merged
+
+    def in_order(one, other):
+        merged = genuine(one, other)
+        return replace(merged, elapsed_s=float(one.rank)) if isinstance(merged, RunReport) else merged
+
+    monkeypatch.setattr(Message, "merged", in_order)
     program = program_of(kernel_of(*[(16, 32)] * 8))  # of so many ranks some two trees differ
     with pytest.raises(AssertionError, match="depends on its order"):
         play(program, Random(0), Counter())

@@ -9,7 +9,7 @@ from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
 
 from dist_autotune import tunable
-from dist_autotune.search.messages import Announcement, Part, Payload
+from dist_autotune.search.messages import Announcement, Part, RunReport, decode
 from dist_autotune.search.state import STARVED_RUNS
 from protocol_simulation import Simulation, columns
 from ranks import assert_all_ok, run_ranks
@@ -29,7 +29,7 @@ def announced(names, rank, is_choice=True):
         shared = (f"{name}0", f"{name}1")
         told = Announcement(rank, name, "k", order, shared, is_choice=is_choice, place=place)
         parts[name] = Part(ran=f"{name}0", announcement=told)
-    return Payload("run", rank, parts=parts)
+    return RunReport(rank, parts=parts)
 
 
 @pytest.mark.parametrize("names", list(itertools.permutations("zam")), ids="".join)
@@ -44,7 +44,7 @@ def test_of_ranks_that_differ_the_lowest_one_s_order_counts_however_payloads_are
         merged = order[0].merged(order[1]).merged(order[2])
         tuning = Simulation({}, {}).tuning
         tuning.open()
-        tuning.step(Payload.decode(merged.encode()))
+        tuning.step(decode(merged.encode()))
         assert list(tuning.contexts) == ["z", "a", "m", "q"]  # q: as rank 2 alone has met it
 
 

@@ -170,9 +170,9 @@ class Late(Simulation):
         super().__init__(*args, **options)
         self._awaited: dict[int, tuple[int, Part]] = {}  # by rank: the run that its time is due in, and that
 
-    def _payload(self, run, rank, judged):
+    def _report(self, run, rank, judged):
         due = self._awaited.get(rank)
-        told = super()._payload(run, rank, judged if due is None else None)
+        told = super()._report(run, rank, judged if due is None else None)
         if due is None and judged is None:
             return told
         due = self._awaited.setdefault(rank, (run + self.RUNS_LATER, told.run))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_autotune.search.messages import MIXED, Part, Payload, femtoseconds
+from dist_autotune.search.messages import MIXED, Part, RunReport, decode, femtoseconds
 from dist_autotune.timing.samples import Samples
 
 
@@ -82,8 +82,8 @@ def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected
 )
 def test_a_clock_may_read_any_kind_of_number_and_it_can_be_told(kind):
     samples = Samples(ListClock(kind(2), kind(4)), "mean")
-    payload = Payload("run", parts={"context": sample(samples, launches=2)})
-    assert Payload.decode(payload.encode()).parts["context"].worst_ms == 3.0
+    payload = RunReport(parts={"context": sample(samples, launches=2)})
+    assert decode(payload.encode()).parts["context"].worst_ms == 3.0
 
 
 def test_each_candidate_has_samples_of_its_own():

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and how other hosts are reached."""
+"""Where a hub listens, which ranks share its host, and how other hosts are reached."""
 
 from __future__ import annotations
 
@@ -6,7 +6,25 @@ import contextlib
 import functools
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a hub listens.
+
+    token: twice `TOKEN_BYTES`. A client shows the first half and is answered the second.
+    """
+
+    host: str  # as `this_host` names it
+    port: int  # for ranks on the same host
+    outside: tuple[tuple[str, int], ...]  # (name, port) for ranks on other hosts, once one has asked
+    token: str
+
+    def endpoints(self, from_host: str) -> list[tuple[str, int]]:
+        """Return what a rank on a host can connect to; nothing: it has to ask."""
+        return [("127.0.0.1", self.port)] if from_host == self.host else list(self.outside)
 
 
 @functools.cache

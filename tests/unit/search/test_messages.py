@@ -12,7 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_autotune.errors import RankMismatch
-from dist_autotune.search.messages import Announcement, Part, Payload, check_facts, femtoseconds, merge
+from dist_autotune.search.messages import (
+    Announcement,
+    Crash,
+    Message,
+    Opening,
+    Part,
+    RunReport,
+    Vote,
+    checked,
+    decode,
+    femtoseconds,
+    merge,
+)
 
 digests = st.sampled_from(["a", "b", "c"])
 times = st.floats(0, 1e6)
@@ -39,21 +51,29 @@ def parts(draw: Any, rank: int) -> Part:
 
 
 @st.composite
-def payloads(draw: Any, rank: int) -> Payload:
-    return Payload(
-        draw(st.sampled_from(["run", "run", "run", "vote"])),
+def messages(draw: Any, rank: int) -> Message:
+    kind = draw(st.sampled_from([RunReport, RunReport, RunReport, Opening, Vote]))
+    facts = {"version": {draw(st.sampled_from(["1", "2"])): rank}}
+    if kind is Vote:
+        return Vote(rank, facts, wants_session=draw(st.booleans()))
+    offers = {name: (rank, name, draw(times)) for name in draw(st.sets(digests))}
+    if kind is Opening:
+        sessions = draw(st.sets(digests))
+        crashes = {s: Crash(rank, 3, "noon", draw(st.integers(0, 2)), {"x": draw(digests)}) for s in sessions}
+        bans = {"x": dict.fromkeys(draw(st.sets(digests)), (rank, f"reason {rank}"))}
+        return Opening(rank, facts, offers, crashes, bans)
+    return RunReport(
         rank,
-        facts={"version": {draw(st.sampled_from(["1", "2"])): rank}},
-        offers={name: (rank, name, draw(times)) for name in draw(st.sets(digests))},
+        facts,
+        offers=offers,
         parts={name: draw(parts(rank)) for name in draw(st.sets(st.sampled_from(["x", "y"])))},
         run=draw(parts(rank)),
         elapsed_s=draw(times),
-        wants_session=draw(st.booleans()),
     )
 
 
-def all_ranks(n: int) -> st.SearchStrategy[tuple[Payload, ...]]:
-    return st.tuples(*(payloads(rank) for rank in range(n)))
+def all_ranks(n: int) -> st.SearchStrategy[tuple[Message, ...]]:
+    return st.tuples(*(messages(rank) for rank in range(n)))
 
 
 @given(all_ranks(3))
@@ -69,8 +89,8 @@ def test_merging_is_commutative(two):
 
 
 @given(all_ranks(4))
-def test_any_tree_of_encoded_payloads_gives_the_same_bytes(four):
-    a, b, c, d = (payload.encode() for payload in four)
+def test_any_tree_of_encoded_messages_gives_the_same_bytes(four):
+    a, b, c, d = (message.encode() for message in four)
     trees = [
         merge(merge(merge(a, b), c), d),
         merge(merge(d, b), merge(c, a)),
@@ -79,21 +99,21 @@ def test_any_tree_of_encoded_payloads_gives_the_same_bytes(four):
     assert len(set(trees)) == 1
 
 
-@given(payloads(0))
-def test_a_payload_survives_its_journey(payload):
-    assert Payload.decode(payload.encode()) == payload
+@given(messages(0))
+def test_a_message_survives_its_journey(message):
+    assert decode(message.encode()) == message
 
 
 @pytest.mark.parametrize("ms", [math.inf, -math.inf, 1e-300, 0.1 + 0.2])
 def test_times_arrive_exactly(ms):
     part = Part(ran="a", worst_ms=ms, measured=1)
-    assert Payload.decode(Payload("run", parts={"x": part}).encode()).parts["x"].worst_ms == ms
+    assert decode(RunReport(parts={"x": part}).encode()).parts["x"].worst_ms == ms
 
 
 def test_a_payload_grows_with_contexts_not_with_ranks():
     def merged_bytes(ranks: int, contexts: int) -> int:
         part = {f"context-{i}": Part(ran="digest", worst_ms=0.123, measured=1) for i in range(contexts)}
-        return len(functools.reduce(merge, (Payload("run", r, parts=part).encode() for r in range(ranks))))
+        return len(functools.reduce(merge, (RunReport(r, parts=part).encode() for r in range(ranks))))
 
     assert merged_bytes(256, 4) < 1.2 * merged_bytes(2, 4)
     assert merged_bytes(2, 8) > 1.5 * merged_bytes(2, 4)
@@ -118,12 +138,12 @@ def test_the_lowest_rank_gives_order_and_reasons():
 
 
 def test_facts_that_differ_are_named_with_the_ranks_that_say_so():
-    one = Payload("open", 0, {"the version of Triton": {"3.6.0": 0}})
-    other = Payload("open", 5, {"the version of Triton": {"3.9.0": 5}})
+    one = Opening(0, {"the version of Triton": {"3.6.0": 0}})
+    other = Opening(5, {"the version of Triton": {"3.9.0": 5}})
     with pytest.raises(RankMismatch, match=r"the version of Triton: rank 0: 3\.6\.0; rank 5: 3\.9\.0"):
-        check_facts(one.merged(other), "open")
+        checked(one.merged(other), Opening)
 
 
 def test_ranks_at_different_exchanges_are_a_mismatch():
     with pytest.raises(RankMismatch, match="different points"):
-        check_facts(Payload("open", 0).merged(Payload("run", 1)), "run")
+        checked(Opening(0).merged(RunReport(1)), RunReport)

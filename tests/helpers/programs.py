@@ -1,0 +1,56 @@
+"""Run a program of this repository as forked ranks, which have imported torch and Triton already.
+
+A start of Python takes 2 s for that and torchrun 5 s, longer than most of these programs run. What torchrun
+itself does is tested in `test_launch.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import triton  # noqa: F401 - so that the ranks have it
+
+from ranks import assert_all_ok, run_ranks, store_server
+
+__all__ = ["environment_of_rank", "run_program"]
+
+
+def run_program(
+    program: Path, *arguments: str, ranks: int = 2, environment: dict[str, str] | None = None
+) -> str:
+    """Return what the ranks print, one after the other; fail where one of them does."""
+    directory = Path.cwd()
+    with store_server(ranks) as port:
+        started = (ranks, program, arguments, environment or {}, port)
+        assert_all_ok(run_ranks(_become, ranks, *started, init="none", timeout_s=240))
+    printed = [directory / f"printed-{rank}" for rank in range(ranks)]
+    return "".join(path.read_text() for path in printed)
+
+
+def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set; the store is that of `store_server`."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in place.items()}
+
+
+def _become(
+    rank: int, ranks: int, program: Path, arguments: tuple[str, ...], environment: dict[str, str], port: int
+) -> None:
+    """Be that program on this rank."""
+    os.environ |= environment_of_rank(rank, ranks, port) | environment
+    sys.argv = [str(program), *arguments]
+    printed = os.open(f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(printed, 1)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
+    warnings.resetwarnings()  # pytest makes errors of them
+    try:
+        runpy.run_path(str(program), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
