@@ -21,7 +21,6 @@ from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 from dist_autotune.kernels.ag_gemm.operands import Call, Consumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
-from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import SettledLaunches, bare_launch
 from pretended_device import DeviceUnderTriton
@@ -78,7 +77,7 @@ def plain_value(value: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(operation, "_allocate_scratch", made.allocate)
+    monkeypatch.setattr(launches, "_allocate_scratch", made.allocate)
     monkeypatch.setattr(matmul, "_LOADED", {})
     monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
     monkeypatch.setattr(plain, "_SETTLED", SettledLaunches(plain.all_gather_gemm, lambda constants: {}))

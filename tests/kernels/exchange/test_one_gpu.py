@@ -2,7 +2,7 @@
 
 Copy engines copy pinned memory as they copy a peer's, so a kernel meets what it meets on two GPUs: rows and
 words that arrive while it runs, written by streams. The host plays the peer by the protocols at the top of
-`ag_gemm.producer`, `ag_gemm.lane` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
+`exchange.pull`, `exchange.push` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
 of another process, NVLink, and two ranks that wait for each other.
 """
 
