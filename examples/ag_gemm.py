@@ -2,10 +2,10 @@
 
     ./launch.sh examples/ag_gemm.py [--rows ROWS] [--columns N] [--k K]
 
-Each rank holds a shard of the activations and a slice of the weight. `AllGatherGemm` copies the peers'
-shards while a persistent kernel already multiplies its own; the kernel waits for its peers, so it cannot be
-timed alone, in a loop, on one GPU. Here it is tuned inside `layer()`, and after it, by the time of the whole
-run, what the host chooses: who multiplies, in how many pieces shards are copied, how many programs run.
+Each rank holds a shard of the activations and a slice of the weight. `AllGatherGemm` copies the peers' shards
+while a persistent kernel multiplies its own. That kernel waits for its peers, so it cannot be timed alone on
+one GPU; it is tuned inside `layer()`. Then the host's choices are tuned by the time of the whole run: the
+consumer, the pieces of a shard, the number of programs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A GEMM beside an all-reduce: the config that is fastest alone is not the one that makes the step fastest.
+"""A GEMM beside an all-reduce: the config that is fastest alone does not make the step fastest.
 
     ./launch.sh examples/overlap.py [--rows M] [--columns N] [--k K] [--bucket-mib MIB]
 
-A persistent GEMM that holds every SM keeps the blocks of the all-reduce out until it ends; one that leaves a
-few SMs free is slower itself, and the step is over sooner. So the same candidates, tiles and numbers of
-programs, are tuned three times: the GEMM alone, the step by the GEMM's own time in it, and the step by its
-whole run time.
+A persistent GEMM on every SM keeps the all-reduce out until it ends. One that leaves a few SMs free is
+slower itself, but the step ends sooner. So the same candidates (tiles, numbers of programs) are tuned three
+times: the GEMM alone, the step by the GEMM's time in it, and the step by its whole run time.
 """
 
 from __future__ import annotations

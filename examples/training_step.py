@@ -1,11 +1,11 @@
-"""A training step, tuned while it trains: one trial per step, none of them lost. Data-parallel on all ranks.
+"""A training step, tuned while it trains, one trial per step. Data-parallel on all ranks.
 
     ./launch.sh examples/training_step.py [--steps STEPS] [--batch ROWS] [--width WIDTH]
 
-`mode="online"` makes each call of `step` one run: whatever config is on trial, the step is a real one, with
-its forward and backward kernels, its all-reduce and its update. The backward kernels are launched from a
-thread of autograd's own. While it is tuned the host stays at most two steps ahead of the device. When nothing
-is left to try, `step.settled` says so: then a graph could be captured.
+With `mode="online"` each call of `step` is one run: whatever config is on trial, the step is a real one, with
+its forward and backward kernels, its all-reduce and its update. Autograd launches the backward kernels from a
+thread of its own. While tuning, the host stays at most two steps ahead of the device. Once `step.settled` is
+true, nothing is left to try, and a graph could be captured.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +16,11 @@ from .. import settings
 from ..codec import to_json
 from ..formatting import counted
 from ..logs import reader
-from ..logs.records import Record
-from ..logs.writer import describe_skipped
+from ..logs.history import History
+from ..logs.reader import describe_skipped
 from ..options import Options
 from ..search.strategies import STRATEGIES
-from . import cache_commands, terminal
+from . import cache_commands, replay, terminal, what_if
 from .html import write_html
 
 NO_RECORDS = "no records (rank-N.jsonl)"
@@ -55,8 +55,7 @@ def report(
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
     with terminal.one_line_errors():
-        directory = _log_directory(directory)
-        found = reader.of_sessions(directory, *_read(directory))
+        found = _read(directory)
         shown = found.sessions if every else found.newest()
         if html is None:
             terminal.print_history(terminal.open_console(), found, shown)
@@ -88,22 +87,23 @@ def replay_logs(
 
     The exit code is 1 if something recorded does not follow from what was recorded before it.
     """
-    from . import replay, what_if  # they and what they import serve this command alone
-
-    plan = what_if.Plan(search, n_warmup, n_repeat, statistic, rank_reduce, seed)
+    given = {
+        "search": search,
+        "n_repeat": n_repeat,
+        "n_warmup": n_warmup,
+        "statistic": statistic,
+        "rank_reduce": rank_reduce,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
     with terminal.one_line_errors():
         _check_choice("--search", search, STRATEGIES)
         _check_choice("--statistic", statistic, ("median", "mean", "min"))
         _check_choice("--rank-reduce", rank_reduce, ("max", "mean"))
-        directory = _log_directory(directory)
-        sessions, skipped = _read(directory)
-        unread = {name: describe_skipped(reasons) for name, reasons in skipped.items()}
-        verdicts = replay.verify(sessions)
-        found = []
-        if plan != what_if.Plan(seed=seed):
-            newest = reader.of_sessions(directory, sessions, skipped).newest()
-            chosen = set(sessions) if every else {session.name for session in newest}
-            found = what_if.what_if({name: sessions[name] for name in sessions if name in chosen}, plan)
+        history = _read(directory)
+        unread = {name: describe_skipped(reasons) for name, reasons in history.skipped.items()}
+        verdicts = replay.verify(history.sessions)
+        searched = history.sessions if every else history.newest()
+        found = what_if.what_if(searched, options, seed) if options else []
         if as_json:
             data = {
                 "sessions": list(map(asdict, verdicts)),
@@ -112,17 +112,7 @@ def replay_logs(
             }
             typer.echo(to_json(data, indent=True))
         else:
-            console = terminal.open_console()
-            terminal.print_table(console, replay.verdicts_table(verdicts))
-            notes = [f"{name}: {what}" for name, what in unread.items()]
-            for verdict in verdicts:
-                notes += [f"session {verdict.session}: {note}" for note in verdict.notes]
-            for note in notes:
-                terminal.print_text(console, note, "yellow")
-            if any(verdict.differences for verdict in verdicts):
-                terminal.print_table(console, replay.differences_table(verdicts))
-            if found:
-                terminal.print_table(console, what_if.what_if_table(found))
+            _print_replay(verdicts, found, unread)
         if unread or any(verdict.differences for verdict in verdicts):
             raise typer.Exit(1)
 
@@ -154,8 +144,19 @@ def examine_machine(
             raise typer.Exit(1)
 
 
-def _log_directory(given: Path | None) -> Path:
-    return given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
+def _print_replay(
+    verdicts: list[replay.Verdict], searches: list[what_if.WhatIf], unread: Mapping[str, str]
+) -> None:
+    console = terminal.open_console()
+    terminal.print_table(console, replay.verdicts_table(verdicts))
+    notes = [f"{name}: {what}" for name, what in unread.items()]
+    notes += [f"session {verdict.session}: {note}" for verdict in verdicts for note in verdict.notes]
+    for note in notes:
+        terminal.print_text(console, note, "yellow")
+    if any(verdict.differences for verdict in verdicts):
+        terminal.print_table(console, replay.differences_table(verdicts))
+    if searches:
+        terminal.print_table(console, what_if.what_if_table(searches))
 
 
 def _check_choice(option: str, given: str | None, allowed: Collection[str]) -> None:
@@ -163,15 +164,16 @@ def _check_choice(option: str, given: str | None, allowed: Collection[str]) -> N
         terminal.fail(f"{option} {given}: expected one of {', '.join(allowed)}")
 
 
-def _read(directory: Path) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
-    """Return the sessions in `directory`, and what could not be read; or end with what to do without any."""
+def _read(given: Path | None) -> History:
+    """Return the sessions of a log directory; or end with what to do without any."""
+    directory = given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
         terminal.fail(f"There is no directory {directory}. {advice}")
-    sessions, skipped = reader.read_sessions(directory)
-    if not sessions:
-        reasons = sum(skipped.values(), Counter[str]())
+    history = reader.load(directory)
+    if not history.sessions:
+        reasons = sum(history.skipped.values(), Counter[str]())
         lines = counted(reasons.total(), "line")
         what = f"only {lines} that cannot be read ({describe_skipped(reasons)})" if reasons else NO_RECORDS
         terminal.fail(f"{directory} holds {what}. {advice}")
-    return sessions, skipped
+    return history

@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 
 from ..formatting import WALL_CLOCK_NOTE, Table
-from ..logs.analysis import ContextHistory, History, SessionHistory
-from ..logs.writer import describe_skipped
+from ..logs.history import ContextHistory, History, SessionHistory
+from ..logs.reader import describe_skipped
 from . import tables
 
 STYLE = """
@@ -50,7 +50,7 @@ def _session(session: SessionHistory) -> str:
         if context.convergence:
             # Ids must be unique in the document: two sessions may have the same context.
             plot = _convergence_plot(context, session.is_wall_clock)
-            parts.append(_prefix_ids(plot, f"{session.name}-{context.digest}-"))
+            parts.append(_prefix_ids(plot, f"{session.name}-{context.records[0].context}-"))
     return "\n".join(parts)
 
 
@@ -83,10 +83,8 @@ def _convergence_plot(context: ContextHistory, is_wall_clock: bool) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dist_autotune"}):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.add_subplot()
-        runs = [step.run for step in context.convergence]
-        axes.step(
-            runs, [step.best_ms for step in context.convergence], where="post", marker="o", markersize=3
-        )
+        runs, best_ms = list(context.convergence), list(context.convergence.values())
+        axes.step(runs, best_ms, where="post", marker="o", markersize=3)
         axes.set_xlabel("run")
         axes.set_ylabel("best agreed ms" + (" (wall clock)" if is_wall_clock else ""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,34 +1,26 @@
-"""Checks that the decisions which sessions logged follow from what their ranks said.
-
-`SearchState` is fed the recorded reports of all ranks (`records.Merged`), run by run, and must yield every
-plan and every result in the logs. No torch, no I/O.
-"""
+"""Checks that logged decisions follow from what the ranks said: `SearchState` gets each payload again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
-from ..codec import to_json
+from ..codec import from_json
 from ..errors import TuningError
-from ..formatting import Table, columns, context_label, counted, one_line
+from ..formatting import Table, columns, context_label, counted
 from ..logs import decisions
+from ..logs.history import SessionHistory, of_kind
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
-from ..search.messages import RunReport, decode
+from ..search.messages import RunReport
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..search.strategies import STRATEGIES
 from ..version import __version__
 
-CLOSED_WELL = ("settled", "partial")
-_UNUSABLE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)  # of words that were changed
-_LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
+RESULT = ("status", "config_id", "config", "ms", "timings")
+# What a payload raises that somebody has changed.
+UNUSABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -47,33 +39,39 @@ class Verdict:
     """What recomputing one session found."""
 
     session: str
-    thunk: str = "?"
+    thunk: str
     search: str = "?"
     runs: int = 0
-    compared: int = 0  # recorded plans and results, over all ranks
+    compared: int = 0
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def compare(self, run: int | None, about: str, what: str, recorded: object, recomputed: object) -> None:
+        self.compared += 1
         if recorded != recomputed:
             self.differences.append(Difference(run, about, what, str(recorded), str(recomputed)))
 
 
-def verify(sessions: Mapping[str, Sequence[Record]]) -> list[Verdict]:
+def verify(sessions: Iterable[SessionHistory]) -> list[Verdict]:
     """Recompute every session of a log directory, in the order in which they opened."""
     states: dict[str, SearchState] = {}
-    return [_verdict(name, records, states) for name, records in sessions.items()]
+    return [_verdict(session, states) for session in sessions]
 
 
-def _verdict(name: str, records: Sequence[Record], states: dict[str, SearchState]) -> Verdict:
+def rules_of(opened: SessionOpened) -> Rules:
+    """Return the rules that a session searched by."""
+    values = {each.name: getattr(opened, each.name) for each in fields(Rules) if each.name != "strategy"}
+    return Rules(strategy=STRATEGIES[opened.search], **values)
+
+
+def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict:
     """Recompute one session. states: of the sessions before it, by name; a session may continue one."""
-    verdict = Verdict(name)
-    opened = next((record for record in records if isinstance(record, SessionOpened)), None)
+    verdict, opened = Verdict(session.name, session.thunk), session.opened
     if opened is None:
         verdict.compare(None, "session", "session_opened", "nothing", "the record that opens a session")
         return verdict
-    verdict.thunk, verdict.search = opened.thunk, opened.search
-    for rank in sorted(set(opened.ranks) - {record.rank for record in records}):
+    verdict.search = opened.search
+    for rank in session.missing_ranks:
         verdict.compare(None, f"rank {rank}", "records", "none", f"rank-{rank}.jsonl")
     written_by = opened.versions.get("dist_autotune")
     if written_by != __version__:
@@ -83,147 +81,86 @@ def _verdict(name: str, records: Sequence[Record], states: dict[str, SearchState
     elif opened.continues and opened.continues not in states:
         verdict.compare(None, "session", "continues", opened.continues, "a session recomputed before it")
     else:
-        tuning = states.get(opened.continues) if opened.continues else None
-        states[name] = tuning = SearchState(_rules(opened)) if tuning is None else tuning
-        tuning.open()
-        _recompute(verdict, records, opened, tuning)
+        state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
+        state.open()
+        _recompute(verdict, session, opened.mode, state)
     return verdict
 
 
-def _recompute(
-    verdict: Verdict, records: Sequence[Record], opened: SessionOpened, tuning: SearchState
-) -> None:
-    """Feed `tuning` the session's runs; compare plans and results."""
-    said: dict[int, list[Merged]] = {}
-    for record in records:
-        if isinstance(record, Merged):
-            said.setdefault(record.run, []).append(record)
-    closed = [record for record in records if isinstance(record, SessionClosed)]
-    ended_well = [record for record in closed if record.outcome in CLOSED_WELL]
-    started = [record for record in records if isinstance(record, RunStarted)]
-    verdict.runs = max(said, default=-1) + 1
-    if started and not said:
+def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: SearchState) -> None:
+    """Make the session's runs again; compare plans, results and how it ended."""
+    records: defaultdict[int, list[Record]] = defaultdict(list)
+    for record in session.records:
+        if isinstance(record, RunStarted | Merged | ContextSettled):
+            records[record.run].append(record)
+    closed = session.of_kind(SessionClosed)
+    verdict.runs = max((merged.run for merged in session.of_kind(Merged)), default=-1) + 1
+    is_over = not records
+    if not verdict.runs and not is_over:
         verdict.compare(None, "session", "merged", "nothing", "what all ranks said of each run")
         return
-    results: dict[tuple[int, str], ContextSettled] = {}
-    is_over = False
     for run in range(verdict.runs):
-        for record in started:
-            if record.run == run:
-                verdict.compared += 1
-                plan = decisions.plan_of(tuning)
-                verdict.compare(run, f"rank {record.rank}", "run_started: plan", record.plan, plan)
-        payload = _agreed_payload(verdict, run, said.get(run, []))
-        if payload is None:
-            return
         if is_over:
             verdict.compare(run, "session", "merged", "another run", "the session is over")
             return
+        plan = decisions.plan_of(state)
+        for started in of_kind(records[run], RunStarted):
+            verdict.compare(run, f"rank {started.rank}", "run_started: plan", started.plan, plan)
         try:
-            merged, _ = tuning.kernels.unite(payload, tuning.contexts)
-            tuning.step(merged)
+            _step(verdict, run, of_kind(records[run], Merged), state)
+            is_over = state.done if mode == "replay" else not state.has_work
         except TuningError as error:
             is_over = True
             for each in closed:
-                outcome = type(error).__name__
-                verdict.compare(run, "session", "session_closed: outcome", each.outcome, outcome)
-            continue
-        except _UNUSABLE as error:
-            verdict.compare(run, "session", "merged", f"cannot be used ({error!r})", "words of all ranks")
+                verdict.compare(run, "session", "session_closed: outcome", each.outcome, type(error).__name__)
+        except UNUSABLE as error:
+            recorded = f"cannot be used ({error!r})" if of_kind(records[run], Merged) else "nothing"
+            verdict.compare(run, "session", "merged", recorded, "what all ranks said of this run")
             return
-        results |= {(run, each.name): decisions.settled(run, each) for each in tuning.contexts.newly_final()}
-        is_over = tuning.done if opened.mode == "replay" else not tuning.has_work
-    _compare_results(verdict, records, results, {record.rank for record in ended_well})
-    has_failed = any(isinstance(record, RunFailed) for record in records)
-    if ended_well and not is_over and not has_failed and opened.mode == "replay":
-        verdict.compare(None, "session", "session_closed", ended_well[0].outcome, "more runs to make")
-    if len(closed) > len(ended_well):  # an error dropped the searches under way, on all ranks
-        tuning.contexts.drop_unsettled()
+        _compare_results(verdict, run, of_kind(records[run], ContextSettled), state)
+    if any(each.outcome not in ("settled", "partial") for each in closed):
+        state.contexts.drop_unsettled()  # as all ranks did
+    elif closed and not is_over and mode == "replay" and not session.of_kind(RunFailed):
+        verdict.compare(None, "session", "session_closed", closed[0].outcome, "more runs to make")
 
 
-def _agreed_payload(verdict: Verdict, run: int, said: Sequence[Merged]) -> RunReport | None:
-    """Return what all ranks said of a run; they must have written down the same."""
-    if not said:
-        verdict.compare(run, "session", "merged", "nothing", "what all ranks said of this run")
-        return None
-    first = said[0]
-    for other in said[1:]:
-        verdict.compare(run, f"rank {other.rank}", "merged", to_json(other.payload), to_json(first.payload))
-    try:
-        report = decode(to_json(first.payload).encode())
-        if not isinstance(report, RunReport):
-            raise ValueError(f"of kind {report.kind}")
-        return report
-    except _UNUSABLE as error:
-        verdict.compare(run, f"rank {first.rank}", "merged", f"unreadable ({error!r})", "a payload")
-        return None
+def _step(verdict: Verdict, run: int, merged: Sequence[Merged], state: SearchState) -> None:
+    """Let `state` have what all ranks said of a run, of which each rank logged the same."""
+    for other in merged[1:]:
+        verdict.compare(run, f"rank {other.rank}", "merged", other.payload, merged[0].payload)
+    report = from_json(RunReport, merged[0].payload)
+    state.step(state.kernels.unite(report, state.contexts)[0])
 
 
 def _compare_results(
-    verdict: Verdict,
-    records: Iterable[Record],
-    results: Mapping[tuple[int, str], ContextSettled],
-    complete: set[int],
+    verdict: Verdict, run: int, recorded: Sequence[ContextSettled], state: SearchState
 ) -> None:
-    """Compare the results that ranks wrote down; the ranks in `complete` wrote down all of them."""
-    missing = {(rank, *result) for rank in complete for result in results}
-    for record in records:
-        if isinstance(record, ContextSettled):
-            verdict.compared += 1
-            about, what = context_label(record.kernel, record.key), f"context_settled of rank {record.rank}"
-            expected = results.get((record.run, record.context))
-            missing.discard((record.rank, record.run, record.context))
-            if expected is None:
-                verdict.compare(record.run, about, what, record.config, "nothing")
-                continue
-            for name in ("status", "config_id", "config", "ms", "timings"):
-                values = getattr(record, name), getattr(expected, name)
-                verdict.compare(record.run, about, f"{what}: {name}", *values)
-    for rank, run, context in sorted(missing):
-        result = results[run, context]
-        about = context_label(result.kernel, result.key)
-        verdict.compare(run, about, f"context_settled of rank {rank}", "nothing", result.config)
+    results = {context.name: decisions.settled(run, context) for context in state.contexts.newly_final()}
+    for record in recorded:
+        about, what = context_label(record.kernel, record.key), f"context_settled of rank {record.rank}"
+        for name in RESULT:
+            recomputed = getattr(results.get(record.context), name, "nothing")
+            verdict.compare(run, about, f"{what}: {name}", getattr(record, name), recomputed)
 
 
-def _rules(opened: SessionOpened) -> Rules:
-    return Rules(
-        strategy=STRATEGIES[opened.search],
-        search=opened.search,
-        n_warmup=opened.n_warmup,
-        n_repeat=opened.n_repeat,
-        rank_reduce=opened.rank_reduce,
-        objective=opened.objective,
-        mode=opened.mode,
-        max_runs=opened.max_runs,
-        budget_s=opened.budget_s,
-        tunes=opened.tunes,
-    )
-
-
-def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
     """Return one row per session."""
     rows = []
     for each in verdicts:
-        found = counted(len(each.differences), "difference") if each.differences else "as recorded"
-        if not each.compared and not each.differences:
-            found = "nothing to recompute"
+        found = "as recorded" if each.compared else "nothing to recompute"
+        if each.differences:
+            found = counted(len(each.differences), "difference")
         rows.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
-    names = columns("session", "function", "search", ">runs", ">decisions", "recomputed")
-    return Table("Replay", names, tuple(rows), "decisions: plans and results compared, over all ranks.")
+    names = columns("session", "function", "search", ">runs", ">compared", "recomputed")
+    return Table("Replay", names, tuple(rows), "compared: plans and values of results, over all ranks.")
 
 
-def differences_table(verdicts: Sequence[Verdict]) -> Table:
+def differences_table(verdicts: Iterable[Verdict]) -> Table:
     """Return one row per difference."""
-    rows = []
-    for verdict in verdicts:
-        for each in verdict.differences:
-            run = "-" if each.run is None else str(each.run)
-            values = (_shortened(each.recorded), _shortened(each.recomputed))
-            rows.append((verdict.session, run, each.about, each.what, *values))
     names = columns("session", ">run", "context", "what", "recorded", "recomputed")
+    rows = (
+        (each.session, str(d.run), d.about, d.what, d.recorded, d.recomputed)
+        for each in verdicts
+        for d in each.differences
+    )
     return Table("Differences", names, tuple(rows))
-
-
-def _shortened(text: str) -> str:
-    text = one_line(text)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ..formatting import (
     LAUNCH_BOUND_NOTE,
@@ -16,15 +16,8 @@ from ..formatting import (
     one_line,
     status_label,
 )
-from ..logs.analysis import (
-    CandidateHistory,
-    Compiling,
-    ContextHistory,
-    SessionHistory,
-    Step,
-    Straggler,
-    percent_over,
-)
+from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, percent_over
+from ..logs.records import Preflighted
 
 
 def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
@@ -34,8 +27,8 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
         opened = session.opened
         search = f"{opened.search}, {opened.mode}" if opened else "?"
         started = opened.started_at if opened else "?"
-        counts = str(len(session.ranks)), str(session.runs), str(len(session.contexts))
-        rows.append((session.name, session.thunk, started, search, *counts, session.outcome))
+        counts = str(len(session.ranks)), str(session.closed.runs), str(len(session.contexts))
+        rows.append((session.name, session.thunk, started, search, *counts, session.closed.outcome))
     names = columns(
         "session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome"
     )
@@ -44,22 +37,16 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
 
 def session_tables(session: SessionHistory) -> list[Table]:
     """Return the tables about a session as a whole: its contexts, then its ranks."""
-    tables = [_contexts_table(session)] if session.contexts else []
-    if session.stragglers:
-        tables.append(_stragglers_table(session.stragglers))
-    if session.compiling:
-        tables.append(_compiling_table(session.compiling))
-    return tables
+    tables = [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
+    return [table for table in tables if table.rows]
 
 
 def context_tables(context: ContextHistory) -> list[Table]:
     """Return the tables about one context: its candidates, the bans, what each rank alone would choose."""
-    tables = [_candidates_table(context)]
-    if any(candidate.banned for candidate in context.candidates):
-        tables.append(_bans_table(context))
-    if any(candidate.spread for candidate in context.candidates):
+    tables = [_candidates_table(context), _bans_table(context)]
+    if any(candidate.spread_percent is not None for candidate in context.candidates):
         tables.append(_alone_table(context))
-    return tables
+    return [table for table in tables if table.rows]
 
 
 def session_heading(session: SessionHistory) -> str:
@@ -68,67 +55,70 @@ def session_heading(session: SessionHistory) -> str:
     if opened is None:
         return f"session {session.name} (its first record is lost)"
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}"
-    return (
-        f"{opened.thunk}: session {session.name}, {where}, {counted(session.runs, 'run')}, {session.outcome}"
-    )
+    ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
+    return f"{opened.thunk}: session {session.name}, {where}, {ended}"
 
 
 def session_notes(session: SessionHistory) -> list[str]:
     """Return what a reader must know before the figures, then what the session remarked."""
     notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
-    opened = session.opened
-    if opened is not None and (missing := sorted(set(opened.ranks) - set(session.ranks))):
+    if missing := session.missing_ranks:
         notes.append(
             f"No records of ranks {missing}: their logs are elsewhere, and the spread leaves them out."
         )
-    if session.warning:
-        notes.append(f"Warning: {session.warning}")
-    return notes + list(session.remarks)
+    if session.closed.warning:
+        notes.append(f"Warning: {session.closed.warning}")
+    return notes + session.remarks()
 
 
 def _contexts_table(session: SessionHistory) -> Table:
     names = columns("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
     rows = []
     for context in session.contexts:
-        winner = context.candidate(context.winner)
-        spread = winner.spread if winner else None
-        costs = [choice.cost_percent for choice in context.choices_alone() if choice.cost_percent is not None]
+        winner, settled = context.winner, context.settled
+        costs = [percent_over(choice.agreed_ms, settled.ms) for choice in context.choices_alone().values()]
+        cost_percent = max((cost for cost in costs if cost is not None), default=None)
         rows.append(
             (
                 context.label,
                 winner.config if winner else "-",
-                format_ms(context.ms),
-                status_label(context.status, launch_bound=context.launch_bound),
+                format_ms(settled.ms),
+                status_label(settled.status, launch_bound=settled.launch_bound),
                 str(sum(candidate.agreed_ms is not None for candidate in context.candidates)),
                 str(sum(bool(candidate.banned) for candidate in context.candidates)),
-                format_percent(spread.percent if spread else None),
-                format_percent(max(costs, default=None) if len(session.ranks) > 1 else None),
+                format_percent(winner.spread_percent if winner else None),
+                format_percent(cost_percent if len(session.ranks) > 1 else None),
             )
         )
     note = (
         "ms: agreed over the ranks. spread: slowest rank over fastest, of the winner. "
         "cost alone: what the worst choice of a single rank would have cost all of them."
     )
-    if any(context.launch_bound for context in session.contexts):
+    if any(context.settled.launch_bound for context in session.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
     return Table("Contexts", names, tuple(rows), note)
 
 
-def _stragglers_table(stragglers: Sequence[Straggler]) -> Table:
+def _stragglers_table(session: SessionHistory) -> Table:
     names = columns("rank", ">slowest in", ">of samples", ">median behind fastest %")
-    rows = [
+    rows = tuple(
         (str(s.rank), str(s.slowest_samples), str(s.compared_samples), format_percent(s.behind_percent))
-        for s in stragglers
-    ]
-    return Table("Stragglers", names, tuple(rows), "Samples that at least two ranks took in the same run.")
+        for s in session.stragglers()
+    )
+    return Table("Stragglers", names, rows, "Samples that at least two ranks took in the same run.")
 
 
-def _compiling_table(compiling: Sequence[Compiling]) -> Table:
+def _compiling_table(session: SessionHistory) -> Table:
     names = columns("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
-    rows = [
-        (str(c.rank), str(c.compiled), str(c.from_peers), str(c.cached), str(c.failed), f"{c.seconds:.1f}")
-        for c in compiling
-    ]
+    records = session.of_kind(Preflighted)
+    rows = []
+    for rank in sorted({record.rank for record in records}):
+        own = [record for record in records if record.rank == rank]
+        counts = (
+            str(sum(getattr(record, name) for record in own))
+            for name in ("compiled", "from_peers", "cached", "failed")
+        )
+        rows.append((str(rank), *counts, f"{sum(record.seconds for record in own):.1f}"))
     note = "Candidates compiled and loaded before trials. By peers: by another process of the same host."
     return Table("Compiling", names, tuple(rows), note)
 
@@ -144,28 +134,25 @@ def _candidates_table(context: ContextHistory) -> Table:
         context.candidates, key=lambda each: math.inf if each.agreed_ms is None else each.agreed_ms
     )
     rows = tuple(_candidate_row(context, candidate, best_ms) for candidate in fastest_first)
-    return Table(f"{context.label}: candidates", names, rows, _convergence(context.convergence))
+    return Table(f"{context.label}: candidates", names, rows, _convergence(context))
 
 
 def _candidate_row(
     context: ContextHistory, candidate: CandidateHistory, best_ms: float | None
 ) -> tuple[str, ...]:
-    spread = candidate.spread
-    by_rank = ("-", "-", "-")
-    if spread is not None:
-        fastest = f"{format_ms(spread.fastest_ms)} ({spread.fastest_rank})"
-        slowest = f"{format_ms(spread.slowest_ms)} ({spread.slowest_rank})"
-        by_rank = fastest, slowest, format_percent(spread.percent)
-    samples = sum(len(times.samples_ms) for times in candidate.by_rank)
-    remark = "winner" if candidate.config_id == context.winner else ""
+    extremes = ["-", "-"]
+    if candidate.spread_percent is not None:
+        times = sorted((ms, rank) for rank, ms in candidate.rank_ms.items())
+        extremes = [f"{format_ms(ms)} ({rank})" for ms, rank in (times[0], times[-1])]
     return (
         str(candidate.config_id),
         candidate.config,
         format_ms(candidate.agreed_ms),
         format_percent(percent_over(candidate.agreed_ms, best_ms)),
-        *by_rank,
-        str(samples),
-        "banned" if candidate.banned else remark,
+        *extremes,
+        format_percent(candidate.spread_percent),
+        str(candidate.samples),
+        "banned" if candidate.banned else "winner" if candidate is context.winner else "",
     )
 
 
@@ -174,13 +161,14 @@ def _bans_table(context: ContextHistory) -> Table:
     return Table(f"{context.label}: banned on all ranks", columns(">id", "config", "by"), rows)
 
 
-def _convergence(steps: Sequence[Step]) -> str:
+def _convergence(context: ContextHistory) -> str:
     """Return when the search first knew a time, and when it first knew its best one."""
-    if not steps:
+    best_ms = context.convergence
+    if not best_ms:
         return ""
-    first, best = steps[0], min(steps, key=lambda step: step.best_ms)
-    known = f"Best agreed time: {format_ms(first.best_ms)} ms after run {first.run}"
-    return f"{known}, {format_ms(best.best_ms)} ms after run {best.run}; last trial in run {steps[-1].run}."
+    first, best, last = min(best_ms), min(best_ms, key=lambda run: best_ms[run]), max(best_ms)
+    known = f"Best agreed time: {format_ms(best_ms[first])} ms after run {first}"
+    return f"{known}, {format_ms(best_ms[best])} ms after run {best}; last trial in run {last}."
 
 
 def _alone_table(context: ContextHistory) -> Table:
@@ -188,15 +176,15 @@ def _alone_table(context: ContextHistory) -> Table:
     names = columns("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
     rows = tuple(
         (
-            str(choice.rank),
+            str(rank),
             str(choice.config_id),
             choice.config,
-            format_ms(choice.own_ms),
+            format_ms(choice.rank_ms[rank]),
             format_ms(choice.agreed_ms),
-            format_percent(choice.cost_percent),
+            format_percent(percent_over(choice.agreed_ms, context.settled.ms)),
         )
-        for choice in choices
+        for rank, choice in choices.items()
     )
-    different = len({choice.config_id for choice in choices})
+    different = len({choice.config_id for choice in choices.values()})
     note = "Each would choose the same." if different == 1 else f"Alone they would run {different} configs."
     return Table(f"{context.label}: each rank alone", names, rows, note)

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
-from ..logs.analysis import History, SessionHistory
-from ..logs.writer import describe_skipped
+from ..logs.history import History, SessionHistory
+from ..logs.reader import describe_skipped
 from . import tables
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep

@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from triton.runtime.autotuner import Autotuner
 
 from ..formatting import counted
-from ..triton_api import interception
+from ..triton_api.launch import Launch
 from .process import CompilerChild, Ending
 
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
@@ -39,8 +38,6 @@ _OF_A_HOOK = {  # instead of what is said of a compiler
     "the compiler's process": "its process",
     "did not compile": "it did not end",
 }
-
-Launch = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,15 @@ class Rehearsal:
         return f"{candidates} left to the first launch, not knowing what pre_hook does: {why}"
 
 
-def rehearse(
-    tuner: Autotuner,
-    configs: Mapping[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    limit_s: float,
-) -> Rehearsal:
+def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehearsal:
     """Find out what the hooks of `configs` do to a launch; `limit_s` is the longest that may take.
 
     The tensors of `Rehearsal.launches` are those of the launch; nothing that is the caller's is changed.
     """
     if not configs:
         return Rehearsal()
-    told, why_none = _told_by_child(tuner, configs, args, kwargs, min(limit_s, LIMIT_S))
-    old = holders(args, kwargs)
+    told, why_none = _told_by_child(launch, configs, min(limit_s, LIMIT_S))
+    old = holders(launch.args, launch.kwargs)
     launches: dict[str, Launch] = {}
     left_out: dict[str, str] = {}
     for digest in configs:
@@ -83,22 +74,19 @@ def rehearse(
             left_out[digest] = reason
             continue
         new = with_changes(old, pickle.loads(base64.b64decode(pickled)))
-        launches[digest] = exchanged(args, new), {name: exchanged(v, new) for name, v in kwargs.items()}
+        kwargs = {name: exchanged(value, new) for name, value in launch.kwargs.items()}
+        launches[digest] = Launch(launch.tuner, exchanged(launch.args, new), kwargs)
     return Rehearsal(launches, left_out)
 
 
 def _told_by_child(
-    tuner: Autotuner,
-    configs: Mapping[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    limit_s: float,
+    launch: Launch, configs: Mapping[str, Any], limit_s: float
 ) -> tuple[dict[str, tuple[str, str]], str]:
     """Return by digest the pickled changes or the reason why there are none; and why digests are missing."""
     if limit_s <= 0:
         return {}, "no child may be started"
     try:
-        child = CompilerChild(lambda: _rehearse_all(tuner, configs, args, kwargs), limit_s, is_cut_off=True)
+        child = CompilerChild(lambda: _rehearse_all(launch, configs), limit_s, is_cut_off=True)
     except OSError as error:
         return {}, f"no child ({error.strerror})"
     try:
@@ -121,19 +109,14 @@ def _why_silent(ending: Ending) -> str:
 # ---- in the child
 
 
-def _rehearse_all(
-    tuner: Autotuner, configs: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
-    told = {digest: _rehearse_one(tuner, config, args, kwargs) for digest, config in configs.items()}
-    return json.dumps(told)
+def _rehearse_all(launch: Launch, configs: Mapping[str, Any]) -> str:
+    return json.dumps({digest: _rehearse_one(launch, config) for digest, config in configs.items()})
 
 
-def _rehearse_one(
-    tuner: Autotuner, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, str]:
+def _rehearse_one(launch: Launch, config: Any) -> tuple[str, str]:
     try:
-        stand_ins = StandIns(args, kwargs)
-        config.pre_hook(interception.hook_arguments(tuner, config, stand_ins.args, stand_ins.kwargs))
+        stand_ins = StandIns(launch.args, launch.kwargs)
+        config.pre_hook(Launch(launch.tuner, stand_ins.args, stand_ins.kwargs).hook_arguments(config))
         pickled = stand_ins.changes()
         pickle.loads(pickled)  # what fails here would fail in the rank
     except BaseException as error:  # SystemExit too: the next hook is to have its turn

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.autotuner import Autotuner
 
 from ..triton_api import interception
+from ..triton_api.launch import Launch, finished, load
 from .config_failures import config_failure
 from .pool import NotCompiled, Tally, Task, Terms, compile_all
 from .pre_hooks import rehearse
@@ -37,10 +37,8 @@ def current_device() -> int:
 
 
 def preflight(
-    tuner: Autotuner,
+    launch: Launch,
     configs: Mapping[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     terms: Terms,
     loading: Callable[[str], AbstractContextManager[None]] = lambda digest: nullcontext(),
 ) -> Preflight:
@@ -57,7 +55,7 @@ def preflight(
     began = time.monotonic()
     hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
     limit_s = min(terms.limit_s, terms.until - began)
-    rehearsal = rehearse(tuner, hooked, args, kwargs, limit_s)
+    rehearsal = rehearse(launch, hooked, limit_s)
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
     queue = _Queue()
@@ -65,17 +63,16 @@ def preflight(
     with AsyncCompileMode(queue, ignore_errors=True), queue:
         for digest, config in configs.items():
             if digest not in rehearsal.left_out:
-                launch = rehearsal.launches.get(digest, (args, kwargs))
                 with Reasons(reasons, digest):
-                    kernels[digest] = interception.compiled(tuner, config, *launch)
+                    kernels[digest] = rehearsal.launches.get(digest, launch).compile(config)
         tally = compile_all(queue.tasks, terms)
         for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
             with Reasons(reasons, digest):
-                kernels[digest] = interception.finished(kernel)
+                kernels[digest] = finished(kernel)
     for digest, kernel in kernels.items():
         if digest not in reasons:
             with Reasons(reasons, digest), loading(digest):
-                interception.load(kernel)
+                load(kernel)
     tally.seconds = time.monotonic() - began
     tally.remark = "; ".join(filter(None, (tally.remark, rehearsal.remark)))
     return Preflight(reasons, tally)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..codec import from_json
 from .address import Address
 from .messages import End
 
@@ -60,10 +61,7 @@ class Store:
     def read_address(self, limit_s: float = OPERATION_S) -> Address | None:
         """Return the hub's address, if it stands here yet."""
         found = self._run(lambda: self._read("address"), limit_s)
-        if found is None:
-            return None
-        outside = tuple((name, port) for name, port in found.pop("outside"))
-        return Address(outside=outside, **found)
+        return None if found is None else from_json(Address, found)
 
     def request_access(self, host: str) -> None:
         """Ask the hub to listen on the interface towards `host`."""

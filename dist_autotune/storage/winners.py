@@ -12,8 +12,9 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from ..regular_files import read_bounded
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
+LOCK_S = 10.0  # the longest wait for the directory's lock
 NOT_KEPT = "Winners are not kept on disk."
 NOT_GUARDED = "What kills the process is not banned at its next start."
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
-_PROBE_BYTES = 4096
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
-_SUFFIX_CHARACTERS = len("0123456789abcdef.json")
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
+_SUFFIX = "0123456789abcdef.json"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class EntryKey:
     @property
     def file_name(self) -> str:
         """Return `kernel-digest.json`."""
-        return f"{_file_prefix(self.kernel)}-{self.digest}.json"
+        return f"{safe_name(self.kernel)}-{self.digest}.json"
 
 
 @dataclass(frozen=True)
@@ -89,58 +90,41 @@ class Entry:
 class Winners:
     """The entries of one directory; without a directory everything is a miss and nothing is stored."""
 
-    def __init__(self, directory: Path | None, *, lock_timeout_s: float = 10.0) -> None:
+    def __init__(self, directory: Path | None, *, lock_timeout_s: float = LOCK_S) -> None:
         self.directory = directory
         self._lock_timeout_s = lock_timeout_s
-        self._file_lock: FileLock | None = None
         self._without_lock = ""  # why writes go on without the lock
         self._has_swept = False
         self._complaints: set[str] = set()
-        self._has_told = False  # that winners are lost
+        self._is_lost = False  # and reported
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
-        if self.directory is None:
-            return None
-        return self._read(self.directory / key.file_name)
+        return None if self.directory is None else self._read(self.directory / key.file_name)
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield every usable entry, by file name; warn of each that is not."""
+    def entries(self, kernel: str = "") -> Iterator[Entry]:
+        """Yield every usable entry, by file name, or those of a kernel: no other file is read."""
+        prefix = f"{safe_name(kernel)}-" if kernel else ""
         for path in self._entry_files():
-            if (entry := self._read(path)) is not None:
+            is_wanted = not prefix or path.name[: -len(_SUFFIX)] == prefix
+            if is_wanted and (entry := self._read(path)) is not None:
                 yield entry
 
-    def entries_of(self, kernel: str) -> Iterator[Entry]:
-        """Yield every usable entry of the kernels of this readable name; no other file is read."""
-        prefix = f"{_file_prefix(kernel)}-"
-        for path in self._entry_files():
-            is_of_it = path.name.startswith(prefix) and len(path.name) == len(prefix) + _SUFFIX_CHARACTERS
-            if is_of_it and (entry := self._read(path)) is not None:
-                yield entry
-
-    def note_launched(self, function: str, key: EntryKey) -> None:
-        """Keep that a function launches what an entry is for, if the directory can be written."""
-        if self.directory is None:
-            return
-        folder = self.directory / LAUNCHED / function
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / key.file_name).touch()
+    def record_launch(self, function: str, key: EntryKey) -> None:
+        """Store that a function launches what an entry is for, if the directory can be written."""
+        if self.directory is not None:
+            folder = self.directory / LAUNCHED / function
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / key.file_name).touch()
 
     def launched_by(self, function: str) -> Iterator[Entry]:
         """Yield the usable entries of what a function is known to launch."""
         if self.directory is None:
             return
-        names = []
-        with contextlib.suppress(OSError):
-            names = sorted(os.listdir(self.directory / LAUNCHED / function))
-        for name in filter(_ENTRY_NAME.fullmatch, names):
-            if (entry := self._read(self.directory / name)) is not None:
+        for path in _named_like_entries(self.directory / LAUNCHED / function):
+            if (entry := self._read(self.directory / path.name)) is not None:
                 yield entry
-
-    def load_all(self, match: Callable[[Entry], bool] | None = None) -> dict[str, Entry]:
-        """Return the usable entries that `match`, by the digest of their key."""
-        return {entry.key.digest: entry for entry in self.entries() if match is None or match(entry)}
 
     def put(self, entry: Entry) -> None:
         """Store `entry` in place of an older one of its key; nothing to do if that has the same winner."""
@@ -150,7 +134,7 @@ class Winners:
         """Delete every entry, damaged ones too, and return how many there were."""
         files = self._entry_files()
         if files and self.directory is not None:
-            with self._lock():
+            with self._lock(self.directory):
                 for path in files:
                     path.unlink(missing_ok=True)
                 shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
@@ -167,7 +151,7 @@ class Winners:
 
         A file that is not an export, or damaged in any of its entries, is a ValueError.
         """
-        data = _parse(path.read_bytes())
+        data = parse(path.read_bytes())
         if not isinstance(data.get("entries"), list):
             raise ValueError("not an export of this cache")
         entries = [from_json(Entry, item) for item in data["entries"]]
@@ -182,12 +166,12 @@ class Winners:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with self._lock():
+            with self._lock(self.directory):
                 for entry in changed:
                     if not self._holds(entry):  # a peer may have stored it while this process waited
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
-            self._tell_lost(self.directory, error.strerror or str(error), NOT_KEPT)
+            self._report_lost(self.directory, error.strerror or str(error), NOT_KEPT)
         else:
             if self._without_lock:
                 self._complain(
@@ -216,33 +200,26 @@ class Winners:
             raise
 
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self, directory: Path) -> Iterator[None]:
         """Hold the directory's lock; once it is not to be had, go on without it and never wait again."""
-        if self.directory is None or self._without_lock:
+        with contextlib.ExitStack() as held:
+            if not self._without_lock:
+                try:
+                    lock = FileLock(directory / ".lock")
+                    held.enter_context(lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01))
+                except (
+                    OSError,
+                    NotImplementedError,
+                ) as error:  # held for long, or no locks on the filesystem
+                    self._without_lock = getattr(error, "strerror", None) or str(error)
             yield
-            return
-        if self._file_lock is None:
-            self._file_lock = FileLock(str(self.directory / ".lock"))
-        try:
-            self._file_lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01)
-        except (OSError, NotImplementedError) as error:  # held too long, or a filesystem without locks
-            self._without_lock = getattr(error, "strerror", None) or str(error)
-            yield
-            return
-        try:
-            yield
-        finally:
-            self._file_lock.release()
 
     def _entry_files(self) -> list[Path]:
-        """Return the files that are named like entries: a directory given by mistake loses nothing else."""
-        if self.directory is None:
-            return []
-        return sorted(path for path in self.directory.glob("*.json") if _ENTRY_NAME.fullmatch(path.name))
+        return [] if self.directory is None else _named_like_entries(self.directory)
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            entry = from_json(Entry, _parse(read_bounded(path, MAX_ENTRY_BYTES)))
+            entry = from_json(Entry, parse(read_bounded(path, MAX_ENTRY_BYTES)))
             if entry.key.file_name != path.name:
                 raise ValueError(f"its content belongs in {entry.key.file_name}")
         except (FileNotFoundError, NotADirectoryError):
@@ -252,32 +229,20 @@ class Winners:
             return None
         return entry
 
-    def guard_failed(self, directory: Path, reason: str) -> None:
+    def report_guard_failure(self, directory: Path, reason: str) -> None:
         """Warn that a crash guard beside the entries cannot be written, and whether entries can."""
-        if self._can_write():
-            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_GUARDED}")
-        else:
-            self._tell_lost(directory, reason, f"{NOT_KEPT} {NOT_GUARDED}")
-
-    def _can_write(self) -> bool:
-        """Return whether an entry could be stored now."""
-        if self.directory is None:
-            return False
-        path = self.directory / f".{os.getpid()}-{os.urandom(4).hex()}.json.probe.tmp"
         try:
-            with path.open("xb") as file:
-                file.write(bytes(_PROBE_BYTES))
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                file.write(bytes(4096))
         except OSError:
-            return False
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        return True
+            self._report_lost(directory, reason, f"{NOT_KEPT} {NOT_GUARDED}")
+        else:
+            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_GUARDED}")
 
-    def _tell_lost(self, directory: Path, reason: str, consequence: str) -> None:
+    def _report_lost(self, directory: Path, reason: str, consequence: str) -> None:
         """Warn that winners are lost, once whatever the reason."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._is_lost:
+            self._is_lost = True
             self._complain(f"Cannot write the cache in {directory}: {reason}. {consequence}")
 
     def _complain(self, text: str) -> None:
@@ -287,20 +252,26 @@ class Winners:
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 
-def _file_prefix(kernel: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.]+", "_", kernel)[:80] or "_"
+def safe_name(name: str) -> str:
+    """Return a readable name as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:80] or "_"
 
 
-def _parse(content: bytes) -> dict[str, Any]:
+def parse(content: bytes, schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
     """Return the JSON object in `content`; a ValueError says in a few words why there is none."""
     if not content.strip():
         raise ValueError("empty file")
     data = parse_json(content)
     if not isinstance(data, dict) or "schema" not in data:
         raise ValueError("no schema version")
-    if data["schema"] != SCHEMA_VERSION:
-        raise ValueError(f"schema {data['schema']}, expected {SCHEMA_VERSION}")
+    if data["schema"] != schema_version:
+        raise ValueError(f"schema {data['schema']}, expected {schema_version}")
     return data
+
+
+def _named_like_entries(directory: Path) -> list[Path]:
+    """Return the files that are named like entries: a directory given by mistake loses nothing else."""
+    return sorted(path for path in directory.glob("*.json") if _ENTRY_NAME.fullmatch(path.name))
 
 
 def _sweep(directory: Path, before: float) -> None:

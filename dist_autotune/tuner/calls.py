@@ -5,6 +5,7 @@ With all that a session needs, this is imported when a tuned function is first c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +19,8 @@ from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
-from . import user_warnings
-from .failures import diagnosis_to
+from . import diagnosis
+from .function import TunedFunction
 from .function_state import FunctionState
 from .report import TuningReport
 from .session import Session
@@ -41,7 +42,7 @@ class Calls:
     def __init__(
         self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
     ) -> None:
-        self.domain: FunctionState | None = None
+        self.state: FunctionState | None = None
         self._function = function
         self._options = options
         self._name = name
@@ -88,18 +89,18 @@ class Calls:
                 self.retune()
 
     def _call(self, mode: str, thunk: Callable[[], T]) -> T:
-        domain = self._current_domain(tunes=mode == "tune")
+        state = self._current_state(tunes=mode == "tune")
         if interception.is_capturing():
             if not self._forgets:
-                domain.look_on_disk()
-            return _settled_call(domain, thunk, self._note, votes=False)[0]
+                state.results.looks_on_disk |= state.function.is_alone
+            return _settled_call(state, thunk, self._note, votes=False)[0]
         if self._session is None and not self._wants_session:
-            return self._call_settled(domain, mode, thunk)
-        return self._run_session(domain, thunk)
+            return self._call_settled(state, mode, thunk)
+        return self._run_session(state, thunk)
 
-    def _call_settled(self, domain: FunctionState, mode: str, thunk: Callable[[], T]) -> T:
+    def _call_settled(self, state: FunctionState, mode: str, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
-        is_alone = len(domain.agreement.ranks) == 1
+        is_alone = state.function.is_alone
         votes = self._options.watch and not is_alone and mode == "tune"
         may_tune = votes or (is_alone and mode == "tune")
         is_replay = self._options.mode == "replay"
@@ -107,7 +108,7 @@ class Calls:
         self._calls_in_vain += 1
         try:
             result, wants, before = _settled_call(
-                domain, thunk, self._note, votes=votes, preserved=self._options.preserve if keeps else None
+                state, thunk, self._note, votes=votes, preserved=self._options.preserve if keeps else None
             )
         except RankMismatch as error:
             self._wants_session = error.starts_anew
@@ -116,47 +117,43 @@ class Calls:
             return result
         self._calls_in_vain = 0
         if not may_tune:
-            self._note_new(domain, "keeps its first config: nothing watches for it")
+            self._note_new(state, "keeps its first config: nothing watches for it")
             return result
         if not is_replay or (before is None and self._options.preserve):
             self._wants_session = True
             if is_replay:
-                self._note_new(domain, "is tuned by the next call: no copy was made of what preserve= names")
+                self._note_new(state, "is tuned by the next call: no copy was made of what preserve= names")
             return result
         del result  # what is kept of the function's outputs must not add to the memory of the next run
-        return self._run_session(domain, thunk, before or Snapshot(()))
+        return self._run_session(state, thunk, before or Snapshot(()))
 
     def _note(self, text: str) -> None:
         """Write a remark to the log outside a session."""
-        rank = 0 if self.domain is None else self.domain.agreement.rank
+        rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
 
-    def _note_new(self, domain: FunctionState, what_happens: str) -> None:
+    def _note_new(self, state: FunctionState, what_happens: str) -> None:
         """Log, once each, the keys that are new and are not tuned by this call."""
-        for name in sorted(domain.launches.met - self._noted):
+        for name in sorted(state.dispatcher.met - self._noted):
             self._noted.add(name)
-            self._note(
-                f"{domain.local_contexts.by_name[name].title} is new to {self._name} and {what_happens}"
-            )
+            self._note(f"{state.contexts.by_name[name].title} is new to {self._name} and {what_happens}")
 
-    def _run_session(
-        self, domain: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None
-    ) -> T:
+    def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
         if self._session is not None and not self._goes_on(self._session):
             self._session = None
         if self._session is None:
-            if not self._options.is_dist and domain.tuning.rules.tunes:
-                user_warnings.tunes_alone(self._name)
-            domain.forgetful = self._forgets and domain.tuning.rules.tunes
-            log = SessionLog(self._log_dir, domain.agreement.rank)
-            self._session = Session(domain, log, None if self._log_dir is None else str(self._log_dir))
+            if not self._options.is_dist and state.search.rules.tunes:
+                diagnosis.warn_of_missing_is_dist(self._name)
+            state.results.ignores_known = self._forgets and state.search.rules.tunes
+            log = SessionLog(self._log_dir, state.function.group.rank)
+            self._session = Session(state, log, None if self._log_dir is None else str(self._log_dir))
             self._wants_session = True
         session = self._session
         try:
             session.open_once()
-            INTERCEPTION.tuning = domain.tuning.rules.tunes
+            INTERCEPTION.tuning = state.search.rules.tunes
             if self._options.mode == "online":
                 return session.online(thunk)
             return session.replay(thunk, before)
@@ -176,28 +173,28 @@ class Calls:
             self._report, self._session = session.report(), None
             self._calls_in_vain = 0
             self._wants_session = session.wants_another
-            self._forgets = self._forgets and (session.has_failed or not session.domain.forgetful)
+            self._forgets = self._forgets and (session.has_failed or not session.state.results.ignores_known)
 
-    def _current_domain(self, *, tunes: bool) -> FunctionState:
+    def _current_state(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
-        agreement: RankGroup = (
-            GROUPS.of(self._options.process_group()) if self._options.is_dist else GROUPS.single()
-        )
-        known = self.domain
-        if known is None or known.agreement is not agreement or known.tuning.rules.tunes != tunes:
+        options = self._options
+        group: RankGroup = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
+        known = self.state
+        if known is None or known.function.group is not group or known.function.tunes != tunes:
             try:
-                digest = identity.function_digest(self._function)
-                known = FunctionState(self._options, self._name, digest, agreement, tunes=tunes)
+                source = identity.function_digest(self._function)
+                function = TunedFunction.of(options, self._name, source, group, tunes=tunes)
+                known = FunctionState(function)
             except BaseException as error:  # the peers wait for this rank to open a session
-                agreement.fail(error)
+                group.fail(error)
                 raise
-            self.domain = known
+            self.state = known
             self._session, self._wants_session = None, True
         return known
 
 
 def _settled_call(
-    domain: FunctionState,
+    state: FunctionState,
     thunk: Callable[[], T],
     note: Callable[[str], None],
     *,
@@ -206,28 +203,29 @@ def _settled_call(
 ) -> tuple[T, bool, Snapshot | None]:
     """Run `thunk` with what is settled; return its result, whether some rank wants a session, and a snapshot.
 
-    `votes`: ask the peers. A rank that raises tells them instead, so that they do not wait for it.
+    `votes`: ask the peers. A rank that raises reports that instead, so that they do not wait for it.
     `preserved`: what the snapshot of the state before the run is to hold; None: none is made.
     """
-    launches, agreement = domain.launches, domain.agreement
-    launches.begin_run(tunes=False)
-    launches.met.clear()
+    dispatcher, function = state.dispatcher, state.function
+    dispatcher.begin_run(tunes=False)
+    dispatcher.met.clear()
     if not votes:
         before = None if preserved is None else Snapshot(preserved)
-        with INTERCEPTION.installed(launches.settled.runner, launches.choose):
-            return thunk(), bool(launches.met), before
-    what = f"a call of {domain.name}"
+        with INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose):
+            return thunk(), bool(dispatcher.met), before
+    what = f"a call of {function.name}"
     try:
         before = None if preserved is None else Snapshot(preserved)
+        write_stuck = functools.partial(diagnosis.write_stuck, note)
         with (
-            agreement.running(Watch(what, domain.timeout_s, domain.options.on_stuck, diagnosis_to(note))),
-            INTERCEPTION.installed(launches.settled.runner, launches.choose),
+            function.group.running(Watch(what, state.timeout_s, function.options.on_stuck, write_stuck)),
+            INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose),
         ):
             result = thunk()
-        facts = {name: {text: agreement.rank} for name, text in domain.point.items()}
-        vote = Vote(agreement.rank, facts, wants_session=bool(launches.met))
+        wants_session = bool(dispatcher.met)
+        vote = Vote(function.group.rank, function.point, wants_session=wants_session)
     except BaseException as error:
-        agreement.fail(error)
+        function.group.fail(error)
         raise
-    merged = checked(decode(agreement.exchange(vote.encode(), merge, domain.timeout_s, what)), Vote)
+    merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
     return result, merged.wants_session, before

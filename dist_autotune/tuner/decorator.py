@@ -26,10 +26,10 @@ R = TypeVar("R")
 
 
 class ContextualAutotuner(Generic[P, R]):
-    """A function whose `triton.autotune` launches are tuned where they run.
+    """A function whose `triton.autotune` launches are tuned where they run; made by `contextual_autotune`.
 
-    Calling it tunes until nothing is left to try, and from then on runs the function with the agreed
-    configs. Made by `contextual_autotune`; takes the function's arguments and returns its result.
+    A call takes the function's arguments and returns its result. It tunes until nothing is left to try;
+    later calls run the function with the agreed configs.
     """
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:

@@ -13,8 +13,7 @@ _REFRESH_S = 0.1
 class Progress:
     """A rich bar of the runs made; silent when `shown` is false.
 
-    It is drawn between runs and has no thread of its own: what the function prints, and the processes
-    that it forks, are not to be met by one.
+    Drawn between runs, without a thread: one would disturb what the function prints, and its forks.
     """
 
     def __init__(self, title: str, *, shown: bool) -> None:
@@ -25,22 +24,15 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
 
-            columns = (
-                TextColumn("{task.description}", markup=False),  # a key may look like it
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("runs"),
-                TimeElapsedColumn(),
-            )
-            self._bar = Bar(
-                *columns,
-                console=Console(stderr=True),
-                transient=True,
-                auto_refresh=False,
-                # The user's print() goes where it always went: into a pipe, if stdout is one.
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+            name = TextColumn("{task.description}", markup=False)  # a key may look like markup
+            columns = name, BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn()
+            # The user's print() goes where it always went: into a pipe, if stdout is one.
+            quiet: dict[str, Any] = {
+                "auto_refresh": False,
+                "redirect_stdout": False,
+                "redirect_stderr": False,
+            }
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, **quiet)
             self._task = self._bar.add_task(f"tuning {title}", total=None)
             self._bar.start()
 
@@ -60,12 +52,9 @@ class Progress:
 
 
 def is_shown(wanted: bool | None, rank: int) -> bool:
-    """Return whether this rank shows a bar: rank 0 when stderr is a terminal, unless told otherwise."""
-    return rank == 0 and (_is_terminal(sys.stderr) if wanted is None else wanted)
-
-
-def _is_terminal(stream: Any) -> bool:
-    """Return whether `stream`, which a program may have closed or replaced, is a terminal."""
-    with contextlib.suppress(AttributeError, ValueError):
-        return bool(stream.isatty())
+    """Return whether this rank shows a bar: rank 0 as `wanted`; None: when stderr is a terminal."""
+    if rank != 0 or wanted is not None:
+        return rank == 0 and bool(wanted)
+    with contextlib.suppress(AttributeError, ValueError):  # a program may have closed or replaced it
+        return sys.stderr.isatty()
     return False

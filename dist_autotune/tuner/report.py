@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..formatting import (
     LAUNCH_BOUND_NOTE,
@@ -20,6 +20,10 @@ from ..formatting import (
 from ..search.budget import Forecast
 from ..timing.time_spent import SecondsSpent
 
+if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
+    from ..launch.rank_contexts import RankContexts
+    from ..search.state import SearchState
+
 
 @dataclass(frozen=True)
 class TunedContext:
@@ -30,9 +34,7 @@ class TunedContext:
     config: Any  # the winning triton.Config, or the winning option of a `tunable`; None: there is none
     ms: float | None = None  # agreed over the ranks; None: never timed
     fastest_rank_ms: float | None = None  # of the winner; `ms` is that of the slowest, or the mean
-    status: str = (
-        "tuned"  # "tuned" | "cached" | "starved" | "partial"; "tuning"; "unfinished": it was dropped
-    )
+    status: str = "tuned"  # | "cached" | "starved" | "partial" | "tuning" | "unfinished": it was dropped
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
     launch_bound: bool = False  # the device waited for the host, whose part is in the times
@@ -97,3 +99,32 @@ class TuningReport:
         if self.log_dir is not None:
             lines.append(f"Logs: {self.log_dir}")
         return "\n".join(lines)
+
+
+def tuned_contexts(
+    search: SearchState, rank_contexts: RankContexts, names: Iterable[str]
+) -> tuple[TunedContext, ...]:
+    """Return the contexts among `names` in which there was a choice, as they stand."""
+    contexts = []
+    for name in sorted(names):
+        context, rank_context = search.contexts.get(name), rank_contexts.by_name.get(name)
+        if context is None or rank_context is None or len(context.digests) == 1:
+            continue
+        best = None if context.is_spent else context.incumbent
+        contexts.append(
+            TunedContext(
+                kernel=context.kernel,
+                key=rank_context.key,
+                config=None if best is None else rank_context.config_of(context.digests[best]),
+                ms=None if best is None else context.times.ms.get(best),
+                fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
+                launch_bound=best is not None and context.is_launch_bound,
+                status=context.status or "tuning",
+                timings={context.texts[index]: ms for index, ms in context.known_ms()},
+                banned={
+                    context.texts[index]: f"rank {rank}: {reason}"
+                    for index, (rank, reason) in sorted(context.banned.items())
+                },
+            )
+        )
+    return tuple(contexts)

@@ -8,159 +8,185 @@ import math
 import re
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
-from ..launch.rank_contexts import Claim, RankContext, RankContexts
+from ..launch.rank_context import Claim, RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
 from ..search.context_search import Context
-from ..search.state import SearchState
-from ..storage.device import Device
+from ..search.messages import RunReport
 from ..storage.winners import Entry, EntryKey, Winners
-from ..triton_api import identity, interception, subclasses
-from ..triton_api.interception import Key
+from ..triton_api import autotuner_cache, identity, subclasses
+from ..triton_api.launch import Key
 from ..version import __version__
-from .report import TunedContext
+from .function import TunedFunction
 
 Offers: TypeAlias = dict[str, tuple[int, str, float]]
 """Digest of an entry's key -> (the rank that has it, winner, ms)."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Who wrote an entry of some `Autotuner.cache`."""
+class Origin:
+    """The session that wrote an entry of some `Autotuner.cache`."""
 
-    agreement: RankGroup
+    group: RankGroup
     scope: str
     provisional: bool
 
 
-class Marks:
-    """Which entries of `Autotuner.cache` come from a session of ours. Holds no Autotuner alive."""
-
-    def __init__(self) -> None:
-        self._marks: weakref.WeakKeyDictionary[Autotuner, dict[Key, Mark]] = weakref.WeakKeyDictionary()
-
-    def put(self, tuner: Autotuner, key: Key, mark: Mark) -> None:
-        self._marks.setdefault(tuner, {})[key] = mark
-
-    def find(self, tuner: Autotuner, key: Key) -> Mark | None:
-        return self._marks.get(tuner, {}).get(key)
-
-
-MARKS = Marks()
+_origins: weakref.WeakKeyDictionary[Autotuner, dict[Key, Origin]] = weakref.WeakKeyDictionary()
 
 
 def mark_provisional(tuner: Autotuner, key: Key) -> None:
     """Have sessions tune what `Autotuner.cache` holds for the key: nothing was timed to put it there."""
-    MARKS.put(tuner, key, Mark(SingleRank(), "", provisional=True))
+    _origins.setdefault(tuner, {})[key] = Origin(SingleRank(), "", provisional=True)
 
 
 class Results:
-    """The results of one tuned function on one group of ranks.
+    """The results of one tuned function on one group of ranks, in `Autotuner.cache` and on disk."""
 
-    function: names the function. scope: "" for results that all functions share. agree, objective: options
-    that keys of disk entries depend on: a launch's time and the whole run's are no answers to one question.
-    """
-
-    def __init__(
-        self,
-        disk: Winners,
-        agreement: RankGroup,
-        device: Device,
-        function: str,
-        scope: str,
-        agree: str,
-        objective: str = "kernel",
-    ) -> None:
+    def __init__(self, function: TunedFunction, disk: Winners) -> None:
+        self.ignores_known = False  # retune(): what memory and disk hold does not count
+        self.looks_on_disk = False
+        self._in_session = False
+        self._offers: Offers = {}  # disk entries that all ranks use
+        self._function = function
         self._disk = disk
-        self._agreement = agreement
-        self._device = device
-        self._scope = scope
-        self._agree = agree
-        self._kernel_scope = scope if objective == "kernel" else f"{scope} by the whole run".strip()
-        facts = function, *vars(device).values(), triton.__version__, len(agreement.ranks), agree
-        readable = re.sub(r"[^A-Za-z0-9_.]+", "_", function)[:80]
+        self._scope = function.scope
+        options, device = function.options, function.device
+        # A launch's time and the whole run's are no answers to one question.
+        by_run = options.objective != "kernel"
+        self._kernel_scope = f"{self._scope} by the whole run".strip() if by_run else self._scope
+        named = f"{function.name}#{function.source_digest}"
+        ranks = len(function.group.ranks)
+        facts = [named, *vars(device).values(), triton.__version__, ranks, options.agree]
+        readable = re.sub(r"[^A-Za-z0-9_.]+", "_", named)[:80]
         self._folder = f"{readable}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
 
-    def on_disk(self, local: RankContext) -> Claim | None:
-        """Return what this rank's disk has for a context."""
-        entry = self._disk.get(self.entry_key(local))
-        return None if entry is None else Claim(self._agreement.rank, entry.winner, entry.ms)
+    # -- what ranks offer each other -----------------------------------------------------------------------
 
-    def launched_before(self) -> Offers:
+    def offered_at_opening(self) -> Offers:
         """Return the entries of what the function is known to launch."""
-        return self._offers(self._disk.launched_by(self._folder))
+        if self.ignores_known or self._is_alone:  # one rank looks entries up when it needs them
+            return {}
+        return self._offers_of(self._disk.launched_by(self._folder))
 
-    def of_kernels(self, kernels: Iterable[tuple[str, str]]) -> Offers:
-        """Return the entries of kernels, given as (readable name, identity)."""
-        wanted = set(kernels)
-        found = (self._disk.entries_of(name) for name in sorted({name for name, _ in wanted}))
-        entries = itertools.chain.from_iterable(found)
-        return self._offers(each for each in entries if (each.key.kernel, each.key.kernel_digest) in wanted)
+    def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
+        """Offer all entries of the kernels that a run announces, if no later vote agrees on them."""
+        votes_later = self._function.options.watch and self._function.tunes
+        if self._is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
+            return report
+        wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
+        entries = itertools.chain.from_iterable(
+            self._disk.entries(name) for name in sorted({name for name, _ in wanted})
+        )
+        found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
+        return replace(report, offers=self._offers_of(found))
 
-    def _offers(self, entries: Iterable[Entry]) -> Offers:
-        usable = (entry for entry in entries if self._is_usable(entry))
-        return {entry.key.digest: (self._agreement.rank, entry.winner, entry.ms) for entry in usable}
+    def open(self, offers: Offers, *, same_device: bool) -> None:
+        """Begin a session with the offers that all ranks have."""
+        self._in_session = True
+        self._offers = dict(offers) if same_device else {}
+        self.looks_on_disk = same_device
 
-    def in_memory(self, tuner: Autotuner, key: Key) -> Any:
+    def close(self) -> None:
+        self._in_session = False
+
+    def add_offers(self, offers: Offers) -> None:
+        self._offers = {**offers, **self._offers}
+
+    def _offers_of(self, entries: Iterable[Entry]) -> Offers:
+        rank = self._function.group.rank
+        return {e.key.digest: (rank, e.winner, e.ms) for e in entries if self._is_usable(e)}
+
+    # -- what is known of a context ------------------------------------------------------------------------
+
+    def find_claim(self, rank_context: RankContext, tuner: Autotuner | None) -> Claim | None:
+        """Return the result that a context has in memory or on disk before its first launch here."""
+        known = None if tuner is None or self.ignores_known else self._in_memory(tuner, rank_context.key)
+        if known is not None:
+            return Claim(self._function.group.rank, identity.candidate_digest(known.all_kwargs()))
+        return self.claim_on_disk(rank_context)
+
+    def claim_on_disk(self, rank_context: RankContext) -> Claim | None:
+        """Return the entry that all ranks have agreed to use, else what this rank has and will report."""
+        if self.ignores_known:
+            return None
+        key = self._entry_key(rank_context)
+        if key.digest in self._offers:
+            return Claim(*self._offers[key.digest])
+        if not self.looks_on_disk or not (self._in_session or self._is_alone):
+            return None
+        entry = self._disk.get(key)
+        return None if entry is None else Claim(self._function.group.rank, entry.winner, entry.ms)
+
+    def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
         if subclasses.keeps_its_own_cache(tuner):
             return None
-        config, mark = tuner.cache.get(key), MARKS.find(tuner, key)
-        if config is None or (mark is not None and mark.provisional):
+        config, origin = tuner.cache.get(key), _origins.get(tuner, {}).get(key)
+        if config is None or (origin is not None and origin.provisional):
             return None
-        if mark is None:
-            return config if isinstance(self._agreement, SingleRank) and not self._scope else None
-        if not isinstance(self._agreement, SingleRank) and mark.agreement is not self._agreement:
-            return None
-        return config if mark.scope == self._scope else None
+        if origin is None:  # stock Triton's, or the user's
+            return config if self._is_alone and not self._scope else None
+        is_ours = self._is_alone or origin.group is self._function.group
+        return config if is_ours and origin.scope == self._scope else None
 
-    def publish(self, context: Context, local: RankContext, seconds: float) -> None:
+    @property
+    def _is_alone(self) -> bool:
+        return isinstance(self._function.group, SingleRank)
+
+    # -- where a result goes -------------------------------------------------------------------------------
+
+    def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
-        local.is_published = True
+        rank_context.is_published = True
         winner = context.digests[context.incumbent]
         timings = {context.digests[index]: ms for index, ms in context.times.ms.items()}
+        if rank_context.is_choice:
+            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
         failed = {context.digests[index]: math.inf for index in context.banned}
-        if local.is_choice:
-            CHOICES.remember(context.kernel, local.key_text, dict(local.order)[winner])
-        for binding in local.bindings:
-            tuner = binding.tuner()
-            config = binding.configs.get(winner)
+        self._to_memory(context, rank_context, winner, {**timings, **failed}, seconds)
+        if len(context.digests) == 1:
+            return
+        if context.status == "tuned" and winner in timings:
+            self._disk.put(self._entry(context, rank_context, winner, timings[winner]))
+        if context.status in ("tuned", "cached") and not self._function.is_alone:
+            self._disk.record_launch(self._folder, self._entry_key(rank_context))
+
+    def _to_memory(
+        self,
+        context: Context,
+        rank_context: RankContext,
+        winner: str,
+        known: dict[str, float],
+        seconds: float,
+    ) -> None:
+        is_cached = context.status == "cached"
+        for binding in rank_context.bindings:
+            tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
-            if subclasses.keeps_its_own_cache(
-                tuner
-            ):  # what it would find there it might take for another key's
+            if subclasses.keeps_its_own_cache(tuner):  # it might take the entry for another key's
                 continue
-            cached = context.status == "cached"
-            standing = tuner.cache.get(binding.key)
-            if cached and standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
+            standing = tuner.cache.get(binding.key) if is_cached else None
+            if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
                 continue  # and so does all that belongs to it
-            known = {**timings, **failed}
             by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
-            interception.publish(tuner, binding.key, config, by_config, seconds)
-            MARKS.put(tuner, binding.key, Mark(self._agreement, self._scope, context.provisional))
+            autotuner_cache.publish(tuner, binding.key, config, by_config, seconds)
+            origin = Origin(self._function.group, self._scope, context.provisional)
+            _origins.setdefault(tuner, {})[binding.key] = origin
             if not context.provisional:
-                interception.announce(tuner, binding.key, cache_hit=cached)
-        ms = timings.get(winner)
-        if context.status == "tuned" and ms is not None and len(context.digests) > 1:
-            self._disk.put(self._entry(context, local, winner, ms))
-        if (
-            context.status in ("tuned", "cached")
-            and len(context.digests) > 1
-            and len(self._agreement.ranks) > 1
-        ):
-            self._disk.note_launched(self._folder, self.entry_key(local))
+                autotuner_cache.announce(tuner, binding.key, cache_hit=is_cached)
 
-    def _entry(self, context: Context, local: RankContext, winner: str, ms: float) -> Entry:
+    def _entry(self, context: Context, rank_context: RankContext, winner: str, ms: float) -> Entry:
         return Entry(
-            key=self.entry_key(local),
+            key=self._entry_key(rank_context),
             winner=winner,
             config=context.texts[context.incumbent],
             ms=ms,
@@ -169,59 +195,30 @@ class Results:
             package_version=__version__,
         )
 
-    def entry_key(self, local: RankContext) -> EntryKey:
+    def _entry_key(self, rank_context: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
-            kernel=local.source.short_name,
-            kernel_digest=local.kernel,
-            key=local.key_text,
-            constants=local.constants,
-            candidates=tuple(sorted(candidate for candidate, _ in local.order)),
-            device=self._device.name,
-            capability=self._device.capability,
-            driver=self._device.driver,
-            triton_version=triton.__version__,
-            world_size=len(self._agreement.ranks),
-            scope=self._scope if local.is_choice else self._kernel_scope,
-            agree=self._agree,
+            kernel=rank_context.source.short_name,
+            kernel_digest=rank_context.kernel,
+            key=rank_context.key_text,
+            constants=rank_context.constants,
+            candidates=tuple(sorted(rank_context.texts)),
+            scope=self._scope if rank_context.is_choice else self._kernel_scope,
+            **self._conditions(),
         )
 
     def _is_usable(self, entry: Entry) -> bool:
-        key = entry.key
-        return (
-            (key.device, key.capability, key.driver)
-            == (self._device.name, self._device.capability, self._device.driver)
-            and key.triton_version == triton.__version__
-            and key.world_size == len(self._agreement.ranks)
-            and key.scope in (self._scope, self._kernel_scope)
-            and key.agree == self._agree
-        )
+        holds = all(getattr(entry.key, name) == value for name, value in self._conditions().items())
+        return holds and entry.key.scope in (self._scope, self._kernel_scope)
 
-
-def tuned_contexts(
-    tuning: SearchState, local_contexts: RankContexts, names: set[str]
-) -> tuple[TunedContext, ...]:
-    """Return the contexts among `names` that there was a choice in, as they stand."""
-    contexts = []
-    for name in sorted(names):
-        context, local = tuning.contexts.get(name), local_contexts.by_name.get(name)
-        if context is None or local is None or len(context.digests) == 1:
-            continue
-        best = None if context.is_spent else context.incumbent
-        contexts.append(
-            TunedContext(
-                kernel=context.kernel,
-                key=local.key,
-                config=None if best is None else local.config_of(context.digests[best]),
-                ms=None if best is None else context.times.ms.get(best),
-                fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
-                launch_bound=best is not None and context.is_launch_bound,
-                status=context.status or "tuning",
-                timings={context.texts[index]: ms for index, ms in context.known_ms()},
-                banned={
-                    context.texts[index]: f"rank {rank}: {reason}"
-                    for index, (rank, reason) in sorted(context.banned.items())
-                },
-            )
-        )
-    return tuple(contexts)
+    def _conditions(self) -> dict[str, Any]:
+        """Return the fields of an entry's key that hold for all results of the function."""
+        device = self._function.device
+        return {
+            "device": device.name,
+            "capability": device.capability,
+            "driver": device.driver,
+            "triton_version": triton.__version__,
+            "world_size": len(self._function.group.ranks),
+            "agree": self._function.options.agree,
+        }

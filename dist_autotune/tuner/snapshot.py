@@ -47,7 +47,6 @@ def check_preserved(preserved: Sequence[Any]) -> None:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor was expanded."""
     return tensor.layout is torch.strided and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -92,11 +91,8 @@ def _gradient(owner: torch.Tensor) -> Callable[[], None]:
 
 def _random_state() -> Callable[[], None]:
     on_cpu = torch.get_rng_state()
-    on_gpu = (
-        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    )
-    in_python = random.getstate()
-    in_numpy = np.random.get_state()
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    in_python, in_numpy = random.getstate(), np.random.get_state()
 
     def restore() -> None:
         torch.set_rng_state(on_cpu)

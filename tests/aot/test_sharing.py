@@ -21,7 +21,7 @@ from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import Binaries, Terms
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.compilation.process import CompilerChild, Ending
-from dist_autotune.triton_api import interception
+from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -32,8 +32,8 @@ BLOCKS = (16, 64, 128)
 def preflight(*blocks: int, **terms: Any) -> Preflight:
     tuner = kernel(*blocks)
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    configs = interception.candidates_of(tuner, (x, y), {})
-    return compiling.preflight(tuner, configs, (x, y), {"grid": (1,)}, Terms(**{"session": "one"} | terms))
+    launch = Launch(tuner, (x, y), {"grid": (1,)})
+    return compiling.preflight(launch, launch.candidates(), Terms(**{"session": "one"} | terms))
 
 
 def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:

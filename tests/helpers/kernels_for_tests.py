@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from dist_autotune import contextual_autotune
-from dist_autotune.logs.writer import read_records
+from dist_autotune.logs.reader import read_records
 
 
 @triton.jit
@@ -248,7 +249,9 @@ def no_bench(*args: Any, **kwargs: Any) -> Any:
 
 def records(kind: type | None = None, directory: str | Path = ".autotune_logs", rank: int = 0) -> list[Any]:
     """Return what a rank has logged, of one kind or of all."""
-    found = list(read_records(Path(directory) / f"rank-{rank}.jsonl"))
+    skipped: Counter[str] = Counter()
+    found = list(read_records(Path(directory) / f"rank-{rank}.jsonl", skipped))
+    assert not skipped
     return found if kind is None else [record for record in found if isinstance(record, kind)]
 
 

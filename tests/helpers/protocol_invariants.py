@@ -20,7 +20,7 @@ from dist_autotune.search.context_search import Context
 from dist_autotune.search.messages import Message, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
-from dist_autotune.tuner.function_state import UNDER_WAY
+from dist_autotune.tuner.function import SESSION_STATE
 
 SIZES_EVERY = 5  # exchanges
 MERGE_SLACK_BYTES = 200  # of one part: counts and sums get longer digits when ranks are merged
@@ -82,7 +82,7 @@ class Witness:
         if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
             self._check_states()
         if kinds == {"open"}:
-            states = {state for payload in told for state in payload.facts[UNDER_WAY]}
+            states = {state for payload in told for state in payload.facts[SESSION_STATE]}
             goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
             self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
             if not goes_on:
@@ -99,12 +99,12 @@ class Witness:
 
     @staticmethod
     def _known_runs(rank: VirtualRank) -> int:
-        return 0 if rank.domain is None else rank.domain.tuning.runs
+        return 0 if rank.state is None else rank.state.search.runs
 
     # -- the state -----------------------------------------------------------------------------------------
 
     def _check_states(self) -> None:
-        tunings = [rank.domain.tuning for rank in self.ranks if rank.domain is not None]
+        tunings = [rank.state.search for rank in self.ranks if rank.state is not None]
         first, *others = (state_of(tuning) for tuning in tunings)
         for rank, other in enumerate(others, 1):
             assert other == first, f"rank {rank} holds another state than rank 0:\n{other}\n{first}"
@@ -121,9 +121,9 @@ class Witness:
         digest = context.digests[context.incumbent]
         if context.settled:
             for rank in self.ranks:
-                local = None if rank.domain is None else rank.domain.local_contexts.by_name.get(context.name)
-                if local is not None and local.announced:
-                    assert digest in dict(local.order), f"{context.title}: the winner is no candidate of all"
+                known = None if rank.state is None else rank.state.contexts.by_name.get(context.name)
+                if known is not None and known.announced:
+                    assert digest in known.texts, f"{context.title}: the winner is no candidate of all"
         if context.status and self._statuses.get(context.name) == "":
             self.counts[context.status] += 1
             is_timed = context.judge == BY_LAUNCH and context.winner in context.times.ms
@@ -134,8 +134,8 @@ class Witness:
 
     def _note_samples(self, merged: RunReport) -> None:
         """Note which candidates have no sample on a rank that launched them when they were on trial."""
-        assert self.ranks[0].domain is not None
-        for name, context in self.ranks[0].domain.tuning.contexts.items():
+        assert self.ranks[0].state is not None
+        for name, context in self.ranks[0].state.search.contexts.items():
             part = merged.parts.get(name)
             if part is None or context.trial is None or context.is_warmup or part.pending:
                 continue
@@ -145,8 +145,8 @@ class Witness:
 
     def _check_runs(self) -> None:
         """A session ends within what its options and its contexts allow."""
-        assert self.ranks[0].domain is not None
-        tuning, options = self.ranks[0].domain.tuning, self.program.options
+        assert self.ranks[0].state is not None
+        tuning, options = self.ranks[0].state.search, self.program.options
         made = tuning.runs + 1  # with the one that is being told
         since = {rank.runs - before for rank, before in zip(self.ranks, self._runs_at_open, strict=True)}
         assert since == {made}, f"ranks have made {since} runs of this session, {made} are known"
@@ -161,7 +161,7 @@ class Witness:
 
     def _check_launches(self) -> None:
         for rank in self.ranks:
-            assert rank.domain is not None
+            assert rank.state is not None
             worked: dict[str, set[str]] = defaultdict(set)
             failed: dict[str, set[str]] = defaultdict(set)
             for kernel, n, block, has_worked in rank.attempts:
@@ -172,15 +172,15 @@ class Witness:
                 self._check_attempts(rank, name, worked[name], failed[name])
 
     def _check_attempts(self, rank: VirtualRank, name: str, worked: set[str], failed: set[str]) -> None:
-        assert rank.domain is not None
-        context = rank.domain.tuning.contexts.get(name)
+        assert rank.state is not None
+        context = rank.state.search.contexts.get(name)
         if context is None:
             return
         banned = {context.digests[index] for index in context.banned}
         assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
         planned = context.digests[context.planned]
-        local = rank.domain.local_contexts.by_name[name]
-        if planned in dict(local.order) and planned not in local.bans.keys() | failed:
+        known = rank.state.contexts.by_name[name]
+        if planned in known.texts and planned not in known.bans.keys() | failed:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
 
     # -- payloads ------------------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ class Witness:
 
 def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:
     tuner = rank.tuners[rank.program.kernels.index(kernel)]
-    assert rank.domain is not None
-    (binding,) = (b for key, b in rank.domain.launches._admission._bindings[tuner].items() if key[0] == n)
+    assert rank.state is not None
+    (binding,) = (b for key, b in rank.state.registry._bindings[tuner].items() if key[0] == n)
     (digest,) = (d for d, config in binding.configs.items() if config.kwargs["BLOCK"] == block)
-    return binding.local.name, digest
+    return binding.rank_context.name, digest
 
 
 # ---- how calls end

@@ -12,7 +12,7 @@ import itertools
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -31,8 +31,9 @@ from dist_autotune.search.strategies import Warmup
 from dist_autotune.storage.winners import Entry, Winners
 from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
+from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
-from dist_autotune.tuner.recorder import Recorder
+from dist_autotune.tuner.session import Session
 
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
@@ -78,9 +79,6 @@ class VirtualDisk:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-
-    def load_all(self, match: Callable[[Entry], bool]) -> dict[str, Entry]:
-        return {name: entry for name, entry in self.entries.items() if match(entry)}
 
     def put(self, entry: Entry) -> None:
         self.entries[entry.key.digest] = entry
@@ -154,14 +152,14 @@ class VirtualRank:
         )
 
     @property
-    def domain(self) -> FunctionState | None:
+    def state(self) -> FunctionState | None:
         calls = self.tuned._calls
-        known: FunctionState | None = None if calls is None else calls.domain
+        known: FunctionState | None = None if calls is None else calls.state
         return known
 
-    def elapsed_s(self, chronicle: Recorder) -> float:
-        """Return the scripted seconds since the session of `chronicle` began."""
-        began = vars(chronicle).setdefault("began_at_run", self.runs)
+    def elapsed_s(self, session: Session) -> float:
+        """Return the scripted seconds since the session of `session` began."""
+        began = vars(session).setdefault("began_at_run", self.runs)
         return self.program.seconds_a_run * (self.runs - began)
 
     def live(self) -> list[Ending]:
@@ -254,14 +252,14 @@ class Ending:
         self.is_settled = rank.tuned.settled
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
-        if error is None and rank.domain is not None:
-            for name, local in rank.domain.local_contexts.by_name.items():
-                context = rank.domain.tuning.contexts.get(name)
-                if context is not None and context.settled and local.announced and not local.is_choice:
-                    binding = local.bindings[0]
+        if error is None and rank.state is not None:
+            for name, known in rank.state.contexts.by_name.items():
+                context = rank.state.search.contexts.get(name)
+                if context is not None and context.settled and known.announced and not known.is_choice:
+                    binding = known.bindings[0]
                     kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
                     config = binding.configs[context.digests[context.incumbent]]
-                    self.winners[kernel.function, local.key[0]] = config.kwargs["BLOCK"]
+                    self.winners[kernel.function, known.key[0]] = config.kwargs["BLOCK"]
 
 
 # ---- strategies of a user's own
@@ -308,8 +306,8 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
 
-    def preflight(tuner: Any, configs: dict[str, Any], *rest: Any) -> Preflight:
-        return Preflight(HERE.rank.preflight(tuner, configs))
+    def preflight(launch: Launch, configs: dict[str, Any], *rest: Any) -> Preflight:
+        return Preflight(HERE.rank.preflight(launch.tuner, configs))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -318,14 +316,13 @@ def virtual_world() -> Iterator[None]:
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
-            (Winners, "load_all", lambda cache, match: HERE.rank.disk.load_all(match)),
             (Winners, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
             (settings, "run_mode", lambda: HERE.rank.mode),
             (identity, "function_digest", lambda function: "the same on all ranks"),
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
             (dist_autotune.compilation.preflight, "preflight", preflight),
-            (Recorder, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
+            (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         yield

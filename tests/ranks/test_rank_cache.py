@@ -340,7 +340,7 @@ def test_ranks_that_remember_different_results_drop_them():
         kernel = bench.kernel({16: 1.0, 32: 2.0})
         step = tune(bench, lambda n: launch(kernel, numbers(n)))
         step(64)
-        (context,) = step._calls.domain.tuning.contexts.values()
+        (context,) = step._calls.state.search.contexts.values()
         if rank:  # as after a Ctrl-C that one rank saw an exchange later than the others
             context.winner = 1
         step(8)  # a new key opens a session

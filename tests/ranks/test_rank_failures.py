@@ -276,7 +276,7 @@ def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone
     assert (timings, winner, opened) == ([1.0, 2.0, 3.0], {"add64": 32}, 1)
     failed = [sorted(pair) for pair in zip(zero[4], one[4], strict=True) if pair != ("returned None",) * 2]
     assert failed == [["Boom", "PeerFailed"]] * 4
-    (verdict,) = replay.verify(reader.read_sessions(Path(".autotune_logs"))[0])
+    (verdict,) = replay.verify(reader.load(Path(".autotune_logs")).sessions)
     assert verdict.differences == []
 
 
@@ -327,7 +327,7 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
             place = {
                 "disk": (dist_autotune.tuner.function_state.Winners, "launched_by"),
                 "preserve": (dist_autotune.tuner.session, "Snapshot"),
-                "log": (dist_autotune.tuner.recorder.Recorder, "step"),
+                "log": (dist_autotune.tuner.recorder.Recorder, "record_contexts"),
             }[what]
             monkeypatch.setattr(*place, lambda *args, **kwargs: raise_(MemoryError("no room")))
         step, _, x = failing_step(rank, fails={}, at_run=0)

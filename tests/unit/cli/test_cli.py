@@ -198,11 +198,11 @@ def test_cache_clear_asks_first(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     refused = run("cache", "clear", answer="n\n")
     assert refused.exit_code == 1
-    assert len(Winners(tmp_cache).load_all()) == 1
+    assert len(list(Winners(tmp_cache).entries())) == 1
     agreed = run("cache", "clear", answer="y\n")
     assert agreed.exit_code == 0
     assert "Deleted 1 entry" in agreed.stdout
-    assert Winners(tmp_cache).load_all() == {}
+    assert list(Winners(tmp_cache).entries()) == []
 
 
 def test_cache_clear_yes_does_not_ask(tmp_cache: Path) -> None:

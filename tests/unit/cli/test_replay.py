@@ -29,9 +29,9 @@ def run(*arguments: str | Path) -> Result:
 
 
 def verdicts() -> list[Verdict]:
-    sessions, skipped = reader.read_sessions(LOGS)
-    assert not skipped
-    return replay.verify(sessions)
+    history = reader.load(LOGS)
+    assert not history.skipped
+    return replay.verify(history.sessions)
 
 
 def assert_as_recorded(*, sessions: int) -> None:
@@ -370,9 +370,8 @@ def noisy(rank: int) -> None:
     tune(bench, lambda: launch(kernel, numbers()), n_repeat=5, n_warmup=0)()
 
 
-def tried(**plan: Any) -> what_if.WhatIf:
-    sessions, _ = reader.read_sessions(LOGS)
-    (found,) = what_if.what_if(sessions, what_if.Plan(**plan))
+def tried(**options: Any) -> what_if.WhatIf:
+    (found,) = what_if.what_if(reader.load(LOGS).sessions, options)
     return found
 
 

@@ -20,9 +20,9 @@ from rank_programs import tune
 
 from dist_autotune.cli import html, tables
 from dist_autotune.errors import LaunchTimeout
-from dist_autotune.formatting import WALL_CLOCK_NOTE
+from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
 from dist_autotune.logs import reader, records
-from dist_autotune.logs.analysis import ContextHistory, SessionHistory
+from dist_autotune.logs.history import ContextHistory, SessionHistory
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
@@ -36,6 +36,11 @@ def load_one(directory: Path) -> SessionHistory:
 def load_context(directory: Path) -> ContextHistory:
     (context,) = load_one(directory).contexts
     return context
+
+
+def shown(session: SessionHistory) -> list[Table]:
+    of_contexts = [table for context in session.contexts for table in tables.context_tables(context)]
+    return [*tables.session_tables(session), *of_contexts]
 
 
 # ---- TuningReport
@@ -90,39 +95,37 @@ assert not {{"torch", "triton", "matplotlib"}} & sys.modules.keys()
 def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) -> None:
     write_session(tmp_path)
     session = load_one(tmp_path)
-    assert (session.thunk, session.ranks, session.runs, session.outcome) == ("layer", (0, 1), 7, "settled")
-    context = load_context(tmp_path)
-    assert (context.label, context.status, context.winner, context.ms) == (
-        "matmul[4096, fp16]",
-        "tuned",
-        1,
-        2.0,
+    assert (session.thunk, session.ranks, session.closed.runs, session.closed.outcome) == (
+        "layer",
+        [0, 1],
+        7,
+        "settled",
     )
+    context = load_context(tmp_path)
+    assert (context.label, context.settled.status, context.settled.ms) == ("matmul[4096, fp16]", "tuned", 2.0)
+    assert context.winner is context.candidates[1]
     assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, 2.0, 3.3, None]
     assert [candidate.banned for candidate in context.candidates][:3] == ["", "", ""]
     assert context.candidates[3].banned.startswith("rank 1: out of resource")
-    first = context.candidates[0]
-    assert {times.rank: times.samples_ms for times in first.by_rank} == {0: (1.0, 1.0), 1: (4.0, 4.0)}
+    assert (context.candidates[0].rank_ms, context.candidates[0].samples) == ({0: 1.0, 1: 4.0}, 4)
 
 
 def test_the_spread_is_the_slowest_rank_over_the_fastest(tmp_path: Path) -> None:
     write_session(tmp_path)
-    spread = load_context(tmp_path).candidates[0].spread
-    assert spread is not None
-    assert (spread.fastest_rank, spread.slowest_rank, spread.percent) == (0, 1, pytest.approx(300.0))
+    assert load_context(tmp_path).candidates[0].spread_percent == pytest.approx(300.0)
 
 
 def test_each_rank_alone_chooses_by_its_own_times_and_the_cost_is_what_all_pay(tmp_path: Path) -> None:
     write_session(tmp_path)
-    alone = {choice.rank: choice for choice in load_context(tmp_path).choices_alone()}
-    assert (alone[0].config, alone[0].own_ms, alone[0].agreed_ms) == (CONFIGS[0], 1.0, 4.0)
-    assert alone[0].cost_percent == pytest.approx(100.0)
-    assert (alone[1].config, alone[1].cost_percent) == (CONFIGS[1], 0.0)
+    context = load_context(tmp_path)
+    assert [choice.config for choice in context.choices_alone().values()] == [CONFIGS[0], CONFIGS[1]]
+    (table,) = [table for table in tables.context_tables(context) if "alone" in table.title]
+    assert [row[3:] for row in table.rows] == [("1.000", "4.000", "+100.0"), ("2.000", "2.000", "+0.0")]
 
 
 def test_stragglers_are_counted_within_samples_that_several_ranks_took(tmp_path: Path) -> None:
     write_session(tmp_path)
-    by_rank = {straggler.rank: straggler for straggler in load_one(tmp_path).stragglers}
+    by_rank = {straggler.rank: straggler for straggler in load_one(tmp_path).stragglers()}
     assert (by_rank[0].slowest_samples, by_rank[0].compared_samples, by_rank[0].behind_percent) == (0, 6, 0.0)
     assert (by_rank[1].slowest_samples, by_rank[1].compared_samples) == (6, 6)
     assert by_rank[1].behind_percent == pytest.approx(100 / 3)
@@ -130,9 +133,7 @@ def test_stragglers_are_counted_within_samples_that_several_ranks_took(tmp_path:
 
 def test_convergence_is_the_best_agreed_time_after_each_run(tmp_path: Path) -> None:
     write_session(tmp_path)
-    assert [(s.run, s.best_ms) for s in load_context(tmp_path).convergence] == [
-        (0, 4.0), (1, 4.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 2.0)
-    ]  # fmt: skip
+    assert load_context(tmp_path).convergence == {0: 4.0, 1: 4.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 2.0}
 
 
 def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
@@ -144,12 +145,12 @@ def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
             log.write(dataclasses.replace(record, ms=0.001, counted=False) if lucky else record)
     context = load_context(tmp_path)
     assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, None, 3.3, None]
-    assert min(step.best_ms for step in context.convergence) == 3.3
+    assert min(context.convergence.values()) == 3.3
 
 
 def test_a_run_with_several_configs_is_no_candidate_of_its_own(tmp_path: Path) -> None:
     write_session(tmp_path)
-    before = load_one(tmp_path)
+    before = shown(load_one(tmp_path))
     for rank in (0, 1):
         with SessionLog(tmp_path, rank) as log:
             log.write(
@@ -159,14 +160,14 @@ def test_a_run_with_several_configs_is_no_candidate_of_its_own(tmp_path: Path) -
                     ms=9.0 + rank, statistic_ms=9.0,
                 )
             )  # fmt: skip
-    assert load_one(tmp_path) == before
+    assert shown(load_one(tmp_path)) == before
 
 
 def test_one_rank_alone_has_neither_spread_nor_stragglers(tmp_path: Path) -> None:
     write_session(tmp_path, ranks=(0,))
     session = load_one(tmp_path)
-    assert session.stragglers == ()
-    assert [candidate.spread for candidate in load_context(tmp_path).candidates] == [None] * 4
+    assert session.stragglers() == []
+    assert [candidate.spread_percent for candidate in load_context(tmp_path).candidates] == [None] * 4
     assert any("No records of ranks [1]" in note for note in tables.session_notes(session))
 
 
@@ -176,10 +177,10 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
             log.write(record)
         log.write(records.RunFailed(session="s1", run=2, by_rank=1, error="ValueError: no"))
     session = load_one(tmp_path)
-    assert session.outcome == "unfinished"
-    assert session.contexts[0].status == "unfinished"
-    assert session.remarks == ("Run 2 failed on rank 1: ValueError: no",)
-    assert all(tables.session_tables(session) + tables.context_tables(session.contexts[0]))
+    assert session.closed.outcome == "unfinished"
+    assert session.contexts[0].settled.status == "unfinished"
+    assert session.remarks() == ["Run 2 failed on rank 1: ValueError: no"]
+    assert shown(session)
 
 
 def test_lines_that_cannot_be_read_are_counted_per_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from example_files import KEY, entry
 from dist_autotune.errors import CacheWarning
 from dist_autotune.settings import default_cache_directory
 from dist_autotune.storage import winners as cache_module
-from dist_autotune.storage.winners import EntryKey, Winners
+from dist_autotune.storage.winners import Entry, EntryKey, Winners
 
 fork = multiprocessing.get_context("fork")
 
@@ -27,6 +27,10 @@ fork = multiprocessing.get_context("fork")
 def put_two(cache: Winners) -> None:
     cache.put(entry(key="1"))
     cache.put(entry(key="2"))
+
+
+def all_of(cache: Winners) -> dict[str, Entry]:
+    return {each.key.digest: each for each in cache.entries()}
 
 
 def files(directory: Path) -> list[str]:
@@ -39,7 +43,7 @@ def files(directory: Path) -> list[str]:
 def test_what_was_put_is_found_by_another_process_of_the_same_kind(tmp_path: Path) -> None:
     Winners(tmp_path).put(entry())
     assert Winners(tmp_path).get(KEY) == entry()
-    assert Winners(tmp_path).load_all() == {KEY.digest: entry()}
+    assert all_of(Winners(tmp_path)) == {KEY.digest: entry()}
     assert files(tmp_path) == [f"matmul-{KEY.digest}.json"]
 
 
@@ -65,18 +69,11 @@ def test_a_name_that_is_no_file_name_is_made_one(tmp_path: Path) -> None:
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path]
 
 
-def test_load_all_asks_which_entries_are_wanted(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    for world_size in (1, 2):
-        cache.put(entry(world_size=world_size))
-    assert list(cache.load_all(lambda each: each.key.world_size == 2).values()) == [entry(world_size=2)]
-
-
 def test_without_a_directory_everything_is_a_miss() -> None:
     cache = Winners(None)
     cache.put(entry())
     assert cache.get(KEY) is None
-    assert cache.load_all() == {}
+    assert all_of(cache) == {}
     assert cache.clear() == 0
 
 
@@ -95,7 +92,7 @@ def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
     cache = Winners(tmp_path)
     cache.put(entry())
     (tmp_path / f"damaged-{KEY.digest}.json").write_text("")
-    cache.note_launched("layer", KEY)
+    cache.record_launch("layer", KEY)
     assert list(cache.launched_by("layer")) == [entry()]
     assert cache.clear() == 2
     assert files(tmp_path) == ["settings.json"]
@@ -118,7 +115,7 @@ def test_exported_entries_can_be_imported_elsewhere(tmp_path: Path) -> None:
     there.put(entry(winner="c0", key="1"))
     assert here.export(tmp_path / "all.json") == 2
     assert there.import_(tmp_path / "all.json") == 2
-    assert there.load_all() == here.load_all()
+    assert all_of(there) == all_of(here)
 
 
 def test_a_damaged_export_imports_nothing(tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def test_a_damaged_export_imports_nothing(tmp_path: Path) -> None:
     (tmp_path / "all.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match="winner"):
         cache.import_(tmp_path / "all.json")
-    assert cache.load_all() == {}
+    assert all_of(cache) == {}
 
 
 # ---- damaged files
@@ -161,7 +158,7 @@ def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(
     cache = Winners(tmp_path)
     with pytest.warns(CacheWarning, match=f"Ignored {path}: .*{reason}"):
         assert cache.get(KEY) is None
-    assert cache.load_all() == {}  # the second time there is no warning
+    assert all_of(cache) == {}  # the second time there is no warning
     cache.put(entry())
     assert Winners(tmp_path).get(KEY) == entry()
 
@@ -169,7 +166,7 @@ def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(
 def test_bytes_that_are_no_text_are_a_miss(tmp_path: Path) -> None:
     (tmp_path / KEY.file_name).write_bytes(b'{"schema": \xff\xfe}')
     with pytest.warns(CacheWarning, match="damaged JSON"):
-        assert Winners(tmp_path).load_all() == {}
+        assert all_of(Winners(tmp_path)) == {}
 
 
 def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
@@ -220,7 +217,7 @@ def test_one_damaged_file_does_not_hide_the_others(tmp_path: Path) -> None:
     cache.put(entry(key="2"))
     (tmp_path / entry(key="1").key.file_name).write_text("{")
     with pytest.warns(CacheWarning):
-        assert list(cache.load_all().values()) == [entry(key="2")]
+        assert list(all_of(cache).values()) == [entry(key="2")]
 
 
 # ---- many writers
@@ -256,7 +253,7 @@ def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * WRITERS
-    found = Winners(tmp_path).load_all()  # warnings are errors: every file is valid
+    found = all_of(Winners(tmp_path))  # warnings are errors: every file is valid
     assert {each.key.key for each in found.values()} == {
         *shared_keys,
         *(f"{writer}.{i}" for writer in range(WRITERS) for i in range(own)),
@@ -283,7 +280,7 @@ def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: 
             assert time.monotonic() < deadline
         process.kill()
         process.join(60)
-        Winners(tmp_path).load_all()  # warnings are errors: no damage can be seen
+        all_of(Winners(tmp_path))  # warnings are errors: no damage can be seen
     Winners(tmp_path, lock_timeout_s=1.0).put(entry())  # and nobody holds the lock
     assert Winners(tmp_path).get(KEY) == entry()
 
@@ -300,7 +297,7 @@ def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     (left,) = tmp_path.glob("*.tmp")
-    assert Winners(tmp_path).load_all() == {KEY.digest: entry()}
+    assert all_of(Winners(tmp_path)) == {KEY.digest: entry()}
 
     Winners(tmp_path).put(entry(key="1"))
     assert left.exists()  # for all that is known its writer is still at it
@@ -339,7 +336,7 @@ def test_a_directory_that_cannot_be_created_is_one_warning_and_misses(tmp_path: 
     with pytest.warns(CacheWarning, match="Cannot write the cache in") as caught:
         put_two(cache)
     assert len(caught) == 1
-    assert cache.load_all() == {}
+    assert all_of(cache) == {}
 
 
 def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
@@ -375,7 +372,7 @@ def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(
     with pytest.warns(CacheWarning, match="No lock on the cache") as caught:
         put_two(cache)
     assert len(caught) == 1
-    assert len(cache.load_all()) == 2
+    assert len(all_of(cache)) == 2
 
 
 def test_a_lock_held_by_another_process_is_waited_for_once_and_not_for_ever(tmp_path: Path) -> None:
@@ -388,4 +385,4 @@ def test_a_lock_held_by_another_process_is_waited_for_once_and_not_for_ever(tmp_
         waited_s = time.monotonic() - start
     assert 3.0 <= waited_s < 6.0  # the first entry has waited, the second not: else it took 6 s
     assert len(caught) == 1
-    assert len(cache.load_all()) == 2
+    assert len(all_of(cache)) == 2

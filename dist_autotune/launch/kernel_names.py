@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..triton_api import identity, interception
+from ..triton_api import identity
 
 
 class KernelNames:
@@ -31,16 +31,15 @@ class KernelNames:
     def name_of(self, tuner: Autotuner, *, launches: bool = True) -> str:
         """Return the kernel's identity.
 
-        Autotuners that share source and keys are told apart by their sets of configs, then by the
-        order of first launch. One made anew for every call is new each time: it takes the lowest
-        order that no other Autotuner has taken in this run. `launches=False` takes nothing.
+        Autotuners that share source and keys are told apart by their sets of configs, then by the order of
+        first launch. One made anew for every call takes the lowest order that no other has taken in this run.
+        `launches=False` takes nothing.
         """
-        family = digest(f"{interception.source_of(tuner).digest}|{','.join(tuner.keys)}")
         if tuner in self._ordinals:
             kernel, ordinal = self._ordinals[tuner]
         else:
-            digests = sorted(identity.candidate_digest(config.all_kwargs()) for config in tuner.configs)
-            kernel = f"{family}.{digest(chr(10).join(digests))[:8]}"
+            family = digest(f"{identity.kernel_source(tuner.base_fn).digest}|{','.join(tuner.keys)}")
+            kernel = _kernel(family, (identity.candidate_digest(each.all_kwargs()) for each in tuner.configs))
             taken = self._taken.get(kernel, set())
             ordinal = next(n for n in range(len(taken) + 1) if n not in taken)
             if launches:
@@ -50,7 +49,7 @@ class KernelNames:
             self._taken.setdefault(kernel, set()).add(ordinal)
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
-    def launched(self, tuner: Autotuner) -> None:
+    def keep(self, tuner: Autotuner) -> None:
         """Keep the name of an Autotuner that this run launches from those that are new in it."""
         kernel, ordinal = self._ordinals[tuner]
         self._taken.setdefault(kernel, set()).add(ordinal)
@@ -58,20 +57,26 @@ class KernelNames:
     def name_of_choice(self, name: str, options: Iterable[str]) -> str:
         """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
         family = digest(f"tunable|{name}")
-        kernel = f"{family}.{digest(chr(10).join(sorted(options)))[:8]}"
+        kernel = _kernel(family, options)
         self._families.setdefault(family, set()).add(kernel)
         return kernel
 
     def alias(self, kernel: str) -> str:
         """Return the name by which peers know a kernel, unless this rank has a kernel of that name itself."""
         alias = self._aliases.get(kernel, kernel)
-        own = self._families.get(family_of(kernel), set())
-        return kernel if alias.partition("#")[0] in own else alias
+        return kernel if alias.partition("#")[0] in self._relatives(kernel) else alias
 
     def siblings(self, kernel: str) -> int:
         """Return how many kernels of its family this rank has launched; those of one name count once."""
-        return len(self._families.get(family_of(kernel), ()))
+        return len(self._relatives(kernel))
+
+    def _relatives(self, kernel: str) -> set[str]:
+        return self._families.get(family_of(kernel), set())
 
 
 def family_of(kernel: str) -> str:
     return kernel.partition(".")[0]
+
+
+def _kernel(family: str, candidates: Iterable[str]) -> str:
+    return f"{family}.{digest(chr(10).join(sorted(candidates)))[:8]}"

@@ -12,13 +12,13 @@ import torch
 from kernels_for_tests import Bench, Mine, launch, numbers, only, records
 
 from dist_autotune.logs.records import SessionClosed
-from dist_autotune.tuner import user_warnings
+from dist_autotune.tuner import diagnosis
 from ranks import assert_all_ok, run_ranks
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_warnings, "_told", set())
+    monkeypatch.setattr(diagnosis, "_warned", set())
 
 
 def said(call: Any) -> list[str]:

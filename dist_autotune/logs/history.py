@@ -1,0 +1,251 @@
+"""What the records of all ranks say: agreed times, spread over ranks, what each rank alone would choose."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeGuard, TypeVar
+
+from ..formatting import WALL_CLOCK, context_label
+from .records import (
+    Agreed,
+    Banned,
+    ConfigRecord,
+    ContextAdmitted,
+    ContextRecord,
+    ContextSettled,
+    Note,
+    Record,
+    RunFailed,
+    RunStarted,
+    SessionClosed,
+    SessionOpened,
+    Trial,
+)
+
+R = TypeVar("R", bound=Record)
+
+NOT_SETTLED = ContextSettled(
+    run=0, context="", kernel="", key="", status="unfinished", config_id=-1, config="-", ms=None
+)
+
+
+def of_kind(records: Iterable[Record], kind: type[R]) -> list[R]:
+    return [record for record in records if isinstance(record, kind)]
+
+
+def percent_over(ms: float | None, reference_ms: float | None) -> float | None:
+    """Return by how many percent `ms` is above `reference_ms`; None where either is unknown."""
+    return None if ms is None or not reference_ms else (ms / reference_ms - 1) * 100
+
+
+def is_time(ms: float | None) -> TypeGuard[float]:
+    return ms is not None and math.isfinite(ms) and ms > 0
+
+
+def is_sample(trial: Trial) -> bool:
+    return trial.kind == "sample" and trial.config_id >= 0 and is_time(trial.ms)
+
+
+@dataclass(frozen=True)
+class CandidateHistory:
+    """One config of a context."""
+
+    config_id: int
+    config: str
+    agreed_ms: float | None
+    banned: str  # rank and reason; empty: not banned
+    trials: tuple[Trial, ...]  # of all ranks
+
+    @cached_property
+    def rank_ms(self) -> dict[int, float]:
+        """Return each rank's own statistic, of the ranks that have one."""
+        return {trial.rank: ms for trial in self.trials if is_time(ms := trial.statistic_ms)}
+
+    @property
+    def samples(self) -> int:
+        return sum(map(is_sample, self.trials))
+
+    @property
+    def spread_percent(self) -> float | None:
+        """Return how far the slowest rank is above the fastest; None with fewer than two of them timed."""
+        times = self.rank_ms.values()
+        return percent_over(max(times), min(times)) if len(times) > 1 else None
+
+
+@dataclass(frozen=True)
+class ContextHistory:
+    """One (kernel, key) in one session."""
+
+    records: tuple[ContextRecord, ...]
+    is_alone: bool  # one rank: it agrees with nobody
+
+    @property
+    def label(self) -> str:
+        return context_label(self.records[0].kernel, self.records[0].key)
+
+    @cached_property
+    def settled(self) -> ContextSettled:
+        return next(reversed(of_kind(self.records, ContextSettled)), NOT_SETTLED)
+
+    @property
+    def winner(self) -> CandidateHistory | None:
+        return next((each for each in self.candidates if each.config_id == self.settled.config_id), None)
+
+    @cached_property
+    def candidates(self) -> tuple[CandidateHistory, ...]:
+        texts: dict[int, str] = {}
+        banned: dict[int, str] = {}
+        trials: defaultdict[int, list[Trial]] = defaultdict(list)
+        for record in self.records:
+            if isinstance(record, ContextAdmitted):
+                texts.update(enumerate(record.candidates))
+            elif isinstance(record, Banned):
+                banned[record.config_id] = f"rank {record.by_rank}: {record.reason}"
+            elif isinstance(record, Trial):
+                trials[record.config_id].append(record)
+            if isinstance(record, ConfigRecord) and record.config_id >= 0:
+                texts[record.config_id] = record.config
+        agreed_ms = self._agreed_ms()
+        return tuple(
+            CandidateHistory(index, text, agreed_ms.get(text), banned.get(index, ""), tuple(trials[index]))
+            for index, text in sorted(texts.items())
+        )
+
+    @cached_property
+    def convergence(self) -> dict[int, float]:
+        """Return run -> the best of the latest agreed times. It can rise: first samples may be lucky."""
+        latest_ms: dict[int, float] = {}
+        best_ms: dict[int, float] = {}
+        for record, ms in self._agreed():
+            latest_ms[record.config_id] = ms
+            best_ms[record.run] = min(latest_ms.values())
+        return best_ms
+
+    def choices_alone(self) -> dict[int, CandidateHistory]:
+        """Return, for each rank, the candidate that is fastest by this rank's own statistic."""
+        choices: dict[int, CandidateHistory] = {}
+        for candidate in self.candidates:
+            for rank, ms in candidate.rank_ms.items():
+                if rank not in choices or ms < choices[rank].rank_ms[rank]:
+                    choices[rank] = candidate
+        return dict(sorted(choices.items()))
+
+    def _agreed(self) -> list[tuple[Agreed, float]]:
+        agreed = sorted(of_kind(self.records, Agreed), key=lambda record: record.run)
+        return [(record, ms) for record in agreed if record.counted and is_time(ms := record.ms)]
+
+    def _agreed_ms(self) -> Mapping[str, float]:
+        """Return config -> agreed ms: as settled, else the latest; of a rank alone, its own."""
+        known = self.settled.timings
+        if self.settled is NOT_SETTLED:
+            known = {record.config: ms for record, ms in self._agreed()}
+        if not known and self.is_alone:
+            samples = filter(is_sample, of_kind(self.records, Trial))
+            known = {trial.config: ms for trial in samples if (ms := trial.statistic_ms) is not None}
+        return known
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """How often a rank was the slowest of those that took the same sample, and how far it lags in general."""
+
+    rank: int
+    slowest_samples: int
+    compared_samples: int
+    behind_percent: float  # median over the compared samples, against the fastest rank of each
+
+
+@dataclass(frozen=True)
+class SessionHistory:
+    """One session as its ranks logged it."""
+
+    name: str
+    records: tuple[Record, ...]  # rank by rank
+    contexts: tuple[ContextHistory, ...]  # those with a choice
+
+    def of_kind(self, kind: type[R]) -> list[R]:
+        return of_kind(self.records, kind)
+
+    @cached_property
+    def opened(self) -> SessionOpened | None:
+        """Return the record that opens the session; None: it is lost."""
+        return next(iter(self.of_kind(SessionOpened)), None)
+
+    @cached_property
+    def closed(self) -> SessionClosed:
+        """Return how it closed; `unfinished`: it, or its process, ended without."""
+        runs = max((record.run for record in self.of_kind(RunStarted)), default=-1) + 1
+        unfinished = SessionClosed(runs=runs, contexts=0, outcome="unfinished")
+        return next(iter(self.of_kind(SessionClosed)), unfinished)
+
+    @property
+    def thunk(self) -> str:
+        return self.opened.thunk if self.opened else "?"
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the ranks whose logs are here."""
+        return sorted({record.rank for record in self.records})
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        return sorted(set(self.opened.ranks) - set(self.ranks)) if self.opened else []
+
+    @property
+    def is_wall_clock(self) -> bool:
+        """Return whether times come from the host: the interpreter, or no GPU."""
+        return self.opened is not None and self.opened.clock == WALL_CLOCK
+
+    @property
+    def has_samples(self) -> bool:
+        return any(candidate.samples for context in self.contexts for candidate in context.candidates)
+
+    def remarks(self) -> list[str]:
+        """Return failed runs and notes, each text once: most notes are written by all ranks."""
+        texts: dict[str, None] = {}
+        for record in self.records:
+            if isinstance(record, RunFailed):
+                texts[f"Run {record.run} failed on rank {record.by_rank}: {record.error}"] = None
+            elif isinstance(record, Note):
+                texts[record.text] = None
+        return list(texts)
+
+    def stragglers(self) -> list[Straggler]:
+        """Compare the ranks within each sample: the same context, run and config."""
+        samples: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+        for trial in filter(is_sample, self.of_kind(Trial)):
+            samples[trial.context, trial.run, trial.config_id][trial.rank] = trial.ms or 0.0
+        behind: defaultdict[int, list[float]] = defaultdict(list)
+        slowest: Counter[int] = Counter()
+        for by_rank in samples.values():
+            fastest_ms, slowest_ms = min(by_rank.values()), max(by_rank.values())
+            for rank, ms in by_rank.items() if len(by_rank) > 1 else ():
+                behind[rank].append(percent_over(ms, fastest_ms) or 0.0)
+                slowest[rank] += ms == slowest_ms > fastest_ms
+        return [
+            Straggler(rank, slowest[rank], len(lags), statistics.median(lags))
+            for rank, lags in sorted(behind.items())
+        ]
+
+
+@dataclass(frozen=True)
+class History:
+    """All sessions of a log directory, oldest first."""
+
+    directory: Path
+    sessions: tuple[SessionHistory, ...]
+    skipped: Mapping[str, Counter[str]]  # file name -> reason -> lines that could not be read
+
+    def newest(self) -> tuple[SessionHistory, ...]:
+        """Return the newest session of each function, of those that tried something if there are any."""
+        chosen: dict[str, SessionHistory] = {}
+        for session in self.sessions:
+            if session.has_samples or session.thunk not in chosen or not chosen[session.thunk].has_samples:
+                chosen[session.thunk] = session
+        return tuple(chosen.values())

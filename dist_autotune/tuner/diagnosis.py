@@ -1,0 +1,150 @@
+"""What users and peers are told when a session goes wrong, or a program looks wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
+from ..formatting import described
+from ..logs.records import RunFailed
+from ..timing.device_errors import DeviceFailed, diagnosis, is_reported, listed
+from .function_state import FunctionState
+from .recorder import Recorder
+
+# ---- sessions that go wrong
+
+
+class Diagnosis:
+    """Describes the failures of one session on this rank: names runs, launches and logs."""
+
+    def __init__(self, state: FunctionState, recorder: Recorder, log_dir: str | None) -> None:
+        self._state = state
+        self._recorder = recorder
+        self._log_dir = log_dir
+        self._rank = state.function.group.rank
+
+    def of_error(self, error: BaseException) -> BaseException:
+        """Return what peers are told of an error.
+
+        An error on the device names the launches that may have caused it: in its own text if it is ours, in
+        another error if the function raised it.
+        """
+        is_ours = isinstance(error, LaunchFailed | LaunchTimeout)
+        if not (is_ours or is_reported(error)):
+            return error
+        state = self._state
+        where = f"Rank {self._rank}: run {state.search.runs} of {state.function.name}"
+        text = diagnosis(error, where, state.contexts.launched(), self._own_log())
+        if is_ours:
+            error.args = (text,)
+            return error
+        self.write_stuck(text)
+        return DeviceFailed(text)
+
+    def record_failure(self, error: BaseException, by_rank: int) -> None:
+        """Write to the log that the run under way has failed."""
+        text = described(error).replace("\n", " ")[:500]
+        if isinstance(error, PeerFailed):
+            text = f"rank {error.rank}: {error.error}"
+        self._recorder.write(RunFailed(run=self._state.search.runs, by_rank=by_rank, error=text))
+
+    def record_failed_exchange(self, error: BaseException) -> None:
+        """Write to the log that an exchange has failed; name the logs of the ranks a time-out misses."""
+        if isinstance(error, AgreementTimeout) and self._log_dir is not None:
+            files = ", ".join(f"{self._log_dir}/rank-{rank}.jsonl" for rank in error.missing_ranks)
+            error.args = (f"{error} Last records: {files}",)
+        self.record_failure(error, getattr(error, "rank", self._rank))
+
+    def write_stuck(self, text: str) -> None:
+        """Say why this process may be stuck; any thread may."""
+        write_stuck(self._recorder.note, text)
+
+    def whereabouts(self) -> str:
+        """Return what the run under way is at; asked on another thread."""
+        return f"Not ended, or on trial: {listed(self._state.contexts.launched())}. {self._own_log()}"
+
+    def on_trial(self) -> str:
+        """Return what the run under way tries, to follow its name in messages."""
+        trials = [
+            f"{context.title} with {context.texts[context.trial]}"
+            for context in self._state.search.contexts.unsettled
+            if context.trial is not None
+        ]
+        more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
+        return f" ({trials[0]}{more})" if trials else ""
+
+    def _own_log(self) -> str:
+        return "" if self._log_dir is None else f"Log: {self._log_dir}/rank-{self._rank}.log. "
+
+
+def write_stuck(note: Callable[[str], None], text: str) -> None:
+    """Say why this process may be stuck: by `note`, and on stderr, where it is seen if it never ends."""
+    note(text)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
+        sys.stderr.write(f"dist_autotune: {text}\n")
+        sys.stderr.flush()
+
+
+# ---- programs that look wrong
+
+_warned: set[str] = set()
+
+
+def _warn_once(about: str, text: str) -> None:
+    if about not in _warned:
+        _warned.add(about)
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def warn_of_missing_is_dist(name: str) -> None:
+    """Warn once that the ranks of a process group tune each for itself."""
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        _warn_once(
+            "is_dist",
+            f"{name} is tuned without is_dist=True in a group of {ranks} ranks: each makes its own number of "
+            "runs and picks its own configs, and what waits for peers hangs. Pass is_dist=True; if each is "
+            "to tune for itself, ignore this warning by warnings.filterwarnings.",
+        )
+
+
+@contextlib.contextmanager
+def optimizer_steps(is_of_call: Callable[[], bool]) -> Iterator[list[str]]:
+    """Return a list of the optimizers' classes that step in the block, on threads of the call."""
+    stepped: list[str] = []
+
+    def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_of_call():
+            stepped.append(type(optimizer).__name__)
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        yield stepped
+    finally:
+        handle.remove()
+
+
+def warn_of_repeated_steps(name: str, stepped: list[str]) -> None:
+    """Warn once that a function is run again, though it steps an optimizer and nothing is put back."""
+    if stepped:
+        _warn_once(
+            f"steps of {name}",
+            f"{name} steps an optimizer ({stepped[0]}) and is tuned by running it again and again: every run "
+            'is a step. Use mode="online", which makes one run a call, or preserve=[model, optimizer].',
+        )
+
+
+def warn_of_useless_clock(name: str, clock: object) -> str:
+    """Warn once that a clock has given no time that can be used; return the text."""
+    text = (
+        f"{name}: {type(clock).__name__} gave no time that can be used, only such as are not finite or "
+        "not above 0: every kernel keeps its first config. See dist_autotune.Clock for what it has to return."
+    )
+    _warn_once(f"clock of {name}", text)
+    return text
