@@ -137,7 +137,7 @@ class Contexts(dict[str, Context]):
             self.whole_run = None
         while self.whole_run is None and not closing:
             waiting = list(self.unsettled)
-            if not waiting or any(context.judge == BY_LAUNCH for context in waiting):
+            if not waiting or any(context.is_tuned_by_launches for context in waiting):
                 return
             search = WholeRun(self, self._rules)
             self.whole_run = None if search.is_over else search
@@ -207,11 +207,9 @@ class Turns:
 
         `context`: whose turn it was, unless what it told is of an earlier run.
         """
-        self._last = frozenset(name for name, part in merged.parts.items() if part.ran is not None)
-        if context is not None and context.name in self._last:
-            ran = merged.parts[context.name].ran
-            if ran in context.digests:
-                self._launched[context.digests.index(ran)] = self._last
+        self._last = merged.launched
+        if context is not None and (ran := merged.ran(context.name)) in context.digests:
+            self._launched[context.digests.index(str(ran))] = self._last
 
     def pass_on(self, contexts: Mapping[str, Context]) -> None:
         """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""
@@ -223,7 +221,7 @@ class Turns:
             of_plan = self._launched.get(turn.incumbent)
         self.name, self._launched = None, {}
         waiting = [context for context in contexts.values() if not context.settled]
-        if any(context.judge == BY_LAUNCH for context in waiting):
+        if any(context.is_tuned_by_launches for context in waiting):
             return
         following = _first(waiting, of_plan)
         if following is not None:

@@ -123,8 +123,8 @@ class SearchState:
         had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
         patience = STARVED_RUNS[self.rules.mode]
         if self.contexts.whole_run is not None:
-            self.contexts.whole_run.take(merged, patience=patience)
-        remark = self.contexts.comparison.take(merged, patience=patience)
+            self.contexts.whole_run.apply_run(merged, patience=patience)
+        remark = self.contexts.comparison.apply_run(merged, patience=patience)
         self.remark = remark or self.remark
         self.has_counted_run = (plan is not None and plan.has_counted) or any(
             outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
@@ -195,7 +195,7 @@ class SearchState:
         announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
         is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
         self._bringing_runs = self._bringing_runs + 1 if is_new else 0
-        return is_new or any(context.judge == BY_LAUNCH for context in self.contexts.unsettled)
+        return is_new or any(context.is_tuned_by_launches for context in self.contexts.values())
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle what is under way when the next run must be the last."""
