@@ -128,7 +128,7 @@ class FunctionState:
         self.results.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
         differ = len(facts["settled"]) > 1
         if differ:
-            remarks.append("ranks remember different results of earlier sessions: all of them are dropped")
+            remarks.append("ranks hold different earlier results: dropped on all ranks")
         if differ or self.results.ignores_known:
             self._reset()
         devices = facts["device"]

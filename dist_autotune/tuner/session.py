@@ -159,7 +159,7 @@ class Session:
                 self._drop(error)
                 raise
         if set(merged.facts[SESSION_STATE]) == {point}:
-            self._recorder.write(Note(text=f"goes on after {left_by}"))
+            self._recorder.write(Note(text=f"resumed after {left_by}"))
             return True
         self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
         return False
@@ -357,7 +357,7 @@ class Session:
         if not self._run.launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
-            self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
+            self.warning = f"no longer launched, settled with the samples so far: {', '.join(starved)}"
         if error is None and self._has_sample and not self._has_time:
             self.warning = diagnosis.warn_of_useless_clock(self.function.name, self.function.clock)
         if outcome == "settled" or isinstance(error, NoValidConfig):

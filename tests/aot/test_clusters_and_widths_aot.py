@@ -21,12 +21,11 @@ from launch_path import arguments, only_compiling
 
 from dist_autotune.compilation import pre_hooks
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, shared_bytes
+from dist_autotune.kernels.gemm.pruning import fits
 from dist_autotune.kernels.matrices import Block, matrix_of_rows
 from dist_autotune.kernels.matrices import describe as describe_matrix
-from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
-from dist_autotune.kernels.persistent_gemm.pruning import fits
 
 pytestmark = [
     pytest.mark.aot,
