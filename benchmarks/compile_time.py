@@ -42,11 +42,10 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import preflight
-from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import Block, as_matrix, describe
-from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
-from dist_autotune.triton_api import interception
+from dist_autotune.triton_api.launch import Launch, load
 from pretended_device import PretendedDevice
 
 WORLD, ROWS, COLUMNS, INNER = 8, 8192, 4096, 4096
@@ -60,14 +59,12 @@ class Kernel:
     """A kernel with its candidates for Hopper, and a launch of it."""
 
     tuner: Any
-    launch: Callable[[str], Arguments]  # for a device; only types and alignment of tensors count
+    arguments: Callable[[str], Arguments]  # for a device; only types and alignment of tensors count
     is_pruned: bool
 
-    def configs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[triton.Config]:
+    def configs(self, launch: Launch) -> list[triton.Config]:
         """Return what this launch can be tuned among."""
-        if not self.is_pruned:
-            return list(GPU_CANDIDATES)
-        return list(interception.candidates_of(self.tuner, args, kwargs).values())
+        return list(launch.candidates().values()) if self.is_pruned else list(GPU_CANDIDATES)
 
 
 def launch_ag_gemm(device: str) -> Arguments:
@@ -107,27 +104,25 @@ KERNELS = {
 def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
     """Return the arm in which a rank compiles every candidate in `threads` threads."""
 
-    def compile_all(
-        tuner: Any, configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms
-    ) -> dict[str, Any]:
+    def compile_all(launch: Launch, configs: dict[str, Any], terms: Terms) -> dict[str, Any]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
-            kernels = [compiled(tuner, config, args, kwargs) for config in configs.values()]
+            kernels = [compiled(launch, config) for config in configs.values()]
         for kernel in kernels:
-            interception.load(kernel)
+            load(kernel)
         return {"compiled": len(kernels)}
 
     return compile_all
 
 
-def compiled(tuner: Any, config: triton.Config, args: Any, kwargs: Any) -> Any:
+def compiled(launch: Launch, config: triton.Config) -> Any:
     """Compile a config as its first launch does."""
-    interception.run_pre_hook(tuner, config, args, kwargs)
-    return interception.compiled(tuner, config, args, kwargs)
+    launch.run_pre_hook(config)
+    return launch.compile(config)
 
 
-def shared(tuner: Any, configs: dict[str, Any], args: Any, kwargs: Any, terms: Terms) -> dict[str, Any]:
+def shared(launch: Launch, configs: dict[str, Any], terms: Terms) -> dict[str, Any]:
     """Compile as a session does."""
-    found = preflight(tuner, configs, args, kwargs, terms)
+    found = preflight(launch, configs, terms)
     assert not found.reasons, found.reasons
     assert not found.tally.remark, found.tally.remark
     return vars(found.tally)
@@ -149,11 +144,11 @@ def rank_main(
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         PretendedDevice().install()
-    args, kwargs = kernel.launch("cuda" if cuda else "cpu")
-    *others, warm_up = kernel.configs(args, kwargs)
+    launch = Launch(kernel.tuner, *kernel.arguments("cuda" if cuda else "cpu"))
+    *others, warm_up = kernel.configs(launch)
     if not 0 < candidates <= len(others):
         raise SystemExit(f"--candidates: 1 to {len(others)}")
-    interception.load(compiled(kernel.tuner, warm_up, args, kwargs))
+    load(compiled(launch, warm_up))
     configs = {str(index): config for index, config in enumerate(others[:candidates])}
     (directory / f"ready-{rank}").touch()
     deadline = time.monotonic() + READY_S
@@ -162,7 +157,7 @@ def rank_main(
         time.sleep(1e-3)
     began, before_s = time.monotonic(), computed_s()
     terms = Terms(session="benchmark", local_rank=rank, local_ranks=ranks)
-    done = ARMS[arm](kernel.tuner, configs, args, kwargs, terms)
+    done = ARMS[arm](launch, configs, terms)
     record = {"began": began, "ended": time.monotonic(), "computed_s": computed_s() - before_s, **done}
     (directory / f"record-{rank}.json").write_text(json.dumps(record))
 

@@ -50,7 +50,7 @@ def _session(session: SessionHistory) -> str:
         if context.convergence:
             # Ids must be unique in the document: two sessions may have the same context.
             plot = _convergence_plot(context, session.is_wall_clock)
-            parts.append(_prefix_ids(plot, f"{session.name}-{context.digest}-"))
+            parts.append(_prefix_ids(plot, f"{session.name}-{context.records[0].context}-"))
     return "\n".join(parts)
 
 

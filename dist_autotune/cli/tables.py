@@ -27,8 +27,8 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
         opened = session.opened
         search = f"{opened.search}, {opened.mode}" if opened else "?"
         started = opened.started_at if opened else "?"
-        counts = str(len(session.ranks)), str(session.runs), str(len(session.contexts))
-        rows.append((session.name, session.thunk, started, search, *counts, session.outcome))
+        counts = str(len(session.ranks)), str(session.closed.runs), str(len(session.contexts))
+        rows.append((session.name, session.thunk, started, search, *counts, session.closed.outcome))
     names = columns(
         "session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome"
     )
@@ -55,9 +55,8 @@ def session_heading(session: SessionHistory) -> str:
     if opened is None:
         return f"session {session.name} (its first record is lost)"
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}"
-    return (
-        f"{opened.thunk}: session {session.name}, {where}, {counted(session.runs, 'run')}, {session.outcome}"
-    )
+    ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
+    return f"{opened.thunk}: session {session.name}, {where}, {ended}"
 
 
 def session_notes(session: SessionHistory) -> list[str]:
@@ -67,24 +66,24 @@ def session_notes(session: SessionHistory) -> list[str]:
         notes.append(
             f"No records of ranks {missing}: their logs are elsewhere, and the spread leaves them out."
         )
-    if session.closed and session.closed.warning:
+    if session.closed.warning:
         notes.append(f"Warning: {session.closed.warning}")
-    return notes + session.remarks
+    return notes + session.remarks()
 
 
 def _contexts_table(session: SessionHistory) -> Table:
     names = columns("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
     rows = []
     for context in session.contexts:
-        winner = context.winner
-        costs = [percent_over(choice.agreed_ms, context.ms) for choice in context.choices_alone().values()]
+        winner, settled = context.winner, context.settled
+        costs = [percent_over(choice.agreed_ms, settled.ms) for choice in context.choices_alone().values()]
         cost_percent = max((cost for cost in costs if cost is not None), default=None)
         rows.append(
             (
                 context.label,
                 winner.config if winner else "-",
-                format_ms(context.ms),
-                status_label(context.status, launch_bound=context.launch_bound),
+                format_ms(settled.ms),
+                status_label(settled.status, launch_bound=settled.launch_bound),
                 str(sum(candidate.agreed_ms is not None for candidate in context.candidates)),
                 str(sum(bool(candidate.banned) for candidate in context.candidates)),
                 format_percent(winner.spread_percent if winner else None),
@@ -95,7 +94,7 @@ def _contexts_table(session: SessionHistory) -> Table:
         "ms: agreed over the ranks. spread: slowest rank over fastest, of the winner. "
         "cost alone: what the worst choice of a single rank would have cost all of them."
     )
-    if any(context.launch_bound for context in session.contexts):
+    if any(context.settled.launch_bound for context in session.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
     return Table("Contexts", names, tuple(rows), note)
 
@@ -182,7 +181,7 @@ def _alone_table(context: ContextHistory) -> Table:
             choice.config,
             format_ms(choice.rank_ms[rank]),
             format_ms(choice.agreed_ms),
-            format_percent(percent_over(choice.agreed_ms, context.ms)),
+            format_percent(percent_over(choice.agreed_ms, context.settled.ms)),
         )
         for rank, choice in choices.items()
     )

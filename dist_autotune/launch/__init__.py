@@ -1,4 +1,1 @@
-"""From a launch of the user to one launch of the kernel.
-
-May import compilation, timing, storage, search and triton_api.
-"""
+"""Gives each launch its config. May import compilation, timing, storage, search and triton_api."""

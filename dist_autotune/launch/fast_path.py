@@ -8,7 +8,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
-from ..triton_api.interception import Handler, Key, key_of
+from ..triton_api.launch import Key, Launch, key_of
 
 
 class _Known:
@@ -22,29 +22,29 @@ class _Known:
 
 
 class FastPath:
-    """Stands in for `Autotuner.run` in settled calls.
+    """Stands in for `Autotuner.run` in settled calls: launches the configs that `add` was given.
 
-    It knows the configs that `learn` told it; every other launch goes to the slow handler, which admits
-    what is new. Measured costs: docs/benchmarks.
+    slow: makes every other launch. replaces: whether an exception means that a config does not work here.
+    passes_single: leave a kernel with one config to stock. Measured costs: docs/benchmarks.
     """
 
     def __init__(
         self,
-        slow: Handler,
-        fails: Callable[[Autotuner, Any, tuple[Any, ...], dict[str, Any], Exception], bool],
+        slow: Callable[[Launch], Any],
+        replaces: Callable[[Launch, Any, Exception], bool],
         *,
         passes_single: bool,
     ) -> None:
         self._slow = slow
-        self._passes_single = passes_single  # leave a kernel with one config to stock
-        self._fails = fails  # whether an exception means that a config does not work here: it is replaced
+        self._replaces = replaces
+        self._passes_single = passes_single
         self._ready: weakref.WeakKeyDictionary[Autotuner, _Known] = weakref.WeakKeyDictionary()
         self._call = 0
 
-    def learn(self, tuner: Autotuner, key: Key, config: Any) -> None:
+    def add(self, tuner: Autotuner, key: Key, config: Any) -> None:
         self._ready.setdefault(tuner, _Known()).by_key[key] = (config, config.all_kwargs())
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._ready.clear()
 
     def launched(self) -> list[Autotuner]:
@@ -58,21 +58,21 @@ class FastPath:
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to put in place of `stock` for one call."""
         call = self._call
-        ready, slow, fails, passes_single = self._ready, self._slow, self._fails, self._passes_single
+        ready, slow, replaces, passes_single = self._ready, self._slow, self._replaces, self._passes_single
 
         def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
             known = ready.get(tuner)
             if known is None:
                 if passes_single and len(tuner.configs) == 1:
                     return stock(tuner, *args, **kwargs)
-                return slow(stock, tuner, args, kwargs)
+                return slow(Launch(tuner, args, kwargs))
             known.call = call
             try:
                 config, options = known.by_key[key_of(tuner, args, kwargs)]
             except (KeyError, TypeError):  # new, or a key that cannot be hashed
-                return slow(stock, tuner, args, kwargs)
+                return slow(Launch(tuner, args, kwargs))
             if kwargs.get("warmup"):
-                return slow(stock, tuner, args, kwargs)
+                return slow(Launch(tuner, args, kwargs))
             tuner.best_config = config
             try:
                 if config.pre_hook is not None:
@@ -80,8 +80,8 @@ class FastPath:
                     config.pre_hook({**named, **kwargs, **options})
                 return tuner.fn.run(*args, **kwargs, **options)
             except Exception as error:
-                if not fails(tuner, config, args, kwargs, error):
+                if not replaces(Launch(tuner, args, kwargs), config, error):
                     raise
-            return slow(stock, tuner, args, kwargs)
+            return slow(Launch(tuner, args, kwargs))
 
         return run

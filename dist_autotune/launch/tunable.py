@@ -28,12 +28,12 @@ class KnownChoices:
         except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
             return None
 
-    def learn(self, name: str, options: Sequence[T], key: tuple[Any, ...], place: int) -> None:
-        """Keep which of the options, counted from 0, stands until `forget`."""
+    def add(self, name: str, options: Sequence[T], key: tuple[Any, ...], place: int) -> None:
+        """Keep which of the options, counted from 0, stands until `clear`."""
         with contextlib.suppress(TypeError):
             self._places[name, key, tuple(options), tuple(map(type, options))] = place
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._places.clear()
 
 
@@ -46,7 +46,7 @@ class Choices:
 
     def remember(self, name: str, key_text: str, option_text: str) -> None:
         self._by_name[name, key_text] = option_text
-        self._known.forget()
+        self._known.clear()
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> T:
         """Return the settled one of `options`, by their texts, or the first."""
@@ -56,7 +56,7 @@ class Choices:
         texts = texts_of(name, options)
         settled = self._by_name.get((name, identity.key_text(key)))
         place = texts.index(settled) if settled in texts else 0
-        self._known.learn(name, options, key, place)
+        self._known.add(name, options, key, place)
         return options[place]
 
 

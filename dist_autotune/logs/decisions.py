@@ -1,7 +1,4 @@
-"""The records of what was decided, made from the state of a search: for the log, and to check a log against.
-
-All ranks decide alike, so what is here is the same on all of them.
-"""
+"""Records of what the ranks decided, made from the search's state: to log, and to check a log against."""
 
 from __future__ import annotations
 
@@ -13,63 +10,50 @@ from ..search.state import SearchState
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 
-def plan_of(tuning: SearchState) -> dict[str, int]:
+def plan_of(search: SearchState) -> dict[str, int]:
     """Return what the next run tries: context -> index of the candidate on trial."""
-    return {context.name: context.planned for context in tuning.contexts.unsettled if context.is_on_trial}
+    return {context.name: context.planned for context in search.unsettled if context.is_on_trial}
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    return ContextAdmitted(
-        **_about(run, context), candidates=context.texts, incumbent=context.incumbent, local=local
-    )
+    fields = _fields(run, context)
+    return ContextAdmitted(**fields, candidates=context.texts, incumbent=context.incumbent, local=local)
 
 
 def agreed(run: int, context: Context, outcome: Outcome) -> Agreed:
     """Return what the ranks agreed of the candidate on trial; `outcome.index` is not None."""
-    index = outcome.index
+    index, times = outcome.index, context.times
     assert index is not None
     is_sample = outcome.kind == "sample"
     return Agreed(
-        **_about(run, context),
-        config_id=index,
-        config=context.texts[index],
-        ms=context.times.ms.get(index) if is_sample else None,
-        fastest_rank_ms=context.times.fastest_ms.get(index) if is_sample else None,
-        gap_ms=context.times.gap_ms.get(index, 0.0) if is_sample else 0.0,
+        **_fields(run, context, index),
+        ms=times.ms.get(index) if is_sample else None,
+        fastest_rank_ms=times.fastest_ms.get(index) if is_sample else None,
+        gap_ms=times.gap_ms.get(index, 0.0) if is_sample else 0.0,
         counted=outcome.kind != "incumbent",
     )
 
 
 def bans(run: int, context: Context, part: Part) -> list[Banned]:
-    """Return the bans of this context that ranks told of in one run."""
-    found = []
-    for digest, (by_rank, reason) in part.bans.items():
-        if digest in context.digests:
-            index = context.digests.index(digest)
-            ban = Banned(
-                **_about(run, context),
-                config_id=index,
-                config=context.texts[index],
-                by_rank=by_rank,
-                reason=reason,
-            )
-            found.append(ban)
-    return found
+    """Return the bans of this context that ranks reported of one run."""
+    return [
+        Banned(**_fields(run, context, context.digests.index(digest)), by_rank=by_rank, reason=reason)
+        for digest, (by_rank, reason) in part.bans.items()
+        if digest in context.digests
+    ]
 
 
 def settled(run: int, context: Context) -> ContextSettled:
-    """Return a context's result."""
-    winner = context.incumbent
     return ContextSettled(
-        **_about(run, context),
+        **_fields(run, context, context.incumbent),
         status=context.status,
-        config_id=winner,
-        config=context.texts[winner],
-        ms=context.times.ms.get(winner),
+        ms=context.times.ms.get(context.incumbent),
         timings={context.texts[index]: ms for index, ms in context.known_ms()},
         launch_bound=context.is_launch_bound,
     )
 
 
-def _about(run: int, context: Context) -> dict[str, Any]:
-    return {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
+def _fields(run: int, context: Context, index: int | None = None) -> dict[str, Any]:
+    """Return the fields that say what a record is about; index: of the candidate."""
+    fields = {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
+    return fields if index is None else {**fields, "config_id": index, "config": context.texts[index]}

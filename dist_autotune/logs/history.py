@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from ..formatting import WALL_CLOCK, context_label
 from .records import (
     Agreed,
     Banned,
+    ConfigRecord,
     ContextAdmitted,
     ContextRecord,
     ContextSettled,
@@ -29,6 +30,10 @@ from .records import (
 
 R = TypeVar("R", bound=Record)
 
+NOT_SETTLED = ContextSettled(
+    run=0, context="", kernel="", key="", status="unfinished", config_id=-1, config="-", ms=None
+)
+
 
 def of_kind(records: Iterable[Record], kind: type[R]) -> list[R]:
     return [record for record in records if isinstance(record, kind)]
@@ -39,7 +44,7 @@ def percent_over(ms: float | None, reference_ms: float | None) -> float | None:
     return None if ms is None or not reference_ms else (ms / reference_ms - 1) * 100
 
 
-def is_time(ms: float | None) -> bool:
+def is_time(ms: float | None) -> TypeGuard[float]:
     return ms is not None and math.isfinite(ms) and ms > 0
 
 
@@ -60,7 +65,7 @@ class CandidateHistory:
     @cached_property
     def rank_ms(self) -> dict[int, float]:
         """Return each rank's own statistic, of the ranks that have one."""
-        return {t.rank: t.statistic_ms for t in self.trials if t.statistic_ms and is_time(t.statistic_ms)}
+        return {trial.rank: ms for trial in self.trials if is_time(ms := trial.statistic_ms)}
 
     @property
     def samples(self) -> int:
@@ -81,33 +86,16 @@ class ContextHistory:
     is_alone: bool  # one rank: it agrees with nobody
 
     @property
-    def digest(self) -> str:
-        return self.records[0].context
-
-    @property
     def label(self) -> str:
         return context_label(self.records[0].kernel, self.records[0].key)
 
     @cached_property
-    def settled(self) -> ContextSettled | None:
-        return next(reversed(of_kind(self.records, ContextSettled)), None)
-
-    @property
-    def status(self) -> str:
-        return self.settled.status if self.settled else "unfinished"
-
-    @property
-    def ms(self) -> float | None:
-        return self.settled.ms if self.settled else None
-
-    @property
-    def launch_bound(self) -> bool:
-        return self.settled is not None and self.settled.launch_bound
+    def settled(self) -> ContextSettled:
+        return next(reversed(of_kind(self.records, ContextSettled)), NOT_SETTLED)
 
     @property
     def winner(self) -> CandidateHistory | None:
-        winner = self.settled and self.settled.config_id
-        return next((candidate for candidate in self.candidates if candidate.config_id == winner), None)
+        return next((each for each in self.candidates if each.config_id == self.settled.config_id), None)
 
     @cached_property
     def candidates(self) -> tuple[CandidateHistory, ...]:
@@ -121,7 +109,7 @@ class ContextHistory:
                 banned[record.config_id] = f"rank {record.by_rank}: {record.reason}"
             elif isinstance(record, Trial):
                 trials[record.config_id].append(record)
-            if isinstance(record, Banned | Trial | Agreed | ContextSettled) and record.config_id >= 0:
+            if isinstance(record, ConfigRecord) and record.config_id >= 0:
                 texts[record.config_id] = record.config
         agreed_ms = self._agreed_ms()
         return tuple(
@@ -134,8 +122,8 @@ class ContextHistory:
         """Return run -> the best of the latest agreed times. It can rise: first samples may be lucky."""
         latest_ms: dict[int, float] = {}
         best_ms: dict[int, float] = {}
-        for record in self._agreed():
-            latest_ms[record.config_id] = record.ms or 0.0
+        for record, ms in self._agreed():
+            latest_ms[record.config_id] = ms
             best_ms[record.run] = min(latest_ms.values())
         return best_ms
 
@@ -148,19 +136,19 @@ class ContextHistory:
                     choices[rank] = candidate
         return dict(sorted(choices.items()))
 
-    def _agreed(self) -> list[Agreed]:
-        counted = [each for each in of_kind(self.records, Agreed) if each.counted and is_time(each.ms)]
-        return sorted(counted, key=lambda record: record.run)
+    def _agreed(self) -> list[tuple[Agreed, float]]:
+        agreed = sorted(of_kind(self.records, Agreed), key=lambda record: record.run)
+        return [(record, ms) for record in agreed if record.counted and is_time(ms := record.ms)]
 
-    def _agreed_ms(self) -> dict[str, float]:
-        """Return config -> agreed ms: as settled, or the latest known where the context is not settled."""
-        if self.settled and self.settled.timings:
-            return self.settled.timings
-        if not self.settled and (latest := {record.config: record.ms or 0.0 for record in self._agreed()}):
-            return latest
-        samples = [trial for trial in of_kind(self.records, Trial) if is_sample(trial)]
-        known = {trial.config: trial.statistic_ms for trial in samples if trial.statistic_ms is not None}
-        return known if self.is_alone else {}
+    def _agreed_ms(self) -> Mapping[str, float]:
+        """Return config -> agreed ms: as settled, else the latest; of a rank alone, its own."""
+        known = self.settled.timings
+        if self.settled is NOT_SETTLED:
+            known = {record.config: ms for record, ms in self._agreed()}
+        if not known and self.is_alone:
+            samples = filter(is_sample, of_kind(self.records, Trial))
+            known = {trial.config: ms for trial in samples if (ms := trial.statistic_ms) is not None}
+        return known
 
 
 @dataclass(frozen=True)
@@ -190,8 +178,11 @@ class SessionHistory:
         return next(iter(self.of_kind(SessionOpened)), None)
 
     @cached_property
-    def closed(self) -> SessionClosed | None:
-        return next(iter(self.of_kind(SessionClosed)), None)
+    def closed(self) -> SessionClosed:
+        """Return how it closed; `unfinished`: it, or its process, ended without."""
+        runs = max((record.run for record in self.of_kind(RunStarted)), default=-1) + 1
+        unfinished = SessionClosed(runs=runs, contexts=0, outcome="unfinished")
+        return next(iter(self.of_kind(SessionClosed)), unfinished)
 
     @property
     def thunk(self) -> str:
@@ -207,28 +198,6 @@ class SessionHistory:
         return sorted(set(self.opened.ranks) - set(self.ranks)) if self.opened else []
 
     @property
-    def runs(self) -> int:
-        started = max((record.run for record in self.of_kind(RunStarted)), default=-1) + 1
-        return self.closed.runs if self.closed else started
-
-    @property
-    def outcome(self) -> str:
-        """Return how it closed; `unfinished`: the session, or its process, ended without closing it."""
-        return self.closed.outcome if self.closed else "unfinished"
-
-    @property
-    def remarks(self) -> list[str]:
-        """Return failed runs and notes, each text once: most notes are written by all ranks."""
-        texts = [
-            record.text
-            if isinstance(record, Note)
-            else f"Run {record.run} failed on rank {record.by_rank}: {record.error}"
-            for record in self.records
-            if isinstance(record, Note | RunFailed)
-        ]
-        return list(dict.fromkeys(texts))
-
-    @property
     def is_wall_clock(self) -> bool:
         """Return whether times come from the host: the interpreter, or no GPU."""
         return self.opened is not None and self.opened.clock == WALL_CLOCK
@@ -237,14 +206,24 @@ class SessionHistory:
     def has_samples(self) -> bool:
         return any(candidate.samples for context in self.contexts for candidate in context.candidates)
 
+    def remarks(self) -> list[str]:
+        """Return failed runs and notes, each text once: most notes are written by all ranks."""
+        texts: dict[str, None] = {}
+        for record in self.records:
+            if isinstance(record, RunFailed):
+                texts[f"Run {record.run} failed on rank {record.by_rank}: {record.error}"] = None
+            elif isinstance(record, Note):
+                texts[record.text] = None
+        return list(texts)
+
     def stragglers(self) -> list[Straggler]:
         """Compare the ranks within each sample: the same context, run and config."""
-        together: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+        samples: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
         for trial in filter(is_sample, self.of_kind(Trial)):
-            together[trial.context, trial.run, trial.config_id][trial.rank] = trial.ms or 0.0
+            samples[trial.context, trial.run, trial.config_id][trial.rank] = trial.ms or 0.0
         behind: defaultdict[int, list[float]] = defaultdict(list)
         slowest: Counter[int] = Counter()
-        for by_rank in together.values():
+        for by_rank in samples.values():
             fastest_ms, slowest_ms = min(by_rank.values()), max(by_rank.values())
             for rank, ms in by_rank.items() if len(by_rank) > 1 else ():
                 behind[rank].append(percent_over(ms, fastest_ms) or 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ def load(directory: Path) -> History:
     """Return the sessions in the `rank-N.jsonl` files of `directory`."""
     records: dict[str, list[Record]] = {}
     skipped: dict[str, Counter[str]] = {}
-    for path in sorted(directory.glob("rank-*.jsonl"), key=_rank_of):
+    for path in sorted(directory.glob("rank-*.jsonl"), key=lambda path: (len(path.name), path.name)):
         unreadable: Counter[str] = Counter()
         for record in read_records(path, unreadable):
             if record.session:  # the exchange that names a session is logged before it has its name
@@ -43,11 +42,6 @@ def load(directory: Path) -> History:
     known: dict[str, _Contexts] = {}
     sessions = tuple(_session(name, own, known) for name, own in records.items())
     return History(directory, sessions, skipped)
-
-
-def _rank_of(path: Path) -> tuple[int, str]:
-    digits = re.search(r"\d+", path.name)
-    return (int(digits[0]) if digits else -1), path.name
 
 
 def _session(name: str, records: Sequence[Record], known: dict[str, _Contexts]) -> SessionHistory:

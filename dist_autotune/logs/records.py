@@ -1,9 +1,4 @@
-"""What happened in a session, one frozen dataclass per kind of event.
-
-The readable log line and the JSONL record are both made from these (see `log`), and `report` and
-`replay` read them back, so an event has one definition. Times are float milliseconds unless the
-name says otherwise.
-"""
+"""The events of a session: its log lines and its JSONL records are made from these."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 SCHEMA_VERSION = 1
+RECORD_TYPES: dict[str, type[Record]] = {}  # by the name of the event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +18,18 @@ class Record:
     rank: int = 0
     elapsed_s: float = 0.0  # since the session opened, on this rank's monotonic clock
 
+    def __init_subclass__(cls, event: str = "") -> None:
+        cls.event = event
+        if event:
+            RECORD_TYPES[event] = cls
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON-representable form, with the schema version and the event's name."""
+        """Return the JSON-representable form."""
         return {"schema": SCHEMA_VERSION, "event": self.event, **vars(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionOpened(Record):
-    event: ClassVar[str] = "session_opened"
+class SessionOpened(Record, event="session_opened"):
     thunk: str
     world_size: int
     ranks: tuple[int, ...]
@@ -63,27 +63,30 @@ class ContextRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextAdmitted(ContextRecord):
-    event: ClassVar[str] = "context_admitted"
+class ConfigRecord(ContextRecord):
+    """Fields that every event about one config carries."""
+
+    config_id: int  # its place in the agreed order; -1: several configs in one run
+    config: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAdmitted(ContextRecord, event="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStarted(Record):
+class RunStarted(Record, event="run_started"):
     """Written and flushed before the run, so that a crash leaves what was being tried."""
 
-    event: ClassVar[str] = "run_started"
     run: int
     plan: dict[str, int]  # context -> config id on trial
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial(ContextRecord):
-    event: ClassVar[str] = "trial"
-    config_id: int  # -1: several configs in one run
-    config: str
+class Trial(ConfigRecord, event="trial"):
     kind: str  # "warm-up" | "sample" | "incumbent" (not on trial in this run)
     k: int  # 1-based: sample or warm-up k ...
     n: int  # ... of n planned for this config (0: the search does not say)
@@ -95,10 +98,9 @@ class Trial(ContextRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTimed(Record):
+class RunTimed(Record, event="run_timed"):
     """A run that was timed as a whole on this rank: `objective="thunk"`, tunables."""
 
-    event: ClassVar[str] = "run_timed"
     run: int
     judged: str  # "context|candidate" by digest; "|tuned" and "|default": the comparison of plans
     counts: bool  # False: a warm-up, or a run that did not count
@@ -107,19 +109,15 @@ class RunTimed(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merged(Record):
+class Merged(Record, event="merged"):
     """What all ranks together said of a run: the next plan follows from this and nothing else."""
 
-    event: ClassVar[str] = "merged"
     run: int
     payload: dict[str, Any]  # a `RunReport` without facts and offers; fields at defaults are left out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed(ContextRecord):
-    event: ClassVar[str] = "agreed"
-    config_id: int
-    config: str
+class Agreed(ConfigRecord, event="agreed"):
     ms: float | None  # reduced over ranks; None: a rank that launched it has no sample
     fastest_rank_ms: float | None
     counted: bool  # False: some rank could not run the planned config
@@ -127,19 +125,15 @@ class Agreed(ContextRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Banned(ContextRecord):
-    event: ClassVar[str] = "banned"
-    config_id: int
-    config: str
+class Banned(ConfigRecord, event="banned"):
     by_rank: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflighted(Record):
+class Preflighted(Record, event="preflighted"):
     """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
 
-    event: ClassVar[str] = "preflighted"
     run: int
     kernel: str
     key: str
@@ -153,8 +147,7 @@ class Preflighted(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchanged(Record):
-    event: ClassVar[str] = "exchanged"
+class Exchanged(Record, event="exchanged"):
     run: int  # -1: the exchange that opens the session
     sent_bytes: int
     received_bytes: int
@@ -162,27 +155,22 @@ class Exchanged(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextSettled(ContextRecord):
-    event: ClassVar[str] = "context_settled"
+class ContextSettled(ConfigRecord, event="context_settled"):
     status: str  # "tuned" | "cached" | "starved" | "partial"
-    config_id: int
-    config: str
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFailed(Record):
-    event: ClassVar[str] = "run_failed"
+class RunFailed(Record, event="run_failed"):
     run: int
     by_rank: int
     error: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionClosed(Record):
-    event: ClassVar[str] = "session_closed"
+class SessionClosed(Record, event="session_closed"):
     runs: int
     contexts: int
     outcome: str  # "settled" | "partial" | the error's class name
@@ -190,27 +178,5 @@ class SessionClosed(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note(Record):
-    event: ClassVar[str] = "note"
+class Note(Record, event="note"):
     text: str
-
-
-RECORD_TYPES: dict[str, type[Record]] = {
-    kind.event: kind
-    for kind in (
-        SessionOpened,
-        ContextAdmitted,
-        RunStarted,
-        Trial,
-        RunTimed,
-        Merged,
-        Agreed,
-        Banned,
-        Preflighted,
-        Exchanged,
-        ContextSettled,
-        RunFailed,
-        SessionClosed,
-        Note,
-    )
-}

@@ -1,55 +1,45 @@
-"""What a session leaves on disk: `rank-N.log` for people and `rank-N.jsonl` with the same events.
+"""Writes a session's records as they come: `rank-N.log` for people, `rank-N.jsonl` with the same events.
 
-Both are made from the records of `dist_autotune.logs.records`. They only grow, one `write` system call per
-line: other sessions, and other processes with the same rank number, append to the same files, and a
-crash leaves every event before it.
+Files only grow, one `write` system call per line: other sessions and other processes of the same rank number
+append to them, and a crash leaves every event before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 from ..codec import to_json
-from .lines import LogLines
-from .records import (
-    Banned,
-    ContextSettled,
-    Note,
-    Preflighted,
-    Record,
-    RunFailed,
-    SessionClosed,
-)
+from ..formatting import WALL_CLOCK, config_label, context_label, counted, format_ms, one_line, status_label
+from . import records
+from .records import Record
+
+FOLLOWED = (
+    records.ContextSettled | records.Banned | records.Preflighted | records.RunFailed | records.SessionClosed
+    | records.Note
+)  # fmt: skip
 
 logger = logging.getLogger("dist_autotune")
 
 
-class SessionLog:
+class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
     """Writes records of one rank to `directory` and to the logger `dist_autotune`.
 
-    The files are opened at the first record. A directory that cannot be written is one RuntimeWarning;
-    tuning goes on. In a forked child nothing is written: its launches are no part of the session.
+    The files are opened at the first record. A directory that cannot be written is one RuntimeWarning; tuning
+    goes on. A forked child writes nothing: its launches are no part of the session.
     """
 
     def __init__(self, directory: Path | None, rank: int) -> None:
-        self._directory = directory.absolute() if directory is not None else None
-        self._files: tuple[AppendOnlyFile, AppendOnlyFile] | None = None
-        if self._directory is not None:
-            name = f"rank-{rank}"
-            self._files = (
-                AppendOnlyFile(self._directory / f"{name}.log"),
-                AppendOnlyFile(self._directory / f"{name}.jsonl"),
-            )
+        names = f"rank-{rank}.jsonl", f"rank-{rank}.log"
+        self._paths = () if directory is None else tuple(directory.absolute() / name for name in names)
+        self._files: dict[Path, int] = {}  # descriptors of those that are open
         self._lines = LogLines()
         self._pid = os.getpid()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -60,69 +50,183 @@ class SessionLog:
             return
         line = self._lines.line(record)
         logger.log(_level(record), "%s", line)
-        if self._files is None:
-            return
-        text, jsonl = self._files
         try:
-            jsonl.append(to_json(record.as_dict()))
-            text.append(line)
+            for path in self._paths:
+                self._append(path, to_json(record.as_dict()) if path.suffix == ".jsonl" else line)
         except OSError as error:
             self.close()
-            self._files = None  # before the warning, which raises where warnings are errors
-            warnings.warn(
-                f"No more logs in {self._directory}: {error}. Tuning goes on without them.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._paths = ()  # before the warning, which raises where warnings are errors
+            text = f"No more logs in {path.parent}: {error}. Tuning goes on without them."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         """Close the files; a later record opens them again."""
-        for file in self._files or ():
-            file.close()
+        while self._files:
+            os.close(self._files.popitem()[1])
 
-
-class AppendOnlyFile:
-    """A file of lines that several processes append to: each line is one write with O_APPEND."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def append(self, line: str) -> None:
-        """Append `line` and a line end, whole, or raise OSError."""
-        data = line.encode("utf-8", "backslashreplace") + b"\n"
-        if self._descriptor is None:
-            self._descriptor = self._open()
-            data = self._torn_line_end(self._descriptor) + data
-        if os.write(self._descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, "no space for a whole line", str(self._path))
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _open(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-
-    @staticmethod
-    def _torn_line_end(descriptor: int) -> bytes:
-        """Return the line end that a full disk kept from the last line, so that it spoils no other.
-
-        Another process that is just appending can look like that: then there is an empty line, no harm.
-        """
-        size = os.fstat(descriptor).st_size
-        return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+    def _append(self, path: Path, text: str) -> None:
+        """Append a line in one write, whole, or raise OSError."""
+        data = text.encode("utf-8", "backslashreplace") + b"\n"
+        if (file := self._files.get(path)) is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._files[path] = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":  # a full disk has cut the last line
+                data = b"\n" + data
+        if os.write(file, data) != len(data):
+            raise OSError(errno.ENOSPC, "no space for a whole line", str(path))
 
 
 def _level(record: Record) -> int:
     """Return INFO for what a user may want to follow, WARNING for a session that ends with one.
 
-    A ban is INFO: a config too large for the device is an everyday answer to a trial, and it is told
-    on every rank.
+    A ban is INFO: a config too large for the device is an everyday answer to a trial.
     """
-    if isinstance(record, SessionClosed):
-        return logging.WARNING if record.warning else logging.INFO
-    followed = ContextSettled | Banned | Preflighted | RunFailed | Note
-    return logging.INFO if isinstance(record, followed) else logging.DEBUG
+    if isinstance(record, records.SessionClosed) and record.warning:
+        return logging.WARNING
+    return logging.INFO if isinstance(record, FOLLOWED) else logging.DEBUG
+
+
+@dataclass
+class _Context:
+    """What the lines about one context need from its earlier records."""
+
+    label: str
+    candidates: int = 0  # 0: its admission was not seen
+    config_width: int = 0
+    agreed_ms: dict[int, float] = field(default_factory=dict)  # config id -> latest
+    banned: set[int] = field(default_factory=set)
+
+    def config(self, config_id: int, text: str) -> str:
+        """Return `config  7/24  BLOCK_M=128, num_warps=4`, padded to the context's longest config."""
+        of = f"/{self.candidates}" if self.candidates else ""
+        return (
+            f"config {config_id:>{len(str(self.candidates))}}{of}  {config_label(text):<{self.config_width}}"
+        )
+
+    def best(self) -> str:
+        """Return `(best 0.2980, #3)`, or nothing before the first agreed time."""
+        if not self.agreed_ms:
+            return ""
+        config_id = min(self.agreed_ms, key=self.agreed_ms.__getitem__)
+        return f"  (best {format_ms(self.agreed_ms[config_id])}, #{config_id})"
+
+
+class LogLines:
+    """Turns the records of one session into lines: `[  12.4s] rank 0   matmul[4096]  config  7/24  ...`.
+
+    A config is named by its id, its place in the agreed order, counted from 0.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: dict[str, _Context] = {}
+        self._subject_width = 24
+        self._unit = "ms"
+
+    def line(self, record: Record) -> str:
+        """Return the line for `record`, without its end; never more than one line."""
+        subject, text = map(one_line, self._describe(record))
+        self._subject_width = max(self._subject_width, len(subject))
+        prefix = f"[{record.elapsed_s:6.1f}s] rank {record.rank:<3}"
+        return f"{prefix} {subject:<{self._subject_width}}  {text}"
+
+    def _describe(self, record: Record) -> tuple[str, str]:
+        """Return what the record is about and what it says."""
+        match record:
+            case records.ContextAdmitted():
+                context = self._context(record)
+                context.candidates = len(record.candidates)
+                context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
+                where = "" if record.local else ", launched on other ranks only"
+                candidates = f"{counted(context.candidates, 'candidate')}, incumbent #{record.incumbent}"
+                return context.label, f"admitted in run {record.run}: {candidates}{where}"
+            case records.ConfigRecord():
+                context = self._context(record)
+                return context.label, self._of_config(context, record)
+            case records.RunStarted():
+                tried = [f"{self._label(context)} #{config_id}" for context, config_id in record.plan.items()]
+                return f"run {record.run}", "tries " + (", ".join(tried) or "nothing")
+            case records.Exchanged():
+                where = "opening" if record.run < 0 else f"run {record.run}"
+                sizes = f"sent {record.sent_bytes} B, received {record.received_bytes} B"
+                return where, f"exchanged in {format_ms(record.ms)} ms, {sizes}"
+            case records.Merged():
+                parts = record.payload.get("parts", {}).items()
+                said = [
+                    f"{self._label(name)} {counted(part.get('measured', 0), 'time')}" for name, part in parts
+                ]
+                return f"run {record.run}", f"all ranks said: {', '.join(said) or 'nothing launched'}"
+            case records.RunTimed():
+                doubt = "" if record.counts else ", no sample"
+                return f"run {record.run}", f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
+            case records.Preflighted():
+                return context_label(record.kernel, record.key), _preflighted(record)
+            case records.RunFailed():
+                return f"run {record.run}", f"failed on rank {record.by_rank}: {record.error}"
+            case records.SessionOpened():
+                self._unit = "ms (wall clock)" if record.clock == WALL_CLOCK else "ms"
+                return f"session {record.session}", _opened(record)
+            case records.SessionClosed():
+                counts = f"{counted(record.runs, 'run')}, {counted(record.contexts, 'context')}"
+                warning = f". {record.warning}" if record.warning else ""
+                return f"session {record.session}", f"closed: {record.outcome}, {counts}{warning}"
+            case records.Note():
+                return "note", record.text
+            case _:  # a kind of record that was added without a line of its own still leaves its facts
+                return record.event, str(record)
+
+    def _of_config(self, context: _Context, record: records.ConfigRecord) -> str:
+        match record:
+            case records.Trial():
+                of = f" {record.k}/{record.n}" if record.n else f" {record.k}"
+                times = self._time(record.kind + (of if record.kind != "incumbent" else ""), record.ms)
+                launches = f"  {record.launches} launches" if record.launches != 1 else ""
+                gap = f"  of which the host up to {format_ms(record.gap_ms)}" if record.gap_ms else ""
+                said = f"{times}{launches}{gap}{context.best()}"
+            case records.Agreed():
+                if record.ms is not None and record.counted:
+                    context.agreed_ms[record.config_id] = record.ms
+                fastest = f"  fastest rank {format_ms(record.fastest_rank_ms)}"
+                doubt = "" if record.counted else "  not counted: some rank ran another config"
+                said = f"{self._time('agreed', record.ms)}{fastest}{doubt}{context.best()}"
+            case records.Banned():
+                context.banned.add(record.config_id)
+                context.agreed_ms.pop(record.config_id, None)
+                said = f"  banned by rank {record.by_rank}: {record.reason}"
+            case records.ContextSettled():
+                status = status_label(record.status, launch_bound=record.launch_bound)
+                counts = f"{len(record.timings)} timed, {len(context.banned)} banned"
+                said = f"{self._time('winner', record.ms)}  {status}, {counts}"
+            case _:
+                said = ""
+        return context.config(record.config_id, record.config) + said
+
+    def _time(self, what: str, ms: float | None) -> str:
+        return f"  {what:<13} {format_ms(ms):>8}" + (f" {self._unit}" if ms is not None else "")
+
+    def _context(self, record: records.ContextRecord) -> _Context:
+        if (context := self._contexts.get(record.context)) is None:
+            context = self._contexts[record.context] = _Context(context_label(record.kernel, record.key))
+        return context
+
+    def _label(self, digest: str) -> str:
+        return self._contexts[digest].label if digest in self._contexts else digest
+
+
+def _preflighted(record: records.Preflighted) -> str:
+    remark = f"; {record.remark}" if record.remark else ""
+    return (
+        f"compiled {record.compiled} here ({record.workers} at a time), {record.from_peers} by peers, "
+        f"{record.cached} in the cache, {record.failed} failed, {record.seconds:.1f} s{remark}"
+    )
+
+
+def _opened(record: records.SessionOpened) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    return (
+        f"opened: {record.thunk}, ranks {list(record.ranks)}, mode {record.mode}, "
+        f"search {record.search}, objective {record.objective}, "
+        f"{counted(record.n_warmup, 'warm-up')}, {counted(record.n_repeat, 'sample')}, "
+        f"{record.statistic} of a rank, {record.rank_reduce} over ranks; {record.device}; {versions}; "
+        f"clock {record.clock or '?'}; pid {record.pid}; {record.started_at}"
+    )

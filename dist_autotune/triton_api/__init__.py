@@ -1,1 +1,1 @@
-"""The only room that knows Triton's Autotuner. Imports errors alone."""
+"""Triton's Autotuner: what is known of it, and what stands in for its `run`. Imports no other room."""

@@ -18,7 +18,6 @@ from ..errors import TuningError
 _POLL_S = 0.05  # between two looks at the call that has the turn
 _MARK = "_dist_autotune_call"  # attribute of a thread: the call that it belongs to
 
-
 Start: TypeAlias = Callable[..., None]
 T = TypeVar("T")
 
@@ -26,10 +25,9 @@ T = TypeVar("T")
 class ActiveCall:
     """The turn of calls, and which threads belong to the call that has it.
 
-    A thread belongs to a call that has started it, directly or through others of its threads; or that
-    waits for it in `Thread.join`, `Future.result`, `concurrent.futures.wait` or `as_completed`. For whom a
-    call waits in other ways cannot be seen: a thread that was there before gives up when the call has not
-    moved for as long as a rank waits for its peers.
+    A thread belongs to a call that has started it, directly or through others of its threads; or that waits
+    for it in `Thread.join`, `Future.result`, `concurrent.futures.wait` or `as_completed`. Other ways of
+    waiting cannot be seen: an older thread gives up when the call has not moved for `timeout_s`.
     """
 
     def __init__(self) -> None:

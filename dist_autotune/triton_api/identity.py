@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import inspect
+import math
 import numbers
 import re
 import textwrap
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,18 +27,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel function: where it stands and what it is made of.
+    """What one kernel function is made of: its own source, that of all `@jit` functions it reaches,
+    constants.
 
-    `text_digest` covers the source of the function and of every `@jit` function it reaches;
-    `digest` adds the constants they capture. Two ranks with equal `name` and different
-    `text_digest` run different versions of the code.
+    Two ranks with other `texts` of one name run different versions of the code.
     """
 
-    name: str  # module and qualified name
     short_name: str
-    text_digest: str
-    digest: str
-    texts: tuple[tuple[str, str], ...] = ()  # (name, digest of its own text) of each function it is made of
+    digest: str  # of all of it
+    texts: tuple[tuple[str, str], ...] = ()  # (name, digest of its own text) of each function
 
 
 _SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelSource] = weakref.WeakKeyDictionary()
@@ -47,13 +46,16 @@ def kernel_source(function: Callable[..., Any]) -> KernelSource:
     known = _SOURCES.get(function)
     if known is not None:
         return known
-    parts: dict[Any, _Part] = {}
-    _collect(function, parts)
-    text = "\n".join(sorted(part.text for part in parts.values()))
-    captured = "\n".join(sorted(constant for part in parts.values() for constant in part.constants))
-    name = _full_name(function)
-    texts = tuple(sorted((part.name, digest(part.text)) for part in parts.values()))
-    source = KernelSource(name, function.__name__, digest(name + text), digest(name + text + captured), texts)
+    parts: dict[Any, str] = {}
+    constants: list[str] = []
+    _collect(function, parts, constants)
+    name, text, captured = (
+        _full_name(function),
+        "\n".join(sorted(parts.values())),
+        "\n".join(sorted(constants)),
+    )
+    texts = tuple(sorted((_full_name(part), digest(text)) for part, text in parts.items()))
+    source = KernelSource(function.__name__, digest(name + text + captured), texts)
     return _SOURCES.setdefault(function, source)
 
 
@@ -65,9 +67,8 @@ def function_digest(function: Callable[..., Any]) -> str:
 def key_text(key: tuple[Any, ...]) -> str:
     """Return the tuning key as canonical text, equal for keys that compare equal.
 
-    Numbers that are equal (`True`, `1`, `1.0`, `numpy.int64(1)`) have one text, as they are one
-    key of a dict. Raises TuningError for a value without a text of its own (one whose repr holds
-    an address): it would silently be a different key on every rank.
+    Equal numbers (`True`, `1`, `1.0`, `numpy.int64(1)`) have one text, as they are one key of a dict. Raises
+    TuningError for a value whose repr holds an address: it would be a different key on every rank.
     """
     return ", ".join(_value_text(value) for value in key)
 
@@ -79,24 +80,14 @@ def candidate_digest(all_kwargs: dict[str, Any]) -> str:
 
 def constants_text(function: Callable[..., Any], arguments: dict[str, Any], left_out: set[str]) -> str:
     """Return the constexpr arguments of a launch that are not among `left_out`, as text."""
-    names = sorted(constexpr_names(function) & arguments.keys() - left_out)
+    parameters = inspect.signature(function).parameters.values()
+    constants = {p.name for p in parameters if "constexpr" in str(p.annotation)}
+    names = sorted(constants & arguments.keys() - left_out)
     return ", ".join(f"{name}={_value_text(arguments[name], strict=False)}" for name in names)
 
 
-_CONSTEXPR_NAMES: weakref.WeakKeyDictionary[Callable[..., Any], frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-def constexpr_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of the parameters that are annotated as constexpr."""
-    known = _CONSTEXPR_NAMES.get(function)
-    if known is not None:
-        return known
-    parameters = inspect.signature(function).parameters.values()
-    names = frozenset(p.name for p in parameters if "constexpr" in str(p.annotation))
-    return _CONSTEXPR_NAMES.setdefault(function, names)
-
-
 def _value_text(value: Any, *, strict: bool = True) -> str:
+    text_of = functools.partial(_value_text, strict=strict)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str):
@@ -106,39 +97,33 @@ def _value_text(value: Any, *, strict: bool = True) -> str:
     if isinstance(value, numbers.Number):
         return _number_text(value)
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(_value_text(item, strict=strict) for item in value)})"
+        return f"({', '.join(map(text_of, value))})"
     if isinstance(value, (set, frozenset)):  # their repr differs from process to process
-        return f"{{{', '.join(sorted(_value_text(item, strict=strict) for item in value))}}}"
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, dict):
-        items = sorted(
-            (_value_text(k, strict=strict), _value_text(v, strict=strict)) for k, v in value.items()
-        )
-        return f"{{{', '.join(f'{k}: {v}' for k, v in items)}}}"
-    inner = getattr(value, "value", None)
+        items = sorted((text_of(name), text_of(item)) for name, item in value.items())
+        return f"{{{', '.join(f'{name}: {item}' for name, item in items)}}}"
     if type(value).__name__ == "constexpr":
-        return _value_text(inner, strict=strict)
+        return text_of(value.value)
     functions = _callees(value)
     if functions:
         return "+".join(f"{_full_name(function)}#{kernel_source(function).digest}" for function in functions)
     text = repr(value) if strict or not hasattr(value, "shape") else type(value).__name__
-    if _ADDRESS.search(text) or hasattr(value, "data_ptr"):
-        if not strict:
-            return type(value).__qualname__
-        raise TuningError(
-            f"a {type(value).__module__}.{type(value).__qualname__} cannot be part of a tuning key: it has "
-            f"no text that is the same on every rank ({text[:80]}). Use a number, string, dtype or enum."
-        )
-    return text
+    if not (_ADDRESS.search(text) or hasattr(value, "data_ptr")):
+        return text
+    if not strict:
+        return type(value).__qualname__
+    raise TuningError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be part of a tuning key: it has "
+        f"no text that is the same on every rank ({text[:80]}). Use a number, string, dtype or enum."
+    )
 
 
 def _number_text(value: Any) -> str:
     if isinstance(value, complex):
         return repr(value)
-    return (
-        repr(int(value))
-        if value == value and value not in (float("inf"), -float("inf")) and int(value) == value
-        else repr(float(value))
-    )
+    is_whole = value == value and abs(value) != math.inf and int(value) == value
+    return repr(int(value) if is_whole else float(value))
 
 
 def _full_name(function: Callable[..., Any]) -> str:
@@ -158,37 +143,26 @@ def _python_function(value: Any) -> types.FunctionType | None:
 
 def _callees(value: Any) -> list[types.FunctionType]:
     """Return the functions that a kernel may call through `value`: of an aggregate, its methods."""
-    if getattr(value, "__triton_aggregate__", False):
-        found = [_python_function(member) for member in value.hash_attrs]  # what Triton's own digest covers
-    else:
-        found = [_python_function(value)]
-    return [function for function in found if function is not None]
+    is_aggregate = getattr(value, "__triton_aggregate__", False)
+    members = value.hash_attrs if is_aggregate else [value]  # what Triton's own digest covers
+    return [function for function in map(_python_function, members) if function is not None]
 
 
-@dataclass
-class _Part:
-    """One function that a kernel is made of."""
-
-    name: str
-    text: str
-    constants: list[str] = field(default_factory=list)  # it captures
-
-
-def _collect(function: Callable[..., Any], parts: dict[Any, _Part]) -> None:
+def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: list[str]) -> None:
     """Walk `function` and what it refers to: sources of callees, values of captured constants."""
     if function in parts:
         return
     name, source = _full_name(function), _source(function)
-    part = parts[function] = _Part(name, f"{name}\n{source}")
+    parts[function] = f"{name}\n{source}"
     for reference, value in _references(function, source):
         callees = _callees(value)
         for callee in callees:
             # Triton's own are covered by its version, which every entry and every session carries.
             if (callee.__module__ or "").partition(".")[0] != "triton":
-                _collect(callee, parts)
+                _collect(callee, parts, constants)
         is_plain = isinstance(value, (bool, int, float, str))
         if not callees and (is_plain or type(value).__name__ in ("constexpr", "dtype")):
-            part.constants.append(f"{name}:{reference}={_value_text(value, strict=False)}")
+            constants.append(f"{name}:{reference}={_value_text(value, strict=False)}")
 
 
 def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str, Any]]:

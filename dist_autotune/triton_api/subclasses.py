@@ -1,8 +1,7 @@
 """Subclasses of Triton's Autotuner with a `run` of their own: some libraries benchmark by themselves.
 
-A `run` that ends up in that of a base class is left alone: what it does around the launch goes on being done.
-One that prunes or benchmarks configs stands where `Autotuner.run` stands for others, and is replaced too.
-Any other one launches what nobody else chooses: it is let be, and said so once.
+A `run` that ends up in that of a base class stays. One that prunes or benchmarks configs is replaced, as
+`Autotuner.run` is. Any other one launches what nobody else chooses: it stays, with one warning.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _BENCHMARKING = {"_bench", "do_bench", "prune_configs"}
 
 # class -> its own `run`, and whether that benchmarks; None: it ends up in the `run` of a base class
 _KINDS: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], bool | None]] = weakref.WeakKeyDictionary()
-_TOLD: weakref.WeakSet[type] = weakref.WeakSet()
+_WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
@@ -30,7 +29,9 @@ def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
     for owner in _subclasses(Autotuner):
         run = vars(owner).get("run")
         if isinstance(run, types.FunctionType):
-            benchmarks = _benchmarks(owner, run)
+            if owner not in _KINDS or _KINDS[owner][0] is not run:
+                _KINDS[owner] = run, _kind(owner, run)
+            benchmarks = _KINDS[owner][1]
             if benchmarks is not None:
                 found.append((owner, run, benchmarks))
     return found
@@ -42,12 +43,12 @@ def keeps_its_own_cache(tuner: Autotuner) -> bool:
     return any(kind is not None and kind[1] for kind in kinds)
 
 
-def told(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which says once that it is not tuned."""
+def warning_once(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with a warning, once, that it is not tuned."""
 
     def run_untuned(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
-        if owner not in _TOLD and len(tuner.configs) > 1:
-            _TOLD.add(owner)
+        if owner not in _WARNED and len(tuner.configs) > 1:
+            _WARNED.add(owner)
             warnings.warn(
                 f"{owner.__module__}.{owner.__qualname__} overrides Autotuner.run without super().run(): its "
                 "kernels are not tuned inside tuned functions. Call super().run(*args, **kwargs) in it, or "
@@ -67,13 +68,6 @@ def _subclasses(owner: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-def _benchmarks(owner: type, run: types.FunctionType) -> bool | None:
-    known = _KINDS.get(owner)
-    if known is None or known[0] is not run:
-        known = _KINDS[owner] = run, _kind(owner, run)
-    return known[1]
-
-
 def _kind(owner: type, run: types.FunctionType) -> bool | None:
     """Return what a `run` is by the names in it: whether it benchmarks; None: a base class has its turn."""
     wrapped = [cell.cell_contents for cell in run.__closure__ or () if cell != types.CellType()]
@@ -82,9 +76,7 @@ def _kind(owner: type, run: types.FunctionType) -> bool | None:
     bases = owner.__mro__[1:]
     stock = {id(vars(base)["run"]) for base in bases if "run" in vars(base)}
     meant = [run.__globals__.get(name) for name in names] + [getattr(owner, name, None) for name in names]
-    if any(
-        id(one) in stock for one in (*meant, *wrapped)
-    ):  # that very function: what replaces it is not seen
+    if any(id(one) in stock for one in (*meant, *wrapped)):  # that very function escapes what replaces it
         return True
     if "super" in names or names & {base.__name__ for base in bases}:
         return None

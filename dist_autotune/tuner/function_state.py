@@ -9,9 +9,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ..launch.dispatch import Dispatcher, NewCandidates
-from ..launch.kernel_ids import KernelNames
-from ..launch.rank_contexts import RankContext, RankContexts
+from ..launch.dispatcher import Dispatcher
+from ..launch.kernel_names import KernelNames
+from ..launch.rank_context import RankContext
+from ..launch.rank_contexts import RankContexts
 from ..launch.registry import Registry
 from ..ranks.group import SingleRank
 from ..search import strategies
@@ -37,7 +38,7 @@ class Opened:
 class FunctionState:
     """The lasting state of one tuned function on one group of ranks.
 
-    `search` is the same on all ranks; `contexts`, `dispatcher` and `new_candidates` are this rank's.
+    `search` is the same on all ranks; `contexts`, `registry` and `dispatcher` are this rank's.
     """
 
     def __init__(self, function: TunedFunction) -> None:
@@ -47,13 +48,13 @@ class FunctionState:
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
         self.time_spent = TimeSpent()  # of the session under way
-        self.on_ban: Callable[[RankContext, str, str], None] = lambda local, candidate, reason: None
+        self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self._sources = KernelSources()
         self._reset()
 
     def _reset(self) -> None:
         """Start without any context."""
-        function, options, guard = self.function, self.function.options, self.guard
+        function, options = self.function, self.function.options
         self.search = SearchState(
             Rules(
                 strategy=options.search
@@ -70,39 +71,33 @@ class FunctionState:
                 tunes=function.tunes,
             )
         )
-        rank, names = function.group.rank, KernelNames(self.search.kernels.aliases)
-        self.contexts = RankContexts(
-            names, options.agree, rank, lambda local, candidate, reason: self.on_ban(local, candidate, reason)
-        )
-        self.new_candidates = NewCandidates(
-            self.contexts, lambda local, candidate: guard.launching(local.name, candidate, loads=True)
+        names = KernelNames(self.search.kernels.aliases)
+        self.contexts = RankContexts(names, options.agree, lambda *ban: self.on_ban(*ban))
+        self.registry = Registry(
+            self.contexts,
+            names,
+            function.clock,
+            options.statistic,
+            function.group.rank,
+            find_claim=self.results.find_claim,
+            recall=self._recall,
         )
         self.dispatcher = Dispatcher(
             names,
             self.contexts,
-            Registry(
-                self.contexts,
-                names,
-                function.clock,
-                options.statistic,
-                rank,
-                find_claim=self.results.find_claim,
-                recall=self._recall,
-            ),
-            self.new_candidates,
+            self.registry,
             function.clock,
-            busy=self.compiling,
-            trying=lambda local, candidate: guard.launching(local.name, candidate),
+            self.guard,
+            self.compiling,
             passes_single=isinstance(function.group, SingleRank),
             is_frozen=not function.tunes,
         )
 
-    def _recall(self, local: RankContext) -> dict[str, str]:
+    def _recall(self, rank_context: RankContext) -> dict[str, str]:
         """Join a context that is new on this rank to what the ranks share; return its bans, with reasons."""
-        local.context = self.search.contexts.get(local.name)
-        bans = {} if local.context is not None else self.search.crash_bans.get(local.name, {})
-        known = {candidate for candidate, _ in local.order}
-        return {candidate: reason for candidate, (_, reason) in bans.items() if candidate in known}
+        rank_context.search = self.search.contexts.get(rank_context.name)
+        bans = {} if rank_context.search is not None else self.search.crash_bans.get(rank_context.name, {})
+        return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -110,15 +105,11 @@ class FunctionState:
         with self.function.group.busy(), self.time_spent.compiling():
             yield
 
-    def reported(self) -> list[RankContext]:
-        """Return the contexts that this rank has reported on in the run under way."""
-        return [local for local in self.contexts.by_name.values() if local.told is not None]
-
     # -- sessions ------------------------------------------------------------------------------------------
 
     def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
-        settled, forgets = self.search.contexts.digest_text(), self.results.ignores_known
+        settled, forgets = self.search.digest_text(), self.results.ignores_known
         return self.function.opening(state, settled, retunes=forgets)
 
     def opening_with_results(self) -> Opening:
@@ -137,7 +128,7 @@ class FunctionState:
         self.results.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
         differ = len(facts["settled"]) > 1
         if differ:
-            remarks.append("ranks remember different results of earlier sessions: all of them are dropped")
+            remarks.append("ranks hold different earlier results: dropped on all ranks")
         if differ or self.results.ignores_known:
             self._reset()
         devices = facts["device"]
@@ -147,9 +138,9 @@ class FunctionState:
         self.search.open()
         self.search.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.search.crash_bans)
-        for local in self.contexts.by_name.values():
-            if local.context is None and local.claim is None:  # met in a settled call
-                local.claim = self.results.claim_on_disk(local)
+        for rank_context in self.contexts.by_name.values():
+            if rank_context.search is None and rank_context.claim is None:  # met in a settled call
+                rank_context.claim = self.results.claim_on_disk(rank_context)
         return Opened(session, len(facts["clock"]) == 1, tuple(remarks))
 
     def check_run(self, merged: Message) -> RunReport:
@@ -160,18 +151,20 @@ class FunctionState:
 
     def drop_searches(self) -> None:
         """Forget the searches under way, on all ranks alike."""
-        unshared = {name for name, local in self.contexts.by_name.items() if local.context is None}
-        self.dispatcher.forget(self.search.contexts.drop_unsettled() | unshared)
+        unshared = {
+            name for name, rank_context in self.contexts.by_name.items() if rank_context.search is None
+        }
+        self.registry.forget(self.search.drop_unsettled() | unshared)
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
-        new = self.search.contexts.newly_final()
+        new = self.search.newly_final()
         for context in new:
-            local = self.contexts.by_name.get(context.name)
-            if local is not None:
-                self.results.publish(context, local, seconds)
-        for local in self.contexts.by_name.values():  # settled before they were launched here
-            late = local.context
-            if late is not None and not local.is_published and self.search.contexts.is_final(late):
-                self.results.publish(late, local, seconds)
+            rank_context = self.contexts.by_name.get(context.name)
+            if rank_context is not None:
+                self.results.publish(context, rank_context, seconds)
+        for rank_context in self.contexts.by_name.values():  # settled before they were launched here
+            late = rank_context.search
+            if late is not None and not rank_context.is_published and self.search.is_final(late):
+                self.results.publish(late, rank_context, seconds)
         return new

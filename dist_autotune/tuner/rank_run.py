@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..compilation.pool import Terms
-from ..launch.rank_contexts import RankContext
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import RunStarted, RunTimed, Trial
 from ..ranks.watchdog import PATIENCE
@@ -95,11 +95,11 @@ class RankRun:
         elapsed_s: since the session's first call.
         """
         state, function = self._state, self._state.function
-        if state.new_candidates:
+        if state.dispatcher.new:
             with state.compiling(), state.guard.paused():
-                for local, tally in state.new_candidates.preflight(self._terms()):
-                    self._log.record_preflight(state.search.runs, local, tally)
-        parts = state.contexts.tell(waits=self._waits)
+                for rank_context, tally in state.dispatcher.preflight(self._terms()):
+                    self._log.record_preflight(state.search.runs, rank_context, tally)
+        parts = state.contexts.report_run(waits=self._waits)
         whole = Part()
         if self._judged is not None or self._whole.report is not None:
             whole = self._whole.report_run("|".join(self._judged or ()), waits=self._waits)
@@ -114,8 +114,7 @@ class RankRun:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        announced = (local for local in state.reported() if local.told and local.told.announcement)
-        return state.results.with_offers(report, announced)
+        return state.results.with_offers(report, state.contexts.announced_now())
 
     def apply_reports(self, merged: RunReport) -> None:
         """Take up what all ranks reported, before anything follows from it."""
@@ -129,27 +128,29 @@ class RankRun:
 
     def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> RunResult:
         """Keep the samples that count, drop the others, and return what the run was."""
-        contexts, reported = self._state.search.contexts, self._state.reported()
+        contexts, reported = self._state.search.contexts, self._state.contexts.reported()
         trials = tuple(
-            recorder.trial(run, contexts[local.name], local, outcomes[local.name], self._whole)
-            for local in reported
-            if local.launches or local.samples.is_read
+            recorder.trial(
+                run, contexts[rank_context.name], rank_context, outcomes[rank_context.name], self._whole
+            )
+            for rank_context in reported
+            if rank_context.launches or rank_context.samples.is_read
         )
-        self._state.contexts.take(contexts, outcomes, late_ms=merged.late_ms)
+        self._state.contexts.apply_outcomes(contexts, outcomes, late_ms=merged.late_ms)
         counts, waiting = self._state.search.has_counted_run, bool(merged.run.pending)
         whole = self._whole
         is_read = whole.report is not None and not waiting
         timed = recorder.run_timed(run, whole, counts=counts) if is_read else None
-        has_time = any(_has_time(local, outcomes[local.name]) for local in reported)
+        has_time = any(_has_time(rank_context, outcomes[rank_context.name]) for rank_context in reported)
         has_time |= is_read and counts and whole.sample is not None
         whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
-        is_sample = any(outcomes[local.name].kind == "sample" for local in reported)
+        is_sample = any(outcomes[rank_context.name].kind == "sample" for rank_context in reported)
         return RunResult(trials, timed, is_sample, has_time)
 
     def retract(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
-        for local in self._state.contexts.by_name.values():
-            local.samples.apply_outcome(waiting=False, counts=False)
+        for rank_context in self._state.contexts.by_name.values():
+            rank_context.samples.apply_outcome(waiting=False, counts=False)
         self._whole.apply_outcome(waiting=False, counts=False)
         self.abandon()
 
@@ -166,6 +167,6 @@ class RankRun:
         return Terms.agreed(self._log.session, position, count, patience_s)
 
 
-def _has_time(local: RankContext, outcome: Outcome) -> bool:
+def _has_time(rank_context: RankContext, outcome: Outcome) -> bool:
     is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH and outcome.index is not None
-    return is_sample and local.samples.sample is not None
+    return is_sample and rank_context.samples.sample is not None

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ..compilation.pool import Tally
-from ..launch.rank_contexts import RankContext
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import (
     Banned,
@@ -103,25 +103,24 @@ class Recorder:
         if len(self._ranks) > 1:
             self._exchanges.append(exchange)
 
-    def record_ban(self, run: int, local: RankContext, candidate: str, reason: str) -> None:
+    def record_ban(self, run: int, rank_context: RankContext, candidate: str, reason: str) -> None:
         """Write that a candidate failed on this rank."""
-        index = [digest for digest, _ in local.order].index(candidate)
         self.write(
             Banned(
                 run=run,
-                context=local.name,
-                kernel=local.source.short_name,
-                key=local.key_text,
-                config_id=index,
-                config=local.order[index][1],
+                context=rank_context.name,
+                kernel=rank_context.source.short_name,
+                key=rank_context.key_text,
+                config_id=list(rank_context.texts).index(candidate),
+                config=rank_context.texts[candidate],
                 by_rank=self._rank,
                 reason=reason,
             )
         )
 
-    def record_preflight(self, run: int, local: RankContext, tally: Tally) -> None:
+    def record_preflight(self, run: int, rank_context: RankContext, tally: Tally) -> None:
         """Write how this rank compiled the candidates of a new context."""
-        kernel, key = local.source.short_name, local.key_text
+        kernel, key = rank_context.source.short_name, rank_context.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
     def record_reports(self, run: int, merged: RunReport) -> None:
@@ -160,10 +159,10 @@ def run_timed(run: int, whole: Samples, *, counts: bool) -> RunTimed:
     )
 
 
-def trial(run: int, context: Context, local: RankContext, outcome: Outcome, whole: Samples) -> Trial:
+def trial(run: int, context: Context, rank_context: RankContext, outcome: Outcome, whole: Samples) -> Trial:
     """Return the record of this rank's launches of one context in one run; whole: the run's samples."""
     by_launch = outcome.judge == BY_LAUNCH
-    sample, told = (local.samples if by_launch else whole).sample, local.told
+    sample, told = (rank_context.samples if by_launch else whole).sample, rank_context.report
     report = told if by_launch else whole.report
     assert told is not None
     assert report is not None
@@ -178,7 +177,7 @@ def trial(run: int, context: Context, local: RankContext, outcome: Outcome, whol
         kind=outcome.kind,
         k=outcome.k,
         n=outcome.n,
-        launches=local.launches,
+        launches=rank_context.launches,
         ms=None if sample is None else sample.ms,
         statistic_ms=report.worst_ms if report.measured else None,
         gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,

@@ -107,15 +107,15 @@ def tuned_contexts(
     """Return the contexts among `names` in which there was a choice, as they stand."""
     contexts = []
     for name in sorted(names):
-        context, local = search.contexts.get(name), rank_contexts.by_name.get(name)
-        if context is None or local is None or len(context.digests) == 1:
+        context, rank_context = search.contexts.get(name), rank_contexts.by_name.get(name)
+        if context is None or rank_context is None or len(context.digests) == 1:
             continue
         best = None if context.is_spent else context.incumbent
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
-                key=local.key,
-                config=None if best is None else local.config_of(context.digests[best]),
+                key=rank_context.key,
+                config=None if best is None else rank_context.config_of(context.digests[best]),
                 ms=None if best is None else context.times.ms.get(best),
                 fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
                 launch_bound=best is not None and context.is_launch_bound,

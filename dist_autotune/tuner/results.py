@@ -15,14 +15,14 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
-from ..launch.rank_contexts import Claim, RankContext
+from ..launch.rank_context import Claim, RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
 from ..search.context_search import Context
 from ..search.messages import RunReport
 from ..storage.winners import Entry, EntryKey, Winners
-from ..triton_api import identity, interception, subclasses
-from ..triton_api.interception import Key
+from ..triton_api import autotuner_cache, identity, subclasses
+from ..triton_api.launch import Key
 from ..version import __version__
 from .function import TunedFunction
 
@@ -81,7 +81,7 @@ class Results:
         votes_later = self._function.options.watch and self._function.tunes
         if self._is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
             return report
-        wanted = {(local.source.short_name, local.kernel) for local in announced}
+        wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
         entries = itertools.chain.from_iterable(
             self._disk.entries(name) for name in sorted({name for name, _ in wanted})
         )
@@ -106,18 +106,18 @@ class Results:
 
     # -- what is known of a context ------------------------------------------------------------------------
 
-    def find_claim(self, local: RankContext, tuner: Autotuner | None) -> Claim | None:
+    def find_claim(self, rank_context: RankContext, tuner: Autotuner | None) -> Claim | None:
         """Return the result that a context has in memory or on disk before its first launch here."""
-        known = None if tuner is None or self.ignores_known else self._in_memory(tuner, local.key)
+        known = None if tuner is None or self.ignores_known else self._in_memory(tuner, rank_context.key)
         if known is not None:
             return Claim(self._function.group.rank, identity.candidate_digest(known.all_kwargs()))
-        return self.claim_on_disk(local)
+        return self.claim_on_disk(rank_context)
 
-    def claim_on_disk(self, local: RankContext) -> Claim | None:
+    def claim_on_disk(self, rank_context: RankContext) -> Claim | None:
         """Return the entry that all ranks have agreed to use, else what this rank has and will report."""
         if self.ignores_known:
             return None
-        key = self._entry_key(local)
+        key = self._entry_key(rank_context)
         if key.digest in self._offers:
             return Claim(*self._offers[key.digest])
         if not self.looks_on_disk or not (self._in_session or self._is_alone):
@@ -143,27 +143,32 @@ class Results:
 
     # -- where a result goes -------------------------------------------------------------------------------
 
-    def publish(self, context: Context, local: RankContext, seconds: float) -> None:
+    def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
-        local.is_published = True
+        rank_context.is_published = True
         winner = context.digests[context.incumbent]
         timings = {context.digests[index]: ms for index, ms in context.times.ms.items()}
-        if local.is_choice:
-            CHOICES.remember(context.kernel, local.key_text, dict(local.order)[winner])
+        if rank_context.is_choice:
+            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
         failed = {context.digests[index]: math.inf for index in context.banned}
-        self._to_memory(context, local, winner, {**timings, **failed}, seconds)
+        self._to_memory(context, rank_context, winner, {**timings, **failed}, seconds)
         if len(context.digests) == 1:
             return
         if context.status == "tuned" and winner in timings:
-            self._disk.put(self._entry(context, local, winner, timings[winner]))
+            self._disk.put(self._entry(context, rank_context, winner, timings[winner]))
         if context.status in ("tuned", "cached") and not self._function.is_alone:
-            self._disk.record_launch(self._folder, self._entry_key(local))
+            self._disk.record_launch(self._folder, self._entry_key(rank_context))
 
     def _to_memory(
-        self, context: Context, local: RankContext, winner: str, known: dict[str, float], seconds: float
+        self,
+        context: Context,
+        rank_context: RankContext,
+        winner: str,
+        known: dict[str, float],
+        seconds: float,
     ) -> None:
         is_cached = context.status == "cached"
-        for binding in local.bindings:
+        for binding in rank_context.bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
@@ -173,15 +178,15 @@ class Results:
             if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
                 continue  # and so does all that belongs to it
             by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
-            interception.publish(tuner, binding.key, config, by_config, seconds)
+            autotuner_cache.publish(tuner, binding.key, config, by_config, seconds)
             origin = Origin(self._function.group, self._scope, context.provisional)
             _origins.setdefault(tuner, {})[binding.key] = origin
             if not context.provisional:
-                interception.announce(tuner, binding.key, cache_hit=is_cached)
+                autotuner_cache.announce(tuner, binding.key, cache_hit=is_cached)
 
-    def _entry(self, context: Context, local: RankContext, winner: str, ms: float) -> Entry:
+    def _entry(self, context: Context, rank_context: RankContext, winner: str, ms: float) -> Entry:
         return Entry(
-            key=self._entry_key(local),
+            key=self._entry_key(rank_context),
             winner=winner,
             config=context.texts[context.incumbent],
             ms=ms,
@@ -190,15 +195,15 @@ class Results:
             package_version=__version__,
         )
 
-    def _entry_key(self, local: RankContext) -> EntryKey:
+    def _entry_key(self, rank_context: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
-            kernel=local.source.short_name,
-            kernel_digest=local.kernel,
-            key=local.key_text,
-            constants=local.constants,
-            candidates=tuple(sorted(candidate for candidate, _ in local.order)),
-            scope=self._scope if local.is_choice else self._kernel_scope,
+            kernel=rank_context.source.short_name,
+            kernel_digest=rank_context.kernel,
+            key=rank_context.key_text,
+            constants=rank_context.constants,
+            candidates=tuple(sorted(rank_context.texts)),
+            scope=self._scope if rank_context.is_choice else self._kernel_scope,
             **self._conditions(),
         )
 

@@ -30,9 +30,9 @@ from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.kernels.compat import GluonASTSource
+from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.matrices import Block, set_block
-from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.triton_api import interception
+from dist_autotune.triton_api.launch import Launch
 from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks
 
@@ -99,9 +99,9 @@ def forget() -> None:
 
 def preflight(tuner: Any, *args: Any, **terms: Any) -> Preflight:
     args = args or arguments()
-    configs = interception.candidates_of(tuner, args, {})
+    launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
     terms_ = Terms(**{"session": "one", "limit_s": 60.0} | terms)
-    return compiling.preflight(tuner, configs, args, {"grid": (1,), "warmup": False}, terms_)
+    return compiling.preflight(launch, launch.candidates(), terms_)
 
 
 def tuned(tuner: Any, args: tuple[Any, ...], **options: Any) -> Any:
@@ -136,8 +136,9 @@ def test_a_launch_after_the_preflight_compiles_nothing(fresh, compiler):
     assert preflight(tuner, *args).tally.compiled == 2
     compiler.behaves({FIRST: "exit", GOOD: "exit"})
     for config in tuner.configs:
-        interception.run_pre_hook(tuner, config, args, {})
-        interception.launch(tuner, config, args, {"grid": (1,), "warmup": False})
+        launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
+        launch.run_pre_hook(config)
+        launch.run(config)
     assert sorted(compiler.compilations()) == [FIRST, GOOD]
     assert own_compilations(compiler) == []
 
@@ -185,8 +186,8 @@ def test_an_argument_that_is_passed_twice_is_one_object_to_the_hook():
     descriptor, y = arguments()
     tuner = kernel(GOOD)
     config = tuner.configs[0]
-    found = pre_hooks.rehearse(tuner, {"one": config}, (descriptor, (y, descriptor)), {}, 60.0)
-    (args, _) = found.launches["one"]
+    found = pre_hooks.rehearse(Launch(tuner, (descriptor, (y, descriptor)), {}), {"one": config}, 60.0)
+    args = found.launches["one"].args
     assert args[0] is args[1][1]
     assert args[0] is not descriptor
     assert args[0].base is descriptor.base
@@ -199,8 +200,8 @@ def test_a_hook_may_set_a_layout():
     x = torch.zeros(64, 64, dtype=torch.float16)
     descriptor = GluonDescriptor.from_tensor(x, [16, 64], layout)
     config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], Block(8, 16)))
-    found = pre_hooks.rehearse(kernel(GOOD), {"one": config}, (descriptor,), {}, 60.0)
-    (changed,), _ = found.launches["one"]
+    found = pre_hooks.rehearse(Launch(kernel(GOOD), (descriptor,), {}), {"one": config}, 60.0)
+    (changed,) = found.launches["one"].args
     assert (changed.block_shape, changed.layout.swizzle_byte_width) == ([8, 16], 32)
     assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
 
@@ -389,8 +390,9 @@ def test_ranks_share_a_binary_only_if_their_hooks_made_the_same_arguments(fresh,
         tuner, args = kernel(GOOD, hooks={GOOD: hook}), arguments()
         arrive(tmp_path, rank, 2)
         assert preflight(tuner, *args, local_rank=rank, local_ranks=2).reasons == {}
-        interception.run_pre_hook(tuner, tuner.configs[0], args, {})
-        compiled = interception.compiled(tuner, tuner.configs[0], args, {})
+        launch = Launch(tuner, args, {})
+        launch.run_pre_hook(tuner.configs[0])
+        compiled = launch.compile(tuner.configs[0])
         assert own_compilations(compiler) == []  # it was there
         return str(compiled.src.signature["x_desc"])
 

@@ -19,8 +19,8 @@ from dist_autotune import NoValidConfig, contextual_autotune
 from dist_autotune.cli.tables import session_tables
 from dist_autotune.codec import from_json
 from dist_autotune.logs import reader
-from dist_autotune.logs.lines import LogLines
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
+from dist_autotune.logs.writer import LogLines
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot

@@ -16,12 +16,13 @@ import pytest
 import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
-from dist_autotune.compilation import pool, process
+from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.pool import Binaries, Terms
+from dist_autotune.compilation.binaries import Binaries
+from dist_autotune.compilation.compiler_child import CompilerChild, Ending
+from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
-from dist_autotune.compilation.process import CompilerChild, Ending
-from dist_autotune.triton_api import interception
+from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -32,8 +33,8 @@ BLOCKS = (16, 64, 128)
 def preflight(*blocks: int, **terms: Any) -> Preflight:
     tuner = kernel(*blocks)
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    configs = interception.candidates_of(tuner, (x, y), {})
-    return compiling.preflight(tuner, configs, (x, y), {"grid": (1,)}, Terms(**{"session": "one"} | terms))
+    launch = Launch(tuner, (x, y), {"grid": (1,)})
+    return compiling.preflight(launch, launch.candidates(), Terms(**{"session": "one"} | terms))
 
 
 def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:
@@ -177,8 +178,8 @@ def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, mon
 
 
 def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, monkeypatch):
-    monkeypatch.setattr(process, "START_S", 0.2)
-    monkeypatch.setattr(process, "_settle_in", lambda *args: signal.pause())
+    monkeypatch.setattr(compiler_child, "START_S", 0.2)
+    monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
     found = preflight(16, 64)
     assert found.reasons == {}
     assert found.tally.compiled == 2

@@ -37,7 +37,7 @@ def state_of(tuning: SearchState) -> tuple[Any, ...]:
         tuning.has_trial,
         tuning.judged_run,
         tuning.planned_runs,
-        tuning.contexts.digest_text(),
+        tuning.digest_text(),
         dict(tuning.kernels.aliases),
     )
 
@@ -121,9 +121,9 @@ class Witness:
         digest = context.digests[context.incumbent]
         if context.settled:
             for rank in self.ranks:
-                local = None if rank.state is None else rank.state.contexts.by_name.get(context.name)
-                if local is not None and local.announced:
-                    assert digest in dict(local.order), f"{context.title}: the winner is no candidate of all"
+                known = None if rank.state is None else rank.state.contexts.by_name.get(context.name)
+                if known is not None and known.announced:
+                    assert digest in known.texts, f"{context.title}: the winner is no candidate of all"
         if context.status and self._statuses.get(context.name) == "":
             self.counts[context.status] += 1
             is_timed = context.judge == BY_LAUNCH and context.winner in context.times.ms
@@ -179,8 +179,8 @@ class Witness:
         banned = {context.digests[index] for index in context.banned}
         assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
         planned = context.digests[context.planned]
-        local = rank.state.contexts.by_name[name]
-        if planned in dict(local.order) and planned not in local.bans.keys() | failed:
+        known = rank.state.contexts.by_name[name]
+        if planned in known.texts and planned not in known.bans.keys() | failed:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
 
     # -- payloads ------------------------------------------------------------------------------------------
@@ -206,9 +206,9 @@ class Witness:
 def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:
     tuner = rank.tuners[rank.program.kernels.index(kernel)]
     assert rank.state is not None
-    (binding,) = (b for key, b in rank.state.dispatcher._admission._bindings[tuner].items() if key[0] == n)
+    (binding,) = (b for key, b in rank.state.registry._bindings[tuner].items() if key[0] == n)
     (digest,) = (d for d, config in binding.configs.items() if config.kwargs["BLOCK"] == block)
-    return binding.local.name, digest
+    return binding.rank_context.name, digest
 
 
 # ---- how calls end

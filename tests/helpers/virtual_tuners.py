@@ -31,6 +31,7 @@ from dist_autotune.search.strategies import Warmup
 from dist_autotune.storage.winners import Entry, Winners
 from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
+from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
 from dist_autotune.tuner.session import Session
 
@@ -252,13 +253,13 @@ class Ending:
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
         if error is None and rank.state is not None:
-            for name, local in rank.state.contexts.by_name.items():
+            for name, known in rank.state.contexts.by_name.items():
                 context = rank.state.search.contexts.get(name)
-                if context is not None and context.settled and local.announced and not local.is_choice:
-                    binding = local.bindings[0]
+                if context is not None and context.settled and known.announced and not known.is_choice:
+                    binding = known.bindings[0]
                     kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
                     config = binding.configs[context.digests[context.incumbent]]
-                    self.winners[kernel.function, local.key[0]] = config.kwargs["BLOCK"]
+                    self.winners[kernel.function, known.key[0]] = config.kwargs["BLOCK"]
 
 
 # ---- strategies of a user's own
@@ -305,12 +306,12 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
 
-    def preflight(tuner: Any, configs: dict[str, Any], *rest: Any) -> Preflight:
-        return Preflight(HERE.rank.preflight(tuner, configs))
+    def preflight(launch: Launch, configs: dict[str, Any], *rest: Any) -> Preflight:
+        return Preflight(HERE.rank.preflight(launch.tuner, configs))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".* gave no time that can be used")  # made so on purpose
+        warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
         for place, name, value in (
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),

@@ -6,7 +6,7 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, tune
 
 from dist_autotune import NoValidConfig
-from dist_autotune.launch import dispatch
+from dist_autotune.launch import dispatcher
 from ranks import assert_all_ok, run_ranks
 
 # ---- configs that not every rank has
@@ -202,8 +202,8 @@ def test_all_configs_fail(failing):
 def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(monkeypatch):
     # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
     def program(rank):
-        def preflight(tuner, configs, args, kwargs, terms, loading):
-            return dispatch.compiling.Preflight(
+        def preflight(launch, configs, terms, loading):
+            return dispatcher.preflight.Preflight(
                 {
                     digest: "no room"
                     for digest, config in configs.items()
@@ -211,9 +211,9 @@ def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(mo
                 }
             )
 
-        monkeypatch.setattr(dispatch.interception, "is_interpreted", lambda: False)
-        monkeypatch.setattr(dispatch.compiling, "current_device", lambda: -1)
-        monkeypatch.setattr(dispatch.compiling, "preflight", preflight)
+        monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
+        monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
+        monkeypatch.setattr(dispatcher.preflight, "preflight", preflight)
         bench, x = Bench(), numbers()
         kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
         step = tune(bench, lambda: launch(kernel, x))

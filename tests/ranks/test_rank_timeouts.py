@@ -27,7 +27,7 @@ from rank_programs import (
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import AgreementTimeout
-from dist_autotune.launch import dispatch
+from dist_autotune.launch import dispatcher
 from dist_autotune.ranks import exchange
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
@@ -238,16 +238,16 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
         def compiles(*args, **kwargs):
             time.sleep(2 * SHORT_S if rank == 1 and not slow else 0)
             slow.append(None)
-            return dispatch.compiling.Preflight()
+            return dispatcher.preflight.Preflight()
 
         slow = []
         if where == "preflight":
-            monkeypatch.setattr(dispatch.interception, "is_interpreted", lambda: False)
-            monkeypatch.setattr(dispatch.compiling, "preflight", compiles)
-            monkeypatch.setattr(dispatch.compiling, "current_device", lambda: -1)
+            monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
+            monkeypatch.setattr(dispatcher.preflight, "preflight", compiles)
+            monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
         else:
-            monkeypatch.setattr(dispatch.compiling, "current_device", lambda: 0)
-            monkeypatch.setattr(dispatch.interception, "compiled", compiles)
+            monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: 0)
+            monkeypatch.setattr(dispatcher.Launch, "compile", compiles)
         step, _, x = failing_step(rank, fails={}, at_run=0, timeout_s=SHORT_S)
         meet()
         began = time.monotonic()

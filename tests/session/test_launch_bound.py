@@ -144,7 +144,7 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     assert "of which the host up to 0.5000" in log
     assert "tuned, launch-bound, 2 timed" in log
     (session,) = load(tmp_path / ".autotune_logs").sessions
-    assert session.contexts[0].launch_bound
+    assert session.contexts[0].settled.launch_bound
     table = session_tables(session)[0]
     assert "tuned, launch-bound" in table.rows[0]
     assert "launch-bound: the device waited" in table.note

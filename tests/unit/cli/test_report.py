@@ -95,9 +95,14 @@ assert not {{"torch", "triton", "matplotlib"}} & sys.modules.keys()
 def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) -> None:
     write_session(tmp_path)
     session = load_one(tmp_path)
-    assert (session.thunk, session.ranks, session.runs, session.outcome) == ("layer", [0, 1], 7, "settled")
+    assert (session.thunk, session.ranks, session.closed.runs, session.closed.outcome) == (
+        "layer",
+        [0, 1],
+        7,
+        "settled",
+    )
     context = load_context(tmp_path)
-    assert (context.label, context.status, context.ms) == ("matmul[4096, fp16]", "tuned", 2.0)
+    assert (context.label, context.settled.status, context.settled.ms) == ("matmul[4096, fp16]", "tuned", 2.0)
     assert context.winner is context.candidates[1]
     assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, 2.0, 3.3, None]
     assert [candidate.banned for candidate in context.candidates][:3] == ["", "", ""]
@@ -172,9 +177,9 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
             log.write(record)
         log.write(records.RunFailed(session="s1", run=2, by_rank=1, error="ValueError: no"))
     session = load_one(tmp_path)
-    assert session.outcome == "unfinished"
-    assert session.contexts[0].status == "unfinished"
-    assert session.remarks == ["Run 2 failed on rank 1: ValueError: no"]
+    assert session.closed.outcome == "unfinished"
+    assert session.contexts[0].settled.status == "unfinished"
+    assert session.remarks() == ["Run 2 failed on rank 1: ValueError: no"]
     assert shown(session)
 
 

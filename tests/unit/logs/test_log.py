@@ -19,9 +19,8 @@ from example_files import CONFIGS, session_records, write_session
 
 from dist_autotune.codec import from_json, to_json
 from dist_autotune.logs import records
-from dist_autotune.logs.lines import LogLines
 from dist_autotune.logs.reader import describe_skipped, read_records
-from dist_autotune.logs.writer import SessionLog
+from dist_autotune.logs.writer import LogLines, SessionLog
 
 fork = multiprocessing.get_context("fork")
 

@@ -26,11 +26,10 @@ from dist_autotune.errors import TuningError
 from dist_autotune.triton_api.identity import (
     candidate_digest,
     constants_text,
-    constexpr_names,
     kernel_source,
     key_text,
 )
-from dist_autotune.triton_api.interception import candidates_of, key_of, source_of, texts_of
+from dist_autotune.triton_api.launch import Launch, key_of, texts_of
 
 
 class Layout(enum.Enum):
@@ -226,7 +225,10 @@ def test_any_value_of_a_config_can_be_matched(options):
 def test_equal_configs_are_one_candidate():
     configs = [triton.Config({"BLOCK": b}, num_warps=w) for b, w in ((16, 4), (16, 4), (32, 4), (16, 8))]
     kernel = Bench().kernel({}, configs=configs)
-    assert list(candidates_of(kernel, (numbers(), numbers(), 64), {}).values()) == [configs[0], *configs[2:]]
+    assert list(Launch(kernel, (numbers(), numbers(), 64), {}).candidates().values()) == [
+        configs[0],
+        *configs[2:],
+    ]
 
 
 def test_the_texts_of_different_candidates_differ():
@@ -289,7 +291,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_same_source_has_the_same_digest(module):
-    assert source_of(module().tuned) == source_of(module().tuned)
+    assert kernel_source(module().tuned.base_fn) == kernel_source(module().tuned.base_fn)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,9 @@ def test_the_same_source_has_the_same_digest(module):
     ],
 )
 def test_the_digest_covers_what_the_kernel_is_made_of(module, change):
-    assert source_of(module().tuned).digest != source_of(module(**change).tuned).digest
+    assert (
+        kernel_source(module().tuned.base_fn).digest != kernel_source(module(**change).tuned.base_fn).digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -312,22 +316,21 @@ def test_the_digest_covers_what_the_kernel_is_made_of(module, change):
     ids=["called function", "kernel", "constexpr"],
 )
 def test_captured_values_are_no_difference_of_the_source_text(module, change, same_text):
-    one, other = source_of(module().tuned), source_of(module(**change).tuned)
-    assert (one.text_digest == other.text_digest) is same_text
+    one, other = kernel_source(module().tuned.base_fn), kernel_source(module(**change).tuned.base_fn)
+    assert (one.texts == other.texts) is same_text
 
 
 @pytest.mark.parametrize(
     "change", [{"unused": 2}, {"blocks": (64,)}], ids=["a global it does not use", "the configs"]
 )
 def test_the_digest_does_not_change_with_what_is_no_part_of_the_kernel(module, change):
-    assert source_of(module().tuned) == source_of(module(**change).tuned)
+    assert kernel_source(module().tuned.base_fn) == kernel_source(module(**change).tuned.base_fn)
 
 
 def test_heuristics_between_do_not_hide_the_kernel(module):
     loaded = module()
-    assert source_of(loaded.with_heuristics) == source_of(loaded.tuned)
-    assert source_of(loaded.tuned).name == "kernels_of_a_user.kernel"
-    assert source_of(loaded.tuned).short_name == "kernel"
+    assert kernel_source(loaded.with_heuristics.base_fn) == kernel_source(loaded.tuned.base_fn)
+    assert kernel_source(loaded.tuned.base_fn).short_name == "kernel"
 
 
 def test_a_closure_is_told_apart_by_what_it_captures():
@@ -358,7 +361,7 @@ def test_a_helper_in_a_module_of_a_module_counts(module):
 
     plain = kernel_with(package())
     assert kernel_with(package()) == plain
-    assert kernel_with(package(helper="+ 2")).text_digest != plain.text_digest
+    assert kernel_with(package(helper="+ 2")).texts != plain.texts
     assert kernel_with(package(limit=9)).digest != plain.digest
 
 
@@ -391,7 +394,6 @@ def test_a_kernel_made_anew_is_forgotten_with_its_last_user():
 
     function = weakref.ref(kernel.fn)
     assert kernel_source(function()) == kernel_source(function())
-    assert constexpr_names(function()) == {"BLOCK"}
     del kernel
     gc.collect()
     assert function() is None

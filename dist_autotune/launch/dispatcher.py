@@ -1,0 +1,226 @@
+"""Stands in for `Autotuner.run`: launches the kernel with the config that the run plans for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner
+
+from ..compilation import preflight
+from ..compilation.config_failures import config_failure
+from ..compilation.pool import Tally, Terms
+from ..storage.crash_guard import CrashGuard
+from ..timing.clock import Clock
+from ..triton_api import identity, interception
+from ..triton_api.launch import Key, Launch, load
+from .fast_path import FastPath
+from .kernel_names import KernelNames
+from .rank_context import Binding, RankContext
+from .rank_contexts import RankContexts
+from .registry import Registry
+from .tunable import KnownChoices, texts_of
+
+
+class Dispatcher:
+    """The launches of one tuned function on this rank, from any thread.
+
+    compiling: entered while this rank compiles, so that its peers wait on. passes_single: a kernel with one
+    config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
+    settled now will never be.
+    """
+
+    def __init__(
+        self,
+        names: KernelNames,
+        contexts: RankContexts,
+        registry: Registry,
+        clock: Clock,
+        guard: CrashGuard,
+        compiling: Callable[[], AbstractContextManager[None]],
+        *,
+        passes_single: bool,
+        is_frozen: bool,
+    ) -> None:
+        self.settled = FastPath(self.handle, self._replaces, passes_single=passes_single)
+        self.tunes = False  # True while a launch may be a trial
+        self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
+        # The first launches of new contexts, to be preflighted: arguments are held no longer than the run.
+        self.new: list[tuple[Binding, Launch]] = []
+        self._known_choices = KnownChoices()
+        self._names = names
+        self._contexts = contexts
+        self._registry = registry
+        self._clock = clock
+        self._guard = guard
+        self._compiling = compiling
+        self._is_frozen = is_frozen
+        self._passes_single = passes_single
+        self._lock = threading.RLock()
+
+    # -- the launch ----------------------------------------------------------------------------------------
+
+    def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to put in place of `stock` while launches may be trials."""
+
+        def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+            if self._passes_single and len(tuner.configs) == 1:
+                return stock(tuner, *args, **kwargs)
+            return self.handle(Launch(tuner, args, kwargs))
+
+        return run
+
+    def handle(self, launch: Launch) -> Any:
+        """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it."""
+        if launch.kwargs.get("warmup"):
+            return launch.run(self._quiet_config(launch))
+        if interception.is_capturing() or interception.is_async_compiling():
+            config = self._quiet_config(launch)
+            launch.run_pre_hook(config)
+            return launch.run(config)
+        binding = self._binding(launch)
+        candidate = self._candidate(binding)
+        while True:
+            config = binding.configs[candidate]
+            try:
+                result = self._launch(launch, binding, candidate)
+                if self._stays(binding.rank_context):
+                    self.settled.add(launch.tuner, binding.key, config)
+                return result
+            except Exception as error:
+                if not self._replaces(launch, config, error):
+                    raise
+            candidate = binding.rank_context.chosen(binding)
+
+    def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
+        """Answer `tunable`: return the option that this run plans."""
+        found = self._known_choices.find(name, options, key)
+        if found is not None:
+            return found[0]
+        texts = texts_of(name, options)
+        with self._lock:
+            context = self._registry.choice(name, key, dict(zip(texts, options, strict=True)))
+        is_capturing = interception.is_capturing()
+        candidate = context.stand_in() if is_capturing else self._candidate(context.bindings[0])
+        place = texts.index(context.texts[candidate])
+        if not is_capturing:
+            context.ran.add(candidate)
+            context.launches += 1
+            if self._stays(context):
+                self._known_choices.add(name, options, key, place)
+        return options[place]  # of this call: an earlier one may have given equal ones of other types
+
+    def _stays(self, context: RankContext) -> bool:
+        """Return whether later calls launch what this one has launched."""
+        return not self.tunes and (context.is_settled or self._is_frozen)
+
+    def _candidate(self, binding: Binding) -> str:
+        """Return the candidate of this run, the same for all launches of it."""
+        context = binding.rank_context
+        candidate = context.chosen(binding)
+        if not self.tunes and not context.is_settled:
+            self.met.add(context.name)
+        return candidate
+
+    def _launch(self, launch: Launch, binding: Binding, candidate: str) -> Any:
+        context, config = binding.rank_context, binding.configs[candidate]
+        is_trial = self.tunes and context.launches == 0 and context.tries(candidate)
+        with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
+            launch.run_pre_hook(config)
+            if self.tunes:
+                self._ensure_loaded(launch, binding, candidate)
+            if self.tunes and context.measures:
+                mark = context.samples.start()
+                result = launch.run(config)
+                context.samples.stop(mark)
+            else:
+                result = launch.run(config)
+            context.ran.add(candidate)
+            context.launches += 1
+        return result
+
+    def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> None:
+        """Compile and load before the first launch, so that no timed interval holds a compilation."""
+        device = preflight.current_device()
+        if device < 0 or (candidate, device) in binding.loaded:
+            return
+        with self._compiling():
+            load(launch.compile(binding.configs[candidate]))
+        binding.loaded.add((candidate, device))
+
+    def _replaces(self, launch: Launch, config: Any, error: Exception) -> bool:
+        """Return whether a launch failed because of its config; then that is banned and another chosen."""
+        reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
+        context = self._binding(launch).rank_context
+        candidate = identity.candidate_digest(config.all_kwargs())
+        if reason is None or candidate not in context.texts:
+            return False
+        with self._lock:  # threads may launch it at once; what stands in for it since then has not failed
+            if candidate not in context.bans:
+                self._contexts.ban(context, {candidate: reason})
+            if context.choice in (candidate, None):
+                context.choice = context.stand_in()
+        self.settled.clear()
+        if not self.tunes:
+            self.met.add(context.name)  # the peers are to know
+        return True
+
+    def _quiet_config(self, launch: Launch) -> Any:
+        """Return the incumbent's config without admitting a context."""
+        binding = self._registry.find(launch) or self._registry.look(launch)
+        return binding.configs[binding.rank_context.stand_in(binding.configs)]
+
+    def _binding(self, launch: Launch) -> Binding:
+        """Return what the launch belongs to; a context that is new is to be preflighted after the run."""
+        binding = self._registry.find(launch)
+        if binding is not None:
+            self._names.keep(launch.tuner)
+            return binding
+        with self._lock:
+            binding = self._registry.find(launch)
+            if binding is None:
+                for known in self.settled.launched():
+                    self._names.keep(known)
+                binding = self._registry.admit(launch)
+                if self.tunes and binding.rank_context.measures and not interception.is_interpreted():
+                    self.new.append((binding, launch))
+            return binding
+
+    # -- one run -------------------------------------------------------------------------------------------
+
+    def begin_run(self, *, tunes: bool) -> None:
+        """Forget the last run. `tunes`: launches may be trials."""
+        self._names.begin_run()
+        self.settled.begin_call()
+        if not tunes and not self.tunes and not self._contexts.has_news:
+            return  # one settled call after another: the choices stand
+        self.tunes = tunes
+        self.settled.clear()
+        self._known_choices.clear()
+        self._contexts.begin_run()
+        if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
+            self._clock.prepare()
+
+    def abandon_run(self) -> None:
+        """Drop what the run under way has measured: it raised."""
+        self.new.clear()
+        self._contexts.abandon_run()
+
+    def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
+        """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
+        launches, self.new = self.new, []
+        for binding, launch in launches:
+            context = binding.rank_context
+            if context.announced:
+                continue
+            tried = {context.choice, *context.bans}
+            untried = {digest: config for digest, config in binding.configs.items() if digest not in tried}
+            loading = functools.partial(self._guard.launching, context.name, loads=True)
+            found = preflight.preflight(launch, untried, terms, loading)
+            if found.tally is not None:
+                yield context, found.tally
+            self._contexts.ban(context, found.reasons)

@@ -1,0 +1,82 @@
+"""Which kernel an Autotuner is: its identity on this rank, and the one by which its peers know it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+from triton.runtime.autotuner import Autotuner
+
+from ..codec import digest
+from ..triton_api import identity
+
+
+class KernelNames:
+    """The identities of the Autotuners launched on this rank; see "kernel" in the vocabulary.
+
+    A name is `family.configs`, or `family.configs#n` from the second of its kind on: the family stands for
+    source and keys. aliases: what the ranks have agreed to call a kernel instead.
+    """
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self._aliases = aliases
+        self._ordinals: weakref.WeakKeyDictionary[Autotuner, tuple[str, int]] = weakref.WeakKeyDictionary()
+        self._taken: dict[str, set[int]] = {}  # kernel -> ordinals of Autotuners launched in this run
+        self._families: dict[str, set[str]] = {}  # -> kernels launched
+
+    def begin_run(self) -> None:
+        """Let Autotuners that are made anew for every run take the names of the last ones."""
+        self._taken.clear()
+
+    def name_of(self, tuner: Autotuner, *, launches: bool = True) -> str:
+        """Return the kernel's identity.
+
+        Autotuners that share source and keys are told apart by their sets of configs, then by the order of
+        first launch. One made anew for every call takes the lowest order that no other has taken in this run.
+        `launches=False` takes nothing.
+        """
+        if tuner in self._ordinals:
+            kernel, ordinal = self._ordinals[tuner]
+        else:
+            family = digest(f"{identity.kernel_source(tuner.base_fn).digest}|{','.join(tuner.keys)}")
+            kernel = _kernel(family, (identity.candidate_digest(each.all_kwargs()) for each in tuner.configs))
+            taken = self._taken.get(kernel, set())
+            ordinal = next(n for n in range(len(taken) + 1) if n not in taken)
+            if launches:
+                self._families.setdefault(family, set()).add(kernel)
+                self._ordinals[tuner] = (kernel, ordinal)
+        if launches:
+            self._taken.setdefault(kernel, set()).add(ordinal)
+        return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
+
+    def keep(self, tuner: Autotuner) -> None:
+        """Keep the name of an Autotuner that this run launches from those that are new in it."""
+        kernel, ordinal = self._ordinals[tuner]
+        self._taken.setdefault(kernel, set()).add(ordinal)
+
+    def name_of_choice(self, name: str, options: Iterable[str]) -> str:
+        """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
+        family = digest(f"tunable|{name}")
+        kernel = _kernel(family, options)
+        self._families.setdefault(family, set()).add(kernel)
+        return kernel
+
+    def alias(self, kernel: str) -> str:
+        """Return the name by which peers know a kernel, unless this rank has a kernel of that name itself."""
+        alias = self._aliases.get(kernel, kernel)
+        return kernel if alias.partition("#")[0] in self._relatives(kernel) else alias
+
+    def siblings(self, kernel: str) -> int:
+        """Return how many kernels of its family this rank has launched; those of one name count once."""
+        return len(self._relatives(kernel))
+
+    def _relatives(self, kernel: str) -> set[str]:
+        return self._families.get(family_of(kernel), set())
+
+
+def family_of(kernel: str) -> str:
+    return kernel.partition(".")[0]
+
+
+def _kernel(family: str, candidates: Iterable[str]) -> str:
+    return f"{family}.{digest(chr(10).join(sorted(candidates)))[:8]}"

@@ -1,0 +1,152 @@
+"""One context on this rank: its configs, what failed, and what the run under way launches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.runtime.autotuner import Autotuner
+
+from ..errors import NoValidConfig
+from ..formatting import context_label
+from ..search.context_search import Context
+from ..search.messages import Part
+from ..search.rules import BY_LAUNCH
+from ..timing.samples import Samples
+from ..triton_api.identity import KernelSource
+from ..triton_api.launch import Key
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A result that a context already has when this rank first launches it."""
+
+    rank: int
+    candidate: str  # digest
+    ms: float | None = None
+
+
+@dataclass(eq=False)
+class Binding:
+    """One context as launched through one Autotuner object: its configs by candidate digest."""
+
+    tuner: Callable[[], Autotuner | None]  # a weak reference; of a `tunable` to nothing
+    key: Key
+    configs: dict[str, Any]  # or the options of a `tunable`
+    rank_context: RankContext
+    loaded: set[tuple[str, int]] = field(default_factory=set)  # (candidate, device)
+
+
+@dataclass(eq=False)
+class RankContext:
+    """What this rank knows of one context."""
+
+    name: str
+    kernel: str  # identity of the kernel
+    source: KernelSource
+    key: Key
+    key_text: str
+    texts: dict[str, str]  # of the candidates, by digest
+    samples: Samples
+    rank: int
+    family: str  # of Autotuners of the same function and keys
+    slot: str
+    constants: str = ""
+    is_choice: bool = False  # of a `tunable`
+    claim: Claim | None = None
+    search: Context | None = None  # the state all ranks share, once one of them has announced it
+    announced: bool = False  # by this rank
+    bindings: list[Binding] = field(default_factory=list)
+    bans: dict[str, str] = field(default_factory=dict)  # digest -> reason, found here
+    reported_bans: set[str] = field(default_factory=set)
+    choice: str | None = None  # of the run under way
+    ran: set[str] = field(default_factory=set)  # in the run under way
+    launches: int = 0
+    is_published: bool = False  # its result, to where launches outside the function find it
+    report: Part | None = None  # of the run under way, to the peers
+
+    @property
+    def title(self) -> str:
+        return context_label(self.source.short_name, self.key_text)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether its result stands in this process."""
+        return self.search is not None and self.search.stands
+
+    @property
+    def measures(self) -> bool:
+        """Return whether launches of this run are samples."""
+        if self.search is None:
+            return self.claim is None and not self.is_choice
+        return self.search.judge == BY_LAUNCH and self.search.is_on_trial
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a peer has not read its sample yet: this run's launches are no part of the trial."""
+        return self.search is not None and self.search.waiting
+
+    def tries(self, candidate: str) -> bool:
+        """Return whether a launch of this candidate, now, is a trial."""
+        if len(self.texts) == 1 or candidate not in self.texts:
+            return False
+        if self.search is None:
+            return self.claim is None
+        trial = self.search.trial
+        return trial is not None and self.search.is_on_trial and self.search.digests[trial] == candidate
+
+    def report_earlier_runs(self) -> Part | None:
+        """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
+        if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
+            return None
+        if not self.measures and not self.is_waiting:
+            return None
+        return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+
+    def begin_run(self) -> None:
+        """Forget the last run; the first launch chooses anew."""
+        self.choice, self.launches, self.report = None, 0, None
+        self.ran.clear()
+        self.samples.begin_run()
+
+    def chosen(self, binding: Binding) -> str:
+        """Return the candidate of this run; another one where the Autotuner has pruned it away."""
+        if self.choice is None:
+            planned = "" if self.search is None else self.search.digests[self.search.planned]
+            is_usable = planned in self.texts and planned not in self.bans
+            self.choice = planned if is_usable else self.stand_in()
+        return self.choice if self.choice in binding.configs else self.stand_in(binding.configs)
+
+    def stand_in(self, among: Collection[str] | None = None) -> str:
+        """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig.
+
+        among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
+        """
+        known = self.texts if among is None else among
+        banned = set(self.bans)
+        if self.search is not None:
+            incumbent = self.search.digests[self.search.incumbent]
+            banned |= {self.search.digests[index] for index in self.search.banned}
+        else:
+            incumbent = next(iter(self.texts)) if self.claim is None else self.claim.candidate
+        for candidate in (incumbent, *self.texts, *known):
+            if candidate not in banned and candidate in known:
+                return candidate
+        raise NoValidConfig(
+            f"{self.title}: all {len(self.texts)} configs failed on some rank. {' '.join(self._reasons())}"
+        )
+
+    def _reasons(self) -> Iterator[str]:
+        for candidate, text in self.texts.items():
+            if candidate in self.bans:
+                yield f"Rank {self.rank}, {text}: {self.bans[candidate]}."
+            elif self.search is not None and candidate in self.search.digests:
+                index = self.search.digests.index(candidate)
+                rank, reason = self.search.banned.get(index, (self.rank, "pruned away"))
+                yield f"Rank {rank}, {text}: {reason}."
+
+    def config_of(self, candidate: str) -> Any:
+        """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
+        holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
+        return next(holders, {}).get(candidate)

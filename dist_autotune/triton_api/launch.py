@@ -1,0 +1,142 @@
+"""One launch of a kernel through an Autotuner: its key, its candidates, and how it is compiled and made.
+
+Used of the Autotuner: `configs, keys, arg_names, fn, base_fn, prune_configs, early_config_prune`, and `nargs`
+around `prune_configs`; `best_config` is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import AutotunerError
+
+from ..errors import TuningError
+from . import identity
+
+Key: TypeAlias = tuple[Any, ...]
+
+_NO_DTYPE = object()
+# str() of a dtype costs 0.2 us, and every launch needs several.
+_DTYPE_TEXTS: dict[Any, str] = {d: str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def key_of(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+    """Return the key that stock Triton computes for this launch."""
+    names = tuner.arg_names
+    named = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name in names:
+            named[name] = value
+    key = [named[name] for name in tuner.keys if name in named]
+    for value in named.values():
+        dtype = getattr(value, "dtype", _NO_DTYPE)
+        if dtype is not _NO_DTYPE:
+            key.append(_DTYPE_TEXTS.get(dtype) or str(dtype))
+    return tuple(key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """What `Autotuner.run` was called with."""
+
+    tuner: Autotuner
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def key(self) -> Key:
+        """Return the key that stock Triton computes; raises TuningError if it cannot be hashed."""
+        key = key_of(self.tuner, self.args, self.kwargs)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TuningError(
+                f"{self.tuner.base_fn.__name__}: a value of its autotune key ({', '.join(self.tuner.keys)}) "
+                f"cannot be hashed ({error}), and neither can stock Triton. Pass a tuple or a number instead."
+            ) from None
+        return key
+
+    def candidates(self) -> dict[str, Any]:
+        """Return the configs left after pruning, without duplicates, by digest and in order.
+
+        Raises stock's ValueError when the caller also passes an argument that a config sets, and
+        AutotunerError naming kernel and key when pruning leaves nothing.
+        """
+        tuner, before = self.tuner, getattr(self.tuner, "nargs", None)
+        tuner.nargs = self._named()
+        try:
+            pruned = tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs
+        except AutotunerError as error:
+            raise AutotunerError(f"{self}: {error.error_message}") from None
+        finally:
+            tuner.nargs = before
+        if not pruned:
+            raise AutotunerError(f"{self}: pruning left no config to try")
+        passed = self.kwargs.keys() | self._named().keys()
+        configs: dict[str, Any] = {}
+        for config in pruned:
+            if conflicts := passed & config.kwargs.keys():
+                raise ValueError(
+                    f"Conflicting meta-parameters: {', '.join(sorted(conflicts))}."
+                    " Make sure that you don't re-define auto-tuned symbols."
+                )
+            configs.setdefault(identity.candidate_digest(config.all_kwargs()), config)
+        return configs
+
+    def __str__(self) -> str:
+        """Return `name[key]` for messages, as in `matmul[4096, 1024, torch.float16]`."""
+        key = key_of(self.tuner, self.args, self.kwargs)
+        return f"{self.tuner.base_fn.__name__}[{', '.join(map(str, key))}]"
+
+    def constants_text(self) -> str:
+        """Return the constexpr arguments that are not in the key, as text."""
+        named = {**self._named(), **self.kwargs}
+        return identity.constants_text(self.tuner.base_fn, named, set(self.tuner.keys))
+
+    def hook_arguments(self, config: Any) -> dict[str, Any]:
+        """Return what the `pre_hook` of `config` is called with."""
+        return {**self._named(), **self.kwargs, **config.all_kwargs()}
+
+    def run_pre_hook(self, config: Any) -> None:
+        """Make `config` the tuner's best and call its own hook, as a steady-state stock launch does."""
+        self.tuner.best_config = config
+        if config.pre_hook is not None:
+            config.pre_hook(self.hook_arguments(config))
+
+    def run(self, config: Any) -> Any:
+        """Launch the kernel under the Autotuner with `config`; its hook is the caller's."""
+        return self.tuner.fn.run(*self.args, **self.kwargs, **config.all_kwargs())
+
+    def compile(self, config: Any) -> Any:
+        """Compile `config` for this launch without launching; return the kernel (a future in async mode)."""
+        options = {**self.kwargs, **config.all_kwargs(), "grid": self.kwargs.get("grid"), "warmup": True}
+        return self.tuner.fn.run(*self.args, **options)
+
+    def _named(self) -> dict[str, Any]:
+        return dict(zip(self.tuner.arg_names, self.args, strict=False))
+
+
+def finished(kernel: Any) -> Any:
+    """Return the compiled kernel behind what `compile` returned; raises what the compiler raised."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
+
+
+def load(kernel: Any) -> None:
+    """Load a compiled kernel on the device: where a config shows that it does not fit."""
+    kernel = finished(kernel)
+    if hasattr(kernel, "_init_handles"):
+        kernel._init_handles()  # compiling alone does not check shared memory
+
+
+def texts_of(configs: Sequence[Any]) -> list[str]:
+    """Return each config as text, made unique where Triton's own text hides a difference."""
+    texts: list[str] = []
+    for config in configs:
+        text = str(config)
+        if text in texts:
+            text = f"{text}, #{identity.candidate_digest(config.all_kwargs())[:8]}"
+        texts.append(text)
+    return texts
