@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from ..search.context_search import Context, Outcome
+from ..search.context import Context, Outcome
 from ..search.messages import MIXED, Announcement, Part
 from ..search.rules import BY_LAUNCH
 from .kernel_names import KernelNames
