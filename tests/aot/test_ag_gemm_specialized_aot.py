@@ -19,14 +19,13 @@ from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import settled_launch
-from dist_autotune.kernels.ag_gemm import specialized, specialized_candidates
-from dist_autotune.kernels.ag_gemm.call import Call
-from dist_autotune.kernels.ag_gemm.specialized_candidates import CANDIDATES, fewest_rows, prune
+from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels.ag_gemm import specialized
+from dist_autotune.kernels.ag_gemm.operands import Call
+from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
-from dist_autotune.kernels.persistent_gemm.roles import LOADER_REGISTERS
+from dist_autotune.kernels.gemm.configs import blocks_of, shared_bytes
+from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
 
@@ -68,7 +67,7 @@ def compile_candidate(
 
 
 def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 8192) -> list[triton.Config]:
-    monkeypatch.setattr(specialized_candidates, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(specialized, "shared_memory_bytes", lambda: SHARED_BYTES[target])
     args = {"M": 4 * rows, "N": n, "K": 8192}
     return prune(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
 
@@ -283,7 +282,7 @@ def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
     operands = tensors()
     launch(*operands, a_call())
     asked = count_asking(monkeypatch, specialized.tuned)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     launch(*operands, a_call())
     assert asked == [1]
 

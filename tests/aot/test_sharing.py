@@ -16,11 +16,12 @@ import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
 import compile_time
-from dist_autotune.compilation import pool, process
+from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.pool import Binaries, Terms
+from dist_autotune.compilation.binaries import Binaries
+from dist_autotune.compilation.compiler_child import CompilerChild, Ending
+from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
-from dist_autotune.compilation.process import CompilerChild, Ending
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -177,8 +178,8 @@ def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, mon
 
 
 def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, monkeypatch):
-    monkeypatch.setattr(process, "START_S", 0.2)
-    monkeypatch.setattr(process, "_settle_in", lambda *args: signal.pause())
+    monkeypatch.setattr(compiler_child, "START_S", 0.2)
+    monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
     found = preflight(16, 64)
     assert found.reasons == {}
     assert found.tally.compiled == 2

@@ -63,7 +63,7 @@ def thunk() -> str:
         ({"preserve": torch.zeros(2)}, "give a sequence of tensors"),
         ({"preserve": (torch.zeros(2),), "mode": "online"}, "preserve= belongs to mode='replay'"),
         ({"preserve": (3,)}, "preserve= holds a builtins.int"),
-        ({"preserve": (torch.zeros(1).expand(3),)}, r"strides \(0,\): several elements share"),
+        ({"preserve": (torch.zeros(1).expand(3),)}, r"strides \(0,\): elements overlap"),
         ({"cache": 3}, "cache=3"),
         ({"cache": None}, "cache=None"),
         ({"log_dir": 3}, "log_dir=3"),
