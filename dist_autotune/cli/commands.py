@@ -125,11 +125,11 @@ def examine_machine(
 
     The exit code is 1 if something that is needed does not work.
     """
-    from ..doctor import facts, findings  # they and what they import serve this command alone
+    from ..doctor import examination, findings  # they and what they import serve this command alone
 
     with terminal.one_line_errors():
         with terminal.busy("Trying ranks, GPUs and links"):
-            seen = facts.examine()
+            seen = examination.examine()
         found = findings.judge(seen)
         if as_json:
             typer.echo(to_json(findings.as_dict(seen, found), indent=True))
