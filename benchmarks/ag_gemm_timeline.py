@@ -42,7 +42,7 @@ import triton.language as tl  # isort: skip
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.stamps import nanoseconds
+from dist_autotune.kernels.signals import nanoseconds
 
 PATIENCE_S, LIMIT_S = 60.0, 480.0
 WARM_UPS = 100  # with stamps, behind their compiling: links that have been idle copy at half their speed

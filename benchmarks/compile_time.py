@@ -42,10 +42,9 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import preflight
-from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import Block, as_matrix, describe
-from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
 from dist_autotune.triton_api.launch import Launch, load
 from pretended_device import PretendedDevice
 

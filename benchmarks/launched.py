@@ -1,7 +1,7 @@
 """Which configs a call launches, seen from outside; and results put where Triton's autotuner looks for them.
 
 Several tuned functions may launch one kernel with different configs in one process. What is remembered of a
-launch (`kernels/settled_launch.py`) holds for the config that `Autotuner.cache` holds, and that is one for
+launch (`kernels/launch.py`) holds for the config that `Autotuner.cache` holds, and that is one for
 all of them: `Held` puts a function's own results there before each of its calls.
 """
 
@@ -69,7 +69,7 @@ class Observer:
     """Sees what calls launch of these kernels, whichever way a launch takes.
 
     A launch through Triton passes `fn.run` below the autotuner, where its arguments tell the config. One that
-    was prepared before (`kernels/prepared_launch.py`) passes Triton's hook alone, which is told the loaded
+    was prepared before (`PreparedLaunch`) passes Triton's hook alone, which is told the loaded
     function: the config is known if some launch of it that was seen took the first way.
     """
 

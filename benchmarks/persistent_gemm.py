@@ -38,9 +38,9 @@ from common import (
     write_json,
 )
 from dist_autotune import ContextualAutotuner, contextual_autotune
+from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
-from dist_autotune.kernels.persistent_gemm.launch import tuned_gemm
 from render import summary
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -54,7 +54,7 @@ def described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".rstrip(": ")
     except Exception as other:
-        return f"{type(error).__name__} (its text cannot be told: {type(other).__name__})"
+        return f"{type(error).__name__} (str() failed: {type(other).__name__})"
 
 
 def context_label(kernel: str, key: str) -> str:

@@ -14,7 +14,7 @@
     leave_the_core           a sleep of the interpreter
     is_one_warp              whether one warp runs it; told to such functions, too
 
-What the function that launches takes is no name, but differs too: `bare_launch`.
+What the function that launches takes is no name, but differs too: `launch.bare_launch`.
 
 Gluon is NVIDIA's and AMD's; importing this needs no GPU. Triton without Gluon's names is not supported.
 """

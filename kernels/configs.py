@@ -63,6 +63,23 @@ def not_too_large(configs: list[triton.Config], **sizes: int) -> list[triton.Con
     return configs
 
 
+def prune_overlapped(
+    configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any
+) -> list[triton.Config]:
+    """Return the candidates of a plain kernel that a call's addresses, shape and device allow; never none.
+
+    It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
+    """
+    args = {**named_args, **kwargs}
+    usable = [config for config in configs if args["TMA_LEGAL"] or not config.kwargs["TMA"]]
+    usable = usable or configs  # without TMA_LEGAL the kernel uses pointers whatever the config says
+    if not INTERPRETED:
+        limit, itemsize = shared_memory_bytes(), args["a_ptr"].element_size()
+        usable = [config for config in usable if pipeline_bytes(config, itemsize) <= limit] or usable
+    rows = args["size_class"] if "size_class" in args else args["M"] // args["WORLD"]
+    return not_too_large(usable, BLOCK_M=rows, BLOCK_N=args["N"])
+
+
 def _time_once(kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
     """Return milliseconds of one call by the wall clock, for each quantile."""
     started = time.perf_counter()

@@ -121,10 +121,10 @@ def examine_machine(as_json: AsJson = False) -> None:
 
     The exit code is 1 if something that is needed does not work.
     """
-    from ..doctor import facts, findings  # they import torch, which serves this command alone
+    from ..doctor import examination, findings  # they import torch, which serves this command alone
 
     with Console(stderr=True).status("Trying ranks, GPUs and links ..."):
-        seen = facts.examine()
+        seen = examination.examine()
     found = findings.judge(seen)
     if as_json:
         typer.echo(to_json(findings.as_dict(seen, found), indent=True))

@@ -155,7 +155,7 @@ def _agreed_ms(runs: Iterable[RankMs], opened: SessionOpened) -> float | None:
         for rank, ms in run.items():
             by_rank[rank].append(ms)
     times = [STATISTICS[opened.statistic](samples) for samples in by_rank.values()]
-    return REDUCTIONS[opened.rank_reduce](times) if times else None
+    return REDUCE[opened.rank_reduce](times) if times else None
 
 
 def what_if_table(found: Iterable[WhatIf]) -> Table:

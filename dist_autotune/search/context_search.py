@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import context_label
-from .messages import FS_PER_MS, Announcement, Part
+from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import AgreedMs, Warmup, Winner
+from .strategies import Warmup, Winner, interval
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class Context:
     def judge(self) -> str:
         """Return what its candidates are judged by now."""
         return self._judges[0]
+
+    @property
+    def is_tuned_by_launches(self) -> bool:
+        """Return whether its search by launches is under way."""
+        return self.judge == BY_LAUNCH and not self.settled
 
     @property
     def title(self) -> str:
@@ -153,7 +158,7 @@ class Context:
             if digest not in announcement.shared:
                 self.ban(index, announcement.rank, "not a candidate on every rank")
 
-    def adopt(self, claim: tuple[int, str, float | None] | None) -> bool:
+    def adopt(self, claim: Claim | None) -> bool:
         """Take a result that some rank already has, if every rank can use it."""
         if claim is None or claim[1] not in self.digests:
             return False
@@ -165,7 +170,7 @@ class Context:
         self.winner = index
         return True
 
-    def take_bans(self, bans: dict[str, tuple[int, str]]) -> None:
+    def apply_bans(self, bans: dict[str, Ban]) -> None:
         for digest, (rank, reason) in bans.items():
             if digest in self.digests:
                 self.ban(self.digests.index(digest), rank, reason)
@@ -196,7 +201,7 @@ class Context:
         `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run. Where
         that does not count, the same trial is made again.
         """
-        self.take_bans(part.bans)
+        self.apply_bans(part.bans)
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
         if index is None or self.waiting or part.ran is None:
@@ -339,7 +344,7 @@ class AgreedTimes:
 
     def take_sample(self, index: int, judged: Part) -> None:
         """Take in what the ranks say of a candidate: no time, unless each rank that ran it has one."""
-        ms = self.reduced_ms(judged)
+        ms = judged.agreed_ms(self._rank_reduce)
         if ms is None:
             self.ms.pop(index, None)
         else:
@@ -348,28 +353,19 @@ class AgreedTimes:
 
     def take_warmup(self, index: int, judged: Part) -> float:
         """Take in what the ranks say of a warm-up, and return its agreed time; nan: it has none."""
-        ms = self.reduced_ms(judged)
+        ms = judged.agreed_ms(self._rank_reduce)
         if ms is None:
             return math.nan
         self.warmup_ms[index] = ms
-        return AgreedMs(ms, ms - judged.gap_ms) if judged.gap_ms > 0 else ms
+        return interval(ms, judged.gap_ms)
 
     def told(self, index: int) -> float:
         """Return the agreed time so far as a flow is told it: an interval where a host may be in it."""
-        ms, host_ms = self.ms.get(index, math.nan), self.host_ms(index)
-        return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
+        return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
     def forget_samples(self) -> None:
         """Begin anew: candidates are judged by something else now."""
         self.ms, self.fastest_ms, self.gap_ms = {}, {}, {}
-
-    def reduced_ms(self, judged: Part) -> float | None:
-        """Return the agreed time; None when a rank that launched the candidate has no sample."""
-        if judged.unmeasured or not judged.measured:
-            return None
-        if self._rank_reduce == "max":
-            return judged.worst_ms
-        return judged.total_fs / (judged.measured * FS_PER_MS)
 
     def fastest(self, banned: Container[int]) -> int | None:
         """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""

@@ -118,6 +118,12 @@ class Part(Mergeable):
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
     gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
 
+    def agreed_ms(self, rank_reduce: str) -> float | None:
+        """Return the statistic reduced over the ranks; None where a rank that launched it has none."""
+        if self.unmeasured or not self.measured:
+            return None
+        return self.worst_ms if rank_reduce == "max" else self.total_fs / (self.measured * FS_PER_MS)
+
 
 def femtoseconds(ms: float) -> int:
     """Return a finite time in whole femtoseconds."""
@@ -197,6 +203,15 @@ class RunReport(Message):
     lag_ns: Annotated[int, max] = 0  # how long after the exchange before the last rank came to this run
     wanted_ms: Annotated[float, max] = 0.0  # the filler that the slowest host wants before the next run
     late_ms: Annotated[float, max] = 0.0  # how much longer than usual some rank's host took for the trial
+
+    def ran(self, name: str) -> str | None:
+        """Return the candidate launched in a context, see `Part.ran`."""
+        return self.parts[name].ran if name in self.parts else None
+
+    @property
+    def launched(self) -> frozenset[str]:
+        """Return the contexts that some rank launched."""
+        return frozenset(name for name, part in self.parts.items() if part.ran is not None)
 
     def in_order(self, known: Container[str]) -> list[str]:
         """Return the contexts of a run: those not `known` last, as the lowest rank that has them met them."""

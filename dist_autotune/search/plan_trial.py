@@ -1,73 +1,53 @@
-"""Runs that are judged as a whole, under plans that somebody makes. No torch, no I/O, no clock."""
+"""Runs that are judged as a whole, one plan after another."""
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from .context_search import Context
-from .messages import FS_PER_MS, RunReport
-from .strategies import AgreedMs
+from .messages import RunReport
+from .strategies import interval
 
 Plan = Mapping[str, int]  # context -> candidate; what it leaves out launches its incumbent
 
 
 class PlanTrial(abc.ABC):
-    """One plan after another, each judged by the agreed time of the runs that launch it."""
+    """Asks for plans, each judged by the agreed time of the runs that launch it."""
 
-    def __init__(self, rank_reduce: str) -> None:
-        self.waiting = False  # online: the last run's time is not read yet on some rank
-        self.has_counted = False  # the last run that was taken in was a sample
+    def __init__(self, contexts: Mapping[str, Context], rank_reduce: str) -> None:
+        self.plan: Plan = {}  # of the next run
+        self.label = ""  # tells the plan from others
+        self.is_warmup = False  # the next run is no sample
+        self.is_over = False
+        self.waiting = False  # online: some rank has not read the last run's time
+        self.has_counted = False  # the last run was a sample
+        self._contexts = contexts
         self._rank_reduce = rank_reduce
-        self._was_launched = True  # whether the run that is timed launched any of the contexts
+        self._was_launched = True  # the timed run launched a context of the plan
         self._idle_runs = 0  # in a row that launched none of them
 
     @property
-    @abc.abstractmethod
-    def label(self) -> str:
-        """What tells the plan of the next run from others."""
-
-    @property
-    @abc.abstractmethod
-    def is_warmup(self) -> bool:
-        """Whether the next run is no sample."""
-
-    @property
     def holds(self) -> bool:
-        """Whether the next run judges nothing."""
+        """Return whether the next run judges nothing: kernels are tuned by their launches first."""
         return False
 
-    @property
     @abc.abstractmethod
-    def is_over(self) -> bool:
-        """Whether no more runs are wanted."""
+    def _record(self, ms: float) -> None:
+        """Take the agreed time so far of the plan that ran, nan where it has none; ask for the next plan."""
 
-    @property
-    @abc.abstractmethod
-    def compared(self) -> Iterable[Context]:
-        """The contexts that the plan of the next run is about."""
+    def apply_run(self, merged: RunReport, *, patience: int) -> None:
+        """Record one run of all ranks.
 
-    @abc.abstractmethod
-    def _turn(self) -> None:
-        """Let each context launch what the next run is to launch; while `waiting`, what is best so far."""
-
-    @abc.abstractmethod
-    def advance(self, ms: float) -> None:
-        """Take the agreed time so far of the plan that ran; nan: it has none."""
-
-    def take(self, merged: RunReport, *, patience: int) -> None:
-        """Take in one run of all ranks.
-
-        A run that launches nothing of what is compared compares nothing, but for the last of `patience` such
-        runs in a row.
+        A run that launches nothing of the plan says nothing of it, but for the last of `patience` such runs
+        in a row.
         """
         self.has_counted = False
-        if not self.waiting:  # else what is told now is of an earlier run
-            parts = [merged.parts.get(context.name) for context in self.compared]
-            self._was_launched = any(part is not None and part.ran is not None for part in parts)
+        if not self.waiting:  # else the report is of an earlier run
+            self._was_launched = any(merged.ran(name) is not None for name in self.plan)
         self.waiting = bool(merged.run.pending)
-        self._turn()  # while a time is awaited, no more runs are spent on its plan
+        self._apply_plan()  # while a time is awaited, no more runs are spent on its plan
         if self.waiting:
             return
         if not self._was_launched:
@@ -76,12 +56,11 @@ class PlanTrial(abc.ABC):
                 return
         self._idle_runs = 0
         self.has_counted = not self.is_warmup
-        self.advance(self._agreed_ms(merged))
+        ms = merged.run.agreed_ms(self._rank_reduce)
+        self._record(math.nan if ms is None else interval(ms, merged.run.gap_ms))
 
-    def _agreed_ms(self, merged: RunReport) -> float:
-        """Return the agreed time of the whole run, as an interval where a host may be in it."""
-        run = merged.run
-        if run.unmeasured or not run.measured:
-            return math.nan
-        ms = run.worst_ms if self._rank_reduce == "max" else run.total_fs / (run.measured * FS_PER_MS)
-        return AgreedMs(ms, ms - run.gap_ms) if run.gap_ms > 0 else ms
+    def _apply_plan(self) -> None:
+        """Let each context launch what the plan says; what is tuned by its launches goes on with that."""
+        plan = {} if self.is_over or self.waiting else self.plan
+        for context in self._contexts.values():
+            context.override = None if context.is_tuned_by_launches else plan.get(context.name)

@@ -88,6 +88,11 @@ class AgreedMs(float):
         return AgreedMs, (float(self), self.least_ms)
 
 
+def interval(ms: float, host_ms: float) -> float:
+    """Return an agreed time of which so much may be the host's."""
+    return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
+
+
 def least(ms: float) -> float:
     """Return the least that a candidate of this agreed time may take."""
     return ms.least_ms if isinstance(ms, AgreedMs) else ms
@@ -136,7 +141,7 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     return (yield from rounds(alive, first, racing_runs(len(candidates)) - len(candidates)))
 
 
-def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -> Flow:
+def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -> Generator[int, float, int]:
     """Race the candidates that are `alive`, without warm-up runs; `first` wins what the noise may explain.
 
     more_runs: of the fastest and `first`, where the noise may still explain more than 1 % between them.

@@ -117,12 +117,12 @@ class Calls:
             return result
         self._calls_in_vain = 0
         if not may_tune:
-            self._note_new(state, "keeps its first config: nothing watches for it")
+            self._note_new(state, "keeps its first config (watch=False)")
             return result
         if not is_replay or (before is None and self._options.preserve):
             self._wants_session = True
             if is_replay:
-                self._note_new(state, "is tuned by the next call: no copy was made of what preserve= names")
+                self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
             return result
         del result  # what is kept of the function's outputs must not add to the memory of the next run
         return self._run_session(state, thunk, before or Snapshot(()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..operation import PeerTimeout
+from ..exchange.operation import PeerTimeout
 from .operation import AllGatherGemm
 
 __all__ = ["AllGatherGemm", "PeerTimeout"]

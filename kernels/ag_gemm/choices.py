@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from dist_autotune import tunable
 
 from ..configs import INTERPRETED
-from .pieces import piece_counts
+from ..exchange.pull import piece_counts
 
 INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
 SPARED_SMS = (4, 0, 16)  # the first as fast or faster at five of six published shapes, on two H200

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from ..operation import PeerTimeout, check_tensor
+from ..exchange.operation import PeerTimeout
+from ..exchange.words import NOT_COPIED, NOT_FETCHED, NOT_PUSHED, NOT_READY, OTHER_ROWS, OTHER_ROWS_PUSHED
 from ..signals import Failure, read_failure
-from .words import NOT_COPIED, NOT_FETCHED, NOT_PUSHED, NOT_READY, OTHER_ROWS, OTHER_ROWS_PUSHED
+from ..tensors import check_tensor
 
 
 def failure_error(words: Iterable[int], rank: int, last_call: int) -> Exception | None:

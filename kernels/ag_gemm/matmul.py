@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..operation import load
-from ..prepared_launch import PreparedLaunch
-from .call import Call
-from .chunks import part_from
+from ..exchange.chunks import part_from
+from ..launch import PreparedLaunch, load
+from .operands import Call
 
 
 @triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "patience_ticks"])

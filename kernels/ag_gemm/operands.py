@@ -1,4 +1,4 @@
-"""What an `AllGatherGemm` knows of the tensors that it is called with, by where they are and how they lie.
+"""What an `AllGatherGemm` knows of a call, and of the tensors that it is called with, by how they lie.
 
 The first call with tensors of some place and shape finds out whether they can be taken, by whom, and what is
 to be loaded; later ones look that up. No tensor is kept: another one in the same place is as good.
@@ -8,12 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ..places import keep, place_of
-from .call import Consumer
+from ..tensors import keep, place_of
 from .choices import Options
+
+
+class Call(NamedTuple):
+    """One call on one rank; every family launches from this alone. Made in each call: no dataclass."""
+
+    rows: int  # of each rank's chunk
+    rank: int
+    world_size: int
+    slots: int  # of the gather buffer, each with room for `capacity` rows
+    capacity: int
+    epoch: int
+    base: int  # what ARRIVED was before this call; 0 in the lane of captured calls
+    pushed: int  # 1 in the lane of captured calls
+    patience_ticks: int  # how long the GEMM waits for a peer
+    programs: int  # the most that run at once
+    words: torch.Tensor  # int32, those of the lane that the call takes
+    errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
+    stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
+
+
+class Consumer(Protocol):
+    """Multiplies with a weight and into a result of one place and shape. It keeps neither, but their numbers.
+
+    gather [slots, capacity, K], weight [N, K] and out [world_size * rows, N], with contiguous rows, are those
+    that it was made for, or others in their place.
+    """
+
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        """Load what `launch` would run, and write nothing."""
+
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+        """Write the product of all chunks to `out`, on the current stream."""
 
 
 @dataclass(frozen=True, eq=False)

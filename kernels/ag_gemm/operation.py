@@ -12,27 +12,26 @@ operations on two streams at once could fill the chip with kernels that wait for
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
-from ..gradients import check_no_gradient
-from ..operation import Operation
-from ..places import keep, place_of
+from ..exchange.operation import Operation
+from ..exchange.pull import ChunkProducer
+from ..exchange.push import PushLane, slots_of
+from ..exchange.words import WORDS
 from ..signals import as_epoch
 from ..symm import SymmetricMemoryError
+from ..tensors import check_no_gradient, keep, place_of
 from . import specialized
-from .call import Call, Consumer
 from .choices import Choice, Fixed, Options, options_for
 from .errors import check_tensors, failure_error
-from .lane import PushLane, slots_of
 from .matmul import MatmulConsumer, wait_for_all
-from .operands import KnownOperands, Operands
+from .operands import Call, Consumer, KnownOperands, Operands
 from .plain import PlainConsumer
-from .producer import ChunkProducer
-from .words import WORDS
 
 PRODUCERS = ("pull", "push")
 
@@ -176,7 +175,7 @@ class AllGatherGemm(Operation):
     def _load(
         self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, in_lane: bool
     ) -> None:
-        """Load the kernels of a call before any stream waits for a peer, see `operation.load`."""
+        """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
         kernel = choice.consumer, in_lane, self._stamps is not None
         if kernel in operands.kind.loaded or self._is_capturing():
             return
@@ -249,7 +248,7 @@ class AllGatherGemm(Operation):
             self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            self._producer.finish_alone(call)
+            _finish_alone(call, self._producer.join)
             raise
 
     def _run_in_lane(
@@ -266,7 +265,7 @@ class AllGatherGemm(Operation):
         except BaseException as error:
             if not self._is_capturing():
                 self._broken_by = f"a call was not carried out: {error!r}"
-                self._lane.finish_alone(call)
+                _finish_alone(call, self._lane.finish)
                 raise
             self._lane_rows = before  # of what is captured nothing has happened
             if isinstance(error, SymmetricMemoryError):
@@ -298,3 +297,14 @@ class AllGatherGemm(Operation):
     ) -> None:
         consumer = self._operands.consumer(choice.consumer, weight, out, operands)
         consumer.launch(self._gather.local, weight, out, call)
+
+
+def _finish_alone(call: Call, finish: Callable[[], None]) -> None:
+    """Let an exchange run to its end though no GEMM watches over it: a kernel waits as one would.
+
+    Peers get their signals, and need not lose their patience for a rank whose call has failed; what is pushed
+    needs their permits, which may be a call behind.
+    """
+    with contextlib.suppress(Exception):  # this is the way out of an error that says more
+        wait_for_all(call)
+        finish()

@@ -8,20 +8,50 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import take_first
-from ..operation import launch, load
-from ..products import multiply, multiply_tma
-from ..settled_launch import SettledLaunches
+from ..configs import (
+    CPU_CANDIDATES,
+    INTERPRETED,
+    candidate,
+    prune_overlapped,
+    take_first,
+)
+from ..exchange.chunks import part_from, slot_of, wait_for_rows
+from ..exchange.products import multiply, multiply_tma
+from ..launch import SettledLaunches, launch, load
 from ..tiles import grouped_tile, rotated_chunk
-from .call import Call
-from .candidates import CANDIDATES, prune
-from .chunks import part_from, slot_of, wait_for_rows
+from .operands import Call
+
+GPU_CANDIDATES = [
+    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=True),
+    candidate((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
+    candidate((256, 128, 64), 8, warps=8, stages=3, tma=True),
+    candidate((256, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 64), 8, warps=4, stages=4, tma=True),
+    candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 128), 8, warps=8, stages=3, tma=True),
+    candidate((64, 256, 64), 8, warps=4, stages=4, tma=True),
+    candidate((64, 128, 64), 8, warps=4, stages=4, tma=True),
+    candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),
+    candidate((64, 64, 128), 8, warps=4, stages=3, tma=True),
+    # Plain pointers: for rows that TMA cannot address and for devices without it.
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=False),
+    candidate((128, 128, 64), 8, warps=4, stages=3, tma=False),
+    candidate((128, 128, 64), 8, warps=8, stages=2, tma=False),
+    candidate((128, 128, 32), 8, warps=4, stages=3, tma=False),
+    candidate((64, 128, 64), 8, warps=4, stages=3, tma=False),
+    candidate((64, 64, 64), 8, warps=4, stages=2, tma=False),
+]
+
+CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
 @triton.autotune(
     configs=CANDIDATES,
     key=["M", "N", "K", "TMA_LEGAL"],
-    prune_configs_by={"early_config_prune": prune},
+    prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
 @triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"])

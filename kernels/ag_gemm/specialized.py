@@ -1,4 +1,4 @@
-"""The host side of the warp-specialised family: whether it can run, and the way to a launch."""
+"""The host side of the warp-specialised family: whether it can run, its configs, and the way to a launch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,53 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..configs import INTERPRETED, take_first
+from ..configs import INTERPRETED, not_too_large, shared_memory_bytes, take_first
+from ..gemm.configs import blocks_of, gluon_candidate
+from ..gemm.pruning import fits
+from ..launch import SettledLaunches, load
 from ..matrices import Block, Matrix, describe, matrix_of_rows
-from ..operation import load
-from ..persistent_gemm.blocks import blocks_of
-from ..settled_launch import SettledLaunches
-from .call import Call
-from .specialized_candidates import CANDIDATES, fewest_rows, prune
+from .operands import Call
 from .specialized_kernel import specialized_all_gather_gemm
+
+CANDIDATES = [
+    # The first is what a tuner's first run takes.
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
+    gluon_candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    gluon_candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
+    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
+    gluon_candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+    gluon_candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
+    gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    gluon_candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),  # few rows
+]
+
+
+def fewest_rows(*, tensor_memory: bool) -> int:
+    """Return how many rows a chunk has at least: a tile must not be higher than a chunk."""
+    heights = [config.kwargs["BLOCK_M"] for config in CANDIDATES]
+    return 128 if tensor_memory else min(heights)
+
+
+def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
+    """Return the candidates that this call's shape and device allow.
+
+    It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
+    """
+    args = {**named_args, **kwargs}
+    rows, limit = args["M"] // args["WORLD"], shared_memory_bytes()
+    usable = [
+        config
+        for config in configs
+        if config.kwargs["BLOCK_M"] <= rows and fits(config, 2, limit, tensor_memory=args["TENSOR_MEMORY"])
+    ]
+    return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
+
 
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 STAMPS_PER_TILE = 4  # see `room_for_stamps`

@@ -1,4 +1,4 @@
-"""The device side of `AllGatherGemm` on Hopper and Blackwell: the roles of `persistent_gemm` wait for rows.
+"""The device side of `AllGatherGemm` on Hopper and Blackwell: the roles of `gemm` wait for rows.
 
 Only the load warp waits: once a tile, before its first load, and only if the rows that it has been told of
 are too few. The tensor cores go on with what it has loaded before, up to NUM_BUFFERS k blocks.
@@ -17,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
-from ..persistent_gemm.problem import last_start
-from ..persistent_gemm.roles import run
-from ..stamps import multiprocessor, nanoseconds
+from ..exchange.chunks import part_from, slot_of, wait_for_rows
+from ..gemm.problem import last_start
+from ..gemm.roles import run
+from ..signals import multiprocessor, nanoseconds
 from ..tiles import grouped_tile, rotated_chunk
-from .chunks import part_from, slot_of, wait_for_rows
 
 
 @aggregate

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..gradients import check_no_gradient
 from ..matrices import Block, Matrix, as_matrix, describe, set_block
+from ..tensors import check_no_gradient
 from .specialized import warp_specialized_add
 
 VARIANTS = ("auto", "pipelined", "warp_specialized")

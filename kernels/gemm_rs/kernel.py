@@ -5,11 +5,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..configs import take_first
-from ..products import multiply, multiply_tma
+from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
+from ..exchange.products import multiply, multiply_tma
 from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
-from .candidates import CANDIDATES, prune
+
+# The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
+GPU_CANDIDATES = [
+    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
+    candidate((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=True, subtile=True),
+    candidate((256, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 64), 8, warps=4, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 128), 8, warps=8, stages=3, tma=True),
+    candidate((64, 256, 64), 8, warps=4, stages=4, tma=True, subtile=True),
+    candidate((64, 128, 64), 8, warps=4, stages=4, tma=True),
+    candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),
+    candidate((64, 64, 128), 8, warps=4, stages=3, tma=True),
+    # Plain pointers: for rows that TMA cannot address and for devices without it.
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=False, subtile=True),
+    candidate((128, 128, 64), 8, warps=8, stages=3, tma=False),
+    candidate((128, 128, 64), 8, warps=8, stages=2, tma=False),
+    candidate((128, 128, 32), 8, warps=8, stages=3, tma=False),
+    candidate((64, 128, 64), 8, warps=4, stages=3, tma=False),
+    candidate((64, 64, 64), 8, warps=4, stages=2, tma=False),
+]
+
+CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
+
 
 # Rows of a rank's int32 [4, WORLD] words. Column p is about rank p.
 FREE = tl.constexpr(0)  # whether p's slot for our sums may be written; p writes it
@@ -26,7 +52,7 @@ NO_PERMIT = tl.constexpr(3)
 @triton.autotune(
     configs=CANDIDATES,
     key=["M", "N", "K", "TMA_LEGAL"],
-    prune_configs_by={"early_config_prune": prune},
+    prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
 @triton.jit(do_not_specialize=["M", "first", "chunks", "rank", "patience_ticks"])

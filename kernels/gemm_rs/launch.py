@@ -1,4 +1,4 @@
-"""The way to a launch of the GEMM: by the tuner at first, then the short one of `settled_launch`."""
+"""The way to a launch of the GEMM: by the tuner at first, then the settled one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..operation import launch
-from ..settled_launch import SettledLaunches
+from ..launch import SettledLaunches, launch
 from .kernel import gemm_reduce_scatter
 
 

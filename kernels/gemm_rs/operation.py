@@ -80,10 +80,10 @@ import torch
 import torch.distributed as dist
 import triton
 
-from ..gradients import check_no_gradient
-from ..operation import Operation, PeerTimeout, check_tensor
+from ..exchange.operation import Operation, PeerTimeout
 from ..signals import read_failure
 from ..symm import SymmetricMemoryError
+from ..tensors import check_no_gradient, check_tensor
 from .kernel import NO_PERMIT, OTHER_ROWS
 from .launch import Held, ProductLauncher
 from .pusher import SumPusher

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 
-from ..configs import (
-    INTERPRETED,
-    candidate,
-    not_too_large,
-    pipeline_bytes,
-    shared_memory_bytes,
-)
-
-__all__ = [
-    "CPU_TILES",
-    "GPU_TILES",
-    "HEIGHTS",
-    "HIGHEST_HEIGHT",
-    "LOWEST_HEIGHT",
-    "ordered",
-    "prune",
-    "size_class",
-]
+from ..configs import INTERPRETED, candidate
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
 
@@ -72,14 +53,3 @@ def ordered(config: triton.Config, *, by_arrival: bool) -> triton.Config:
 def size_class(choices: int) -> int:
     """Return the power of two that a call's number of choices is tuned as: it changes from call to call."""
     return triton.next_power_of_2(max(choices, LOWEST_HEIGHT))
-
-
-def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-    """Return the candidates that this call's addresses, shape and device allow; never none."""
-    args = {**named_args, **kwargs}
-    usable = [config for config in configs if args["TMA_LEGAL"] or not config.kwargs["TMA"]]
-    usable = usable or configs  # without TMA_LEGAL the kernel uses pointers whatever the config says
-    if not INTERPRETED:
-        limit, itemsize = shared_memory_bytes(), args["a_ptr"].element_size()
-        usable = [config for config in usable if pipeline_bytes(config, itemsize) <= limit] or usable
-    return not_too_large(usable, BLOCK_M=args["size_class"], BLOCK_N=args["N"])

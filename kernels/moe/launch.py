@@ -1,4 +1,4 @@
-"""The way to a launch of a grouped GEMM: by the tuner at first, then the short one of `settled_launch`."""
+"""The way to a launch of a grouped GEMM: by the tuner at first, then the settled one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..operation import begin_at_16_bytes, launch
-from ..settled_launch import SettledLaunches
+from ..launch import SettledLaunches, launch
+from ..tensors import begin_at_16_bytes
 from .candidates import HIGHEST_HEIGHT
 
 

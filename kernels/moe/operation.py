@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from ..operation import Operation, PeerTimeout
+from ..exchange.operation import Operation, PeerTimeout
 from ..signals import Failure, read_failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
 from .announcer import Announcer
 from .candidates import HEIGHTS, size_class
-from .checks import MOST_ROWS, check_choices, check_tokens
-from .counts import TokenBoard
 from .launch import Shape, counted, lies_for_tma
 from .plan import Plan
 from .routing import digest_of
@@ -29,6 +29,98 @@ from .words import (
     OTHER_TOPK,
     WORDS,
 )
+
+MOST_ROWS = 2**29  # places in the tables of tiles are int32
+
+
+def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless `weight` is [E, N, columns], each row contiguous, of this type and place."""
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}; a tensor is needed")
+    if weight.device != device or weight.dtype != dtype:
+        given, wanted = f"{weight.dtype} on {weight.device}", f"{dtype} on {device}"
+        raise ValueError(f"weight is {given}; this operation was opened for {wanted}")
+    if weight.dim() != 3 or 0 in weight.shape:
+        raise ValueError(f"weight has shape {list(weight.shape)}; [E, N, K] is needed, each at least 1")
+    if weight.shape[2] != columns:
+        raise ValueError(f"weight has shape {list(weight.shape)}; its rows must have K={columns} elements")
+    if weight.stride(2) != 1 and columns > 1:
+        raise ValueError(f"the rows of weight are not contiguous (strides {weight.stride()})")
+
+
+def check_choices(name: str, choices: torch.Tensor, device: torch.device, *, integers: bool) -> None:
+    """Raise unless `choices` is a matrix of integers, or of floating-point numbers, on this device."""
+    if not isinstance(choices, torch.Tensor):
+        raise TypeError(f"{name} is a {type(choices).__name__}; a tensor is needed")
+    if choices.device != device:
+        raise ValueError(f"{name} is on {choices.device}; this operation was opened on {device}")
+    if choices.dim() != 2:
+        raise ValueError(f"{name} has shape {list(choices.shape)}; [tokens, topk] is needed")
+    if integers and choices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {choices.dtype}; torch.int32 or torch.int64 is needed")
+    if not integers and not choices.dtype.is_floating_point:
+        raise ValueError(f"{name} is {choices.dtype}; a floating-point type is needed")
+
+
+def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, most: int) -> tuple[int, ...]:
+    """Return the number of tokens of each rank, or raise where the caller cannot be right."""
+    counts = tuple(int(count) for count in tokens)
+    if len(counts) != world_size:
+        raise ValueError(f"tokens={list(counts)} has {len(counts)} numbers; there are {world_size} ranks")
+    if min(counts) < 0 or max(counts) > most:
+        raise ValueError(f"tokens={list(counts)}; each must be 0 to tokens_per_rank={most}")
+    if counts[rank] != own:
+        raise ValueError(f"tokens={list(counts)}, but rank {rank}, this one, passes {own} tokens")
+    return counts
+
+
+EAGER_POLLS = 1000  # before a waiting host starts to sleep between polls
+POLL_S = 5e-5
+TOKEN_BITS = 32
+
+
+class TokenBoard:
+    """Words of host memory that the hosts of all ranks see; no device and no collective takes part.
+
+    Question q is answered in word q % 2 of each rank, as q << 32 | tokens: one store of 8 bytes, so nobody
+    reads half of it. A rank writes a word again for question q + 2, behind the answers of all to q + 1,
+    which they gave when they had read those to q.
+    """
+
+    def __init__(self, memory: SymmetricMemory, timeout_s: float) -> None:
+        words = memory.allocate((2,), torch.int64)
+        self._words = [peer.numpy() for peer in words.peers]
+        self._rank, self._timeout_s = memory.rank, timeout_s
+        self._question = 0
+
+    def ask(self, tokens: int) -> tuple[int, ...]:
+        """Return the number of tokens of each rank; to be called on all of them."""
+        self._question += 1
+        slot = self._question % 2
+        self._words[self._rank][slot] = self._question << TOKEN_BITS | tokens
+        deadline = time.monotonic() + self._timeout_s
+        polls = 0
+        while missing := self._missing(slot):
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"{_ranks(missing)} did not tell rank {self._rank} within {self._timeout_s:g} s how many "
+                    f"tokens it passes in a call without tokens=; pass it on all ranks or on none"
+                )
+            polls += 1
+            if polls < EAGER_POLLS:
+                os.sched_yield()
+            else:
+                time.sleep(POLL_S)
+        return tuple(int(words[slot]) % 2**TOKEN_BITS for words in self._words)
+
+    def _missing(self, slot: int) -> list[int]:
+        return [
+            rank for rank, words in enumerate(self._words) if int(words[slot]) >> TOKEN_BITS != self._question
+        ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 class ExpertOperation(Operation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..products import multiply
+from ..exchange.products import multiply
 
 
 @triton.jit

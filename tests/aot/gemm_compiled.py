@@ -15,11 +15,10 @@ import triton
 from compiled import BLACKWELL, HOPPER, SHARED_BYTES, compile_for, resources
 from triton.experimental.gluon import language as gl
 
+from dist_autotune.kernels.gemm.body import gemm
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
+from dist_autotune.kernels.gemm.pruning import fits
 from dist_autotune.kernels.matrices import Block
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.persistent_gemm.body import gemm
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.pruning import fits
 
 LANGUAGE_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

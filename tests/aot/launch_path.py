@@ -11,8 +11,8 @@ import torch
 import triton
 from triton.runtime.driver import driver
 
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.settled_launch import SettledLaunches
+from dist_autotune.kernels.gemm.configs import blocks_of
+from dist_autotune.kernels.launch import SettledLaunches
 from pretended_device import PretendedDevice
 
 

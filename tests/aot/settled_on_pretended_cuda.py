@@ -25,17 +25,11 @@ from settled_path import microseconds
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from dist_autotune.kernels import prepared_launch
+from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
-from dist_autotune.kernels.persistent_gemm import (
-    body,
-    copies,
-    launch,
-    operation,
-    padded,
-    persistent_matmul,
-    route,
-)
+from dist_autotune.kernels.gemm import body, copies, operation
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 ABOVE = Path(__file__).parent
 BYTES = {"i32": 4, "i64": 8, "u32": 4, "u64": 8}
@@ -122,27 +116,27 @@ CASES = {
 def taken_for_a_gpu(case: Case) -> Iterator[None]:
     """Have `persistent_matmul` take tensors for the device's, and one config that suits the case."""
     kwargs = {"VARIANT": "cooperative", "CTAS": case.ctas, "STREAM_K": 0}
-    fitting = [config for config in launch.GLUON_CANDIDATES if kwargs.items() <= config.kwargs.items()]
+    fitting = [config for config in launching.GLUON_CANDIDATES if kwargs.items() <= config.kwargs.items()]
 
     def all_copied(shape: Any, *, out: bool) -> tuple[Any, Any]:
         chosen = copies.Copies(a=True, b=True, out=out)
         return chosen, copies.copied(shape, chosen)
 
     changes: list[tuple[Any, str, Any]] = [
-        (launch.tuned_gemm, "configs", fitting[:1]),
-        (launch.tuned_gemm, "cache", {}),
+        (launching.tuned_gemm, "configs", fitting[:1]),
+        (launching.tuned_gemm, "cache", {}),
         (operation, "_is_on_gpu", lambda tensor: True),
         (operation, "_on", lambda device: contextlib.nullcontext()),
         (operation, "_device", lambda device: (9, 132)),
     ]
     if case.copies:
         room_for = functools.cache(
-            padded.room_for
+            copies.room_for
         )  # the same memory in each call, as torch's for CUDA mostly is
         changes += [
-            (route, "plan", all_copied),
-            (route, "room_for", room_for),
-            (padded, "room_for", room_for),
+            (launching, "plan", all_copied),
+            (launching, "room_for", room_for),
+            (copies, "room_for", room_for),
         ]
     with contextlib.ExitStack() as changed:
         for owner, name, value in changes:
@@ -151,7 +145,7 @@ def taken_for_a_gpu(case: Case) -> Iterator[None]:
 
 
 def compiled_kernels() -> list[Any]:
-    return [kernel for each in (body.gemm, padded.copy_rows) for kernel in each.device_caches[0][0].values()]
+    return [kernel for each in (body.gemm, copies.copy_rows) for kernel in each.device_caches[0][0].values()]
 
 
 def functions_called(call: Callable[[], Any]) -> int:
@@ -180,7 +174,7 @@ def compare(cuda: PretendedCuda, case: Case) -> dict[str, Any]:
         for compiled in compiled_kernels():
             cuda.describe(compiled)
         for way, watched in (("prepared", False), ("own", True)):
-            with mock.patch.object(prepared_launch, "_are_watched", lambda watched=watched: watched):
+            with mock.patch.object(launches, "_are_watched", lambda watched=watched: watched):
                 written, encoded = cuda.written_by(call)
                 found[way] = {
                     "written": written.hex(),

@@ -17,8 +17,8 @@ from triton.compiler.compiler import LazyDict
 from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
-from dist_autotune.kernels import operation
-from dist_autotune.kernels.settled_launch import SettledLaunches
+from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels.launch import SettledLaunches
 from pretended_device import PretendedDevice
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
@@ -114,7 +114,7 @@ def launching(
     made = LaunchingDevice()
     monkeypatch.setattr(driver, "_active", made)
     monkeypatch.setattr(owner, name, SettledLaunches(tuner, lambda constants: {}))
-    monkeypatch.setattr(operation, "_allocate_scratch", lambda *asked: made.allocated.append(asked))
+    monkeypatch.setattr(launches, "_allocate_scratch", lambda *asked: made.allocated.append(asked))
     monkeypatch.setattr(tuner, "configs", configs)
     monkeypatch.setattr(tuner, "cache", {})
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, tuner.fn.device_caches.clear)

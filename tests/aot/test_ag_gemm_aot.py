@@ -17,15 +17,14 @@ from compiled import (
     compile_for,
     early_load,
     events,
-    of_each_code,
     of_each_pair,
+    of_each_value,
     resources,
 )
 
-from dist_autotune.kernels.ag_gemm import candidates
-from dist_autotune.kernels.ag_gemm.candidates import GPU_CANDIDATES, prune
+from dist_autotune.kernels import configs
 from dist_autotune.kernels.ag_gemm.matmul import await_chunks
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
 
 pytestmark = pytest.mark.aot
 
@@ -59,18 +58,18 @@ def compile_candidate(config, target, dtype="bf16", **values):
 
 def usable_on(target, monkeypatch):
     """Return the candidates that a large call on this device leaves in the race."""
-    monkeypatch.setattr(candidates, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(configs, "shared_memory_bytes", lambda: SHARED_BYTES[target])
     monkeypatch.setattr(torch.version, "hip", "6.4" if target is CDNA3 else None)
     a = torch.empty(1, dtype=torch.bfloat16)
     args = {"a_ptr": a, "M": 8192, "N": 8192, "K": 8192}
-    return prune(GPU_CANDIDATES, args, WORLD=8, TMA_LEGAL=target is not CDNA3)
+    return configs.prune_overlapped(GPU_CANDIDATES, args, WORLD=8, TMA_LEGAL=target is not CDNA3)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_every_candidate_fits_the_device_without_spills_and_waits_before_it_loads(target, monkeypatch):
+def test_candidates_fit_the_device_without_spills_and_wait_before_they_load(target, monkeypatch):
     usable = usable_on(target, monkeypatch)
     assert len(usable) >= 4
-    for config in of_each_code(usable) if target is HOPPER else of_each_pair(usable):  # it costs seconds
+    for config in of_each_pair(usable) if target is HOPPER else of_each_value(usable):  # it costs seconds
         compiled = compile_candidate(config, target)
         used = resources(compiled, target)
         assert used["registers"] <= REGISTERS[target], config

@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, resources
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, of_each_pair, resources
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import settled_launch
-from dist_autotune.kernels.ag_gemm import specialized, specialized_candidates
-from dist_autotune.kernels.ag_gemm.call import Call
-from dist_autotune.kernels.ag_gemm.specialized_candidates import CANDIDATES, fewest_rows, prune
+from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels.ag_gemm import specialized
+from dist_autotune.kernels.ag_gemm.operands import Call
+from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.persistent_gemm.footprint import shared_bytes
-from dist_autotune.kernels.persistent_gemm.roles import LOADER_REGISTERS
+from dist_autotune.kernels.gemm.configs import blocks_of, shared_bytes
+from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
 
@@ -68,23 +67,23 @@ def compile_candidate(
 
 
 def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 8192) -> list[triton.Config]:
-    monkeypatch.setattr(specialized_candidates, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(specialized, "shared_memory_bytes", lambda: SHARED_BYTES[target])
     args = {"M": 4 * rows, "N": n, "K": 8192}
     return prune(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
 
 
 @functools.cache
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
-    """Return each candidate of a large call with what it compiles to."""
+    """Return candidates of a large call with what they compile to."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        configs = usable_on(target, 2048, monkeypatch)
+        configs = of_each_pair(usable_on(target, 2048, monkeypatch))  # it costs seconds
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 
 
 @TARGETS
-def test_every_candidate_fits_the_device_without_spills(target):
-    assert len(compiled_for(target)) >= 6
+def test_candidates_fit_the_device_without_spills(target):
+    assert len(compiled_for(target)) >= 4
     for config, compiled in compiled_for(target):
         used = resources(compiled, target)
         assert used["spilled"] == 0, config
@@ -283,7 +282,7 @@ def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
     operands = tensors()
     launch(*operands, a_call())
     asked = count_asking(monkeypatch, specialized.tuned)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     launch(*operands, a_call())
     assert asked == [1]
 

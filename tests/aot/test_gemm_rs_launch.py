@@ -25,7 +25,7 @@ from settled_path import (
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import settled_launch
+from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
@@ -164,7 +164,7 @@ def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_th
         assert len(asked) == number, f"{name} took the launch of another"
     again = {name: launched(device, callers[name].call) for name in reversed(callers)}
     assert len(asked) == len(callers)  # the short way
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     long = {name: launched(device, caller.call) for name, caller in callers.items()}
     assert len(asked) == 2 * len(callers)
     for name in callers:
@@ -282,7 +282,7 @@ def test_no_short_way_while_a_launch_may_be_a_trial(device, asked, monkeypatch):
     caller = Caller(PLAIN)
     caller.call()
     for tuning, wanted in ((True, 2), (False, 2), (True, 3)):
-        monkeypatch.setattr(settled_launch, "is_tuning", lambda now=tuning: now)
+        monkeypatch.setattr(launches, "is_tuning", lambda now=tuning: now)
         caller.call()
         assert len(asked) == wanted
 
@@ -338,7 +338,7 @@ def test_the_short_way_is_less_python_than_the_long_one(device, monkeypatch):
     device.writes_down = False
     caller.call()
     short_us = microseconds(caller.call)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     long_us = microseconds(caller.call)
     print(f"a launch, Python above Triton's launcher: {short_us:.1f} us, the long way {long_us:.1f} us")
     assert short_us < long_us

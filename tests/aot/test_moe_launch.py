@@ -26,14 +26,13 @@ from settled_path import (
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import settled_launch
-from dist_autotune.kernels.ag_moe import operation as ag_moe
-from dist_autotune.kernels.ag_moe.kernel import all_gather_moe
+from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
+from dist_autotune.kernels.moe import ag_moe, moe_rs
+from dist_autotune.kernels.moe.ag_moe_kernel import all_gather_moe
 from dist_autotune.kernels.moe.candidates import GPU_TILES, HEIGHTS, HIGHEST_HEIGHT, ordered
 from dist_autotune.kernels.moe.launch import Shape, counted
-from dist_autotune.kernels.moe_rs import operation as moe_rs
-from dist_autotune.kernels.moe_rs.kernel import moe_reduce_scatter
+from dist_autotune.kernels.moe.moe_rs_kernel import moe_reduce_scatter
 
 pytestmark = pytest.mark.aot
 
@@ -225,7 +224,7 @@ def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_th
         assert len(asked) == number, f"{label} took the launch of another"
     again = {label: world.but_for_products(world.launched(callers[label])) for label in reversed(callers)}
     assert len(asked) == len(callers)  # the short way
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     long = {label: world.but_for_products(world.launched(caller)) for label, caller in callers.items()}
     assert len(asked) == 2 * len(callers)
     for label in callers:
@@ -329,7 +328,7 @@ def test_no_short_way_while_a_launch_may_be_a_trial(world, asked, monkeypatch):
     caller = world.caller()
     caller.call()
     for tuning, wanted in ((True, 2), (False, 2), (True, 3)):
-        monkeypatch.setattr(settled_launch, "is_tuning", lambda now=tuning: now)
+        monkeypatch.setattr(launches, "is_tuning", lambda now=tuning: now)
         caller.call()
         assert len(asked) == wanted
 
@@ -369,7 +368,7 @@ def test_the_short_way_is_less_python_than_the_long_one(world, monkeypatch):
     world.device.writes_down = False
     caller.call()
     short_us = microseconds(caller.call)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     long_us = microseconds(caller.call)
     print(f"{world.name}: Python above Triton's launcher: {short_us:.1f} us, the long way {long_us:.1f} us")
     assert short_us < long_us

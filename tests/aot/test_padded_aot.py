@@ -16,12 +16,12 @@ from gluon_route import multiply
 from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 
+from dist_autotune.kernels.gemm import copies
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+from dist_autotune.kernels.gemm.copies import Copies, copied
+from dist_autotune.kernels.gemm.pruning import Shape
 from dist_autotune.kernels.matrices import DESCRIPTORS_KEPT
-from dist_autotune.kernels.persistent_gemm import copies, padded, route
-from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.copies import Copies, copied
-from dist_autotune.kernels.persistent_gemm.launch import Shape
 
 pytestmark = pytest.mark.aot
 
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.aot
 def compile_copy(dtype: str, vector: int, *, aligned: bool, target: Any = HOPPER) -> Any:
     types = {"source_ptr": f"*{dtype}", "target_ptr": f"*{dtype}"}
     sizes = dict.fromkeys(("rows", "columns", "from_row", "to_row"), "i32")
-    elements = padded.BLOCK_ELEMENTS if vector > 1 else padded.NARROW_BLOCK_ELEMENTS
-    block = {"BLOCK_ROWS": elements // padded.WIDEST_BLOCK, "BLOCK_COLUMNS": padded.WIDEST_BLOCK}
+    elements = copies.BLOCK_ELEMENTS if vector > 1 else copies.NARROW_BLOCK_ELEMENTS
+    block = {"BLOCK_ROWS": elements // copies.WIDEST_BLOCK, "BLOCK_COLUMNS": copies.WIDEST_BLOCK}
     constants = {"from_column": 1, "to_column": 1, "VECTOR": vector, **block}
     any_value = (*sizes, *(() if aligned else ("source_ptr",)))
     return compile_for(
-        target, padded.copy_rows, types | sizes, constants, any_value=any_value, num_warps=padded.WARPS
+        target, copies.copy_rows, types | sizes, constants, any_value=any_value, num_warps=copies.WARPS
     )
 
 
@@ -55,8 +55,8 @@ def test_as_much_is_moved_at_a_time_as_rows_are_multiples_of(dtype, vector, alig
     compiled = compile_copy(dtype, vector, aligned=aligned)
     found = re.findall(r"\b(LDG|STG|LDL|STL)([.\w]*)", compiled.asm["sass"])
     kinds = [kind + options for kind, options in found]
-    elements = padded.BLOCK_ELEMENTS if vector > 1 else padded.NARROW_BLOCK_ELEMENTS
-    each = elements // (32 * padded.WARPS * vector)
+    elements = copies.BLOCK_ELEMENTS if vector > 1 else copies.NARROW_BLOCK_ELEMENTS
+    each = elements // (32 * copies.WARPS * vector)
     assert kinds.count(load) == kinds.count(store) == each
     assert len(kinds) == 2 * each
     last_load, first_store = len(kinds) - 1 - kinds[::-1].index(load), kinds.index(store)
@@ -75,18 +75,18 @@ def test_the_copy_compiles_for_amd():
 PIPELINED = next(
     c for c in GLUON_CANDIDATES if c.kwargs["VARIANT"] == "pipelined" and c.kwargs["BLOCK_N"] == 64
 )
-COPY_ARGUMENTS = len(padded.copy_rows.arg_names)
+COPY_ARGUMENTS = len(copies.copy_rows.arg_names)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
-    monkeypatch.setattr(padded, "_LAUNCHES", OrderedDict())
-    padded.copy_rows.device_caches.clear()
+    monkeypatch.setattr(copies, "_LAUNCHES", OrderedDict())
+    copies.copy_rows.device_caches.clear()
     copies.plan.cache_clear()
     with only_compiling(monkeypatch, launching, launching.tuned_gemm, PIPELINED) as made:
         yield made
-        padded._LAUNCHES.clear()
-        padded.copy_rows.device_caches.clear()
+        copies._LAUNCHES.clear()
+        copies.copy_rows.device_caches.clear()
         gc.collect()  # kernels unload themselves from the device they were loaded on: now
     copies.plan.cache_clear()
 
@@ -99,21 +99,21 @@ def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
         return chosen, copied(shape, chosen)
 
-    monkeypatch.setattr(route, "plan", plan)
+    monkeypatch.setattr(launching, "plan", plan)
 
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Return the list of all scratch memory; kept, so that no two have one address."""
     made: list[torch.Tensor] = []
-    room_for = padded.room_for
+    room_for = copies.room_for
 
     def kept(*args: Any) -> torch.Tensor:
         made.append(room_for(*args))
         return made[-1]
 
-    monkeypatch.setattr(padded, "room_for", kept)
-    monkeypatch.setattr(route, "room_for", kept)
+    monkeypatch.setattr(copies, "room_for", kept)
+    monkeypatch.setattr(launching, "room_for", kept)
     return made
 
 
@@ -124,7 +124,7 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all_copied, rooms, monkeypatch):
     a, b, out = operands(250, 333, 67)
     assert multiply(a, b, out)
-    for tuner in (type(launching.tuned_gemm), type(padded.copy_rows)):
+    for tuner in (type(launching.tuned_gemm), type(copies.copy_rows)):
         monkeypatch.setattr(tuner, "run", lambda *args, **kwargs: pytest.fail("the dispatch was asked"))
     assert multiply(a, b, out)
     shapes = [room.shape for room in rooms]
@@ -160,9 +160,9 @@ def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all
 )
 def test_how_many_elements_are_moved_at_a_time(device, make, vector):
     source = make()
-    padded.padded_copy(source, transposed=False)
+    copies.padded_copy(source, transposed=False)
     given = arguments(device.launched[-1])
-    names = padded.copy_rows.arg_names
+    names = copies.copy_rows.arg_names
     assert len(given) == len(names)
     assert dict(zip(names, given, strict=True))["VECTOR"] == vector
 
@@ -170,21 +170,21 @@ def test_how_many_elements_are_moved_at_a_time(device, make, vector):
 def test_copies_of_one_place_to_another_are_told_apart(device):
     """One shape, but an address that allows for less: the same binary must not be taken."""
     for shift in (0, 1, 0, 4, 1):
-        padded.padded_copy(matrix(64, 520, torch.float16, shift=shift), transposed=False)
-    place = padded.copy_rows.arg_names.index("VECTOR")
+        copies.padded_copy(matrix(64, 520, torch.float16, shift=shift), transposed=False)
+    place = copies.copy_rows.arg_names.index("VECTOR")
     assert [arguments(launched)[place] for launched in device.launched] == [8, 1, 8, 4, 1]
-    assert len(padded._LAUNCHES) == 3
+    assert len(copies._LAUNCHES) == 3
 
 
 def test_what_is_kept_of_copies_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(padded, "LAUNCHES_KEPT", 3)
+    monkeypatch.setattr(copies, "LAUNCHES_KEPT", 3)
     for rows in range(1, 8):
-        padded.padded_copy(matrix(rows, 64, torch.float16), transposed=False)
-    assert [key[4][0] for key in padded._LAUNCHES] == [5, 6, 7]
+        copies.padded_copy(matrix(rows, 64, torch.float16), transposed=False)
+    assert [key[4][0] for key in copies._LAUNCHES] == [5, 6, 7]
 
 
 def test_scratch_memory_at_many_addresses_leaves_no_more_descriptors_than_are_kept(device, all_copied, rooms):
-    from dist_autotune.kernels.settled_launch import _prepared
+    from dist_autotune.kernels.launch import _prepared
 
     _prepared.cache_clear()
     tensors = operands(8, 8, 72)
@@ -210,7 +210,7 @@ def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, mon
     tuner = launching.tuned_gemm
     a, b, out = operands(256, 192, 72)
     multiply(a, b, out)
-    monkeypatch.setattr(route, "plan", lambda shape, *, out: (copies.NOTHING, shape))
+    monkeypatch.setattr(launching, "plan", lambda shape, *, out: (copies.NOTHING, shape))
     multiply(a, b, out)
     places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
     keys = [settled.key for settled in launching._SETTLED._of.values()]

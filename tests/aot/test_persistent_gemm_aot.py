@@ -10,10 +10,9 @@ import triton
 from compiled import BLACKWELL, CDNA3, CDNA4, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
 from gemm_compiled import OUT_BYTES, candidate, compile_gemm, in_parallel
 
-from dist_autotune.kernels.persistent_gemm.candidates import PLAIN_GPU_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.footprint import accumulator_registers, shared_bytes
-from dist_autotune.kernels.persistent_gemm.mma import WIDEST_FROM_REGISTERS
-from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
+from dist_autotune.kernels.gemm.configs import PLAIN_GPU_CANDIDATES, accumulator_registers, shared_bytes
+from dist_autotune.kernels.gemm.mma import WIDEST_FROM_REGISTERS
+from dist_autotune.kernels.gemm.operation import plain_gemm
 
 pytestmark = pytest.mark.aot
 

@@ -16,12 +16,14 @@ from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import places, settled_launch
+from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels import tensors
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm import operation
+from dist_autotune.kernels.gemm.configs import blocks_of
+from dist_autotune.kernels.launch import SettledLaunches
 from dist_autotune.kernels.matrices import LINE_BYTES
-from dist_autotune.kernels.persistent_gemm import launch as launching
-from dist_autotune.kernels.persistent_gemm import operation, persistent_matmul, route
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.settled_launch import SettledLaunches
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 pytestmark = pytest.mark.aot
 
@@ -90,7 +92,7 @@ def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
     a, b, out = operands(256, 192, 64)
     multiply(a, b, out)
     asked = count_asking(monkeypatch, launching.tuned_gemm)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     multiply(a, b, out)
     assert asked == [1]
 
@@ -172,9 +174,9 @@ def on_gpu(device, monkeypatch) -> Any:
     """Have `persistent_matmul` take tensors for a GPU's; return A's shape of each route looked for."""
     found: list[tuple[int, ...]] = []
 
-    def noted(a: torch.Tensor, *given: Any, **options: Any) -> route.Route | None:
+    def noted(a: torch.Tensor, *given: Any, **options: Any) -> launching.Route | None:
         found.append(tuple(a.shape))
-        return route.route_of(a, *given, **options)
+        return launching.route_of(a, *given, **options)
 
     monkeypatch.setattr(operation, "_is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(operation, "_on", lambda device: contextlib.nullcontext())
@@ -255,14 +257,14 @@ def test_what_the_plain_body_computes_has_no_route(on_gpu):
 
 
 def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
-    monkeypatch.setattr(places, "KEPT", 2)
-    tensors = [operands(256, 192, 64) for _ in range(4)]
-    for each in tensors:
+    monkeypatch.setattr(tensors, "KEPT", 2)
+    calls = [operands(256, 192, 64) for _ in range(4)]
+    for each in calls:
         persistent_matmul(*each)
     assert len(operation._ROUTES) == 2
-    kept = [weakref.ref(tensor) for each in tensors for tensor in each]
+    kept = [weakref.ref(tensor) for each in calls for tensor in each]
     device.launched.clear()
-    tensors.clear()
+    calls.clear()
     del each
     gc.collect()
     assert [ref() for ref in kept] == [None] * 12
@@ -272,7 +274,7 @@ def test_a_known_route_leads_to_the_tuner_while_a_launch_may_be_a_trial(on_gpu, 
     a, b, out = operands(256, 192, 64)
     persistent_matmul(a, b, out)
     asked = count_asking(monkeypatch, launching.tuned_gemm)
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     persistent_matmul(a, b, out)
     assert (len(asked), len(on_gpu)) == (1, 1)
 

@@ -30,8 +30,8 @@ from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.kernels.compat import GluonASTSource
+from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.matrices import Block, set_block
-from dist_autotune.kernels.persistent_gemm import launch as launching
 from dist_autotune.triton_api.launch import Launch
 from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks

@@ -15,16 +15,14 @@ from launch_path import count_asking
 from triton import knobs
 from triton.runtime.driver import driver
 
-from dist_autotune.kernels import bare_launch as below
-from dist_autotune.kernels import operation, prepared_launch, settled_launch
+from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
-from dist_autotune.kernels.ag_gemm.call import Call, Consumer
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
+from dist_autotune.kernels.ag_gemm.operands import Call, Consumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
-from dist_autotune.kernels.bare_launch import bare_launch
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of
-from dist_autotune.kernels.settled_launch import SettledLaunches
+from dist_autotune.kernels.gemm.configs import blocks_of
+from dist_autotune.kernels.launch import SettledLaunches, bare_launch
 from pretended_device import DeviceUnderTriton
 
 pytestmark = pytest.mark.aot
@@ -79,7 +77,7 @@ def plain_value(value: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(operation, "_allocate_scratch", made.allocate)
+    monkeypatch.setattr(launches, "_allocate_scratch", made.allocate)
     monkeypatch.setattr(matmul, "_LOADED", {})
     monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
     monkeypatch.setattr(plain, "_SETTLED", SettledLaunches(plain.all_gather_gemm, lambda constants: {}))
@@ -138,7 +136,7 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     caller = Caller(consumer)
     calls(device, caller, 1)  # the tuner's
     prepared = calls(device, caller, 3)
-    monkeypatch.setattr(prepared_launch, "_are_watched", lambda: True)
+    monkeypatch.setattr(launches, "_are_watched", lambda: True)
     caller.epoch = 1
     assert prepared == calls(device, caller, 3)
     assert len(set(prepared)) == 3  # epochs
@@ -184,7 +182,7 @@ def test_scratch_memory_is_allocated_for_each_launch_as_the_own_way_does(device,
     calls(device, caller, 1)
     device.allocated.clear()
     calls(device, caller, 2)
-    monkeypatch.setattr(prepared_launch, "_are_watched", lambda: True)
+    monkeypatch.setattr(launches, "_are_watched", lambda: True)
     calls(device, caller, 2)
     assert len(device.allocated) == 4
     ((size, _, _),) = set(device.allocated)
@@ -251,14 +249,14 @@ def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monke
     compiled = compiled_by(device)
     assert bare_launch(compiled, (1, 1, 1), (), ()) is not None
     with monkeypatch.context() as changed:  # another release
-        changed.setattr(below.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
-        changed.setattr(below, "IS_3_9", False)
+        changed.setattr(launches.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
+        changed.setattr(launches, "IS_3_9", False)
         assert bare_launch(compiled, (1, 1, 1), (), ()) is None
     with monkeypatch.context() as changed:
         changed.setattr(compiled.run, "profile_scratch_size", 16)
         assert bare_launch(compiled, (1, 1, 1), (), ()) is None
     with monkeypatch.context() as changed:
-        changed.setattr(below, "nvidia", None)
+        changed.setattr(launches, "nvidia", None)
         assert bare_launch(compiled, (1, 1, 1), (), ()) is None
     if hasattr(compiled.run, "gsan_enabled"):  # it has arguments of its own
         with monkeypatch.context() as changed:
@@ -269,7 +267,7 @@ def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monke
 
 
 def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypatch):
-    monkeypatch.setattr(prepared_launch, "bare_launch", lambda *args: None)
+    monkeypatch.setattr(launches, "bare_launch", lambda *args: None)
     caller = Caller(SpecializedConsumer)
     first, second, third = calls(device, caller, 3)
     assert first[:3] == second[:3] == third[:3]
@@ -286,7 +284,7 @@ def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
     after = calls(device, caller, 2)
     assert len({handed[:3] for handed in after}) == 1
     assert settled_configs() == [other]
-    monkeypatch.setattr(settled_launch, "is_tuning", lambda: True)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
     asked = count_asking(monkeypatch, specialized.tuned)
     calls(device, caller, 2)
     assert asked == [1, 1]

@@ -17,8 +17,7 @@ from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from ranks import assert_killed, describe, meet
 

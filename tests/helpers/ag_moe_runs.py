@@ -15,8 +15,7 @@ from moe_runs import (
 from operation_runs import device
 
 from dist_autotune.kernels.ag_moe import AllGatherMoE
-from dist_autotune.kernels.ag_moe.candidates import CANDIDATES
-from dist_autotune.kernels.ag_moe.kernel import all_gather_moe
+from dist_autotune.kernels.moe.ag_moe_kernel import CANDIDATES, all_gather_moe
 
 
 class Gathering(ExpertRuns):

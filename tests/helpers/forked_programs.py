@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from triton.runtime import interpreter
 
-from dist_autotune.kernels.operation import Operation
+from dist_autotune.kernels.exchange.operation import Operation
 
 
 def share_errors(op: Operation) -> None:

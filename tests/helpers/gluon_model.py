@@ -227,7 +227,7 @@ def load_kernel_module(name: str) -> Any:
 @contextmanager
 def tma_begins_anywhere() -> Iterator[None]:
     """Have tiles moved back to any column, for tests whose tiles are a few columns wide."""
-    problem = load_kernel_module("persistent_gemm.problem")
+    problem = load_kernel_module("gemm.problem")
     aligned = problem.ALIGNED
     problem.ALIGNED = 1
     try:

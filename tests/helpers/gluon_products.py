@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gluon_model import Deadlock, Descriptor, Pointer
 
-from dist_autotune.kernels.persistent_gemm.any_width import box_of
+from dist_autotune.kernels.gemm.configs import box_of
 
-BODY = gluon_model.load_kernel_module("persistent_gemm.body")
+BODY = gluon_model.load_kernel_module("gemm.body")
 ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve of a descriptor's block
 
 
@@ -144,6 +144,6 @@ def fails(**options: Any) -> str:
 
 def change(monkeypatch: pytest.MonkeyPatch, module: str, name: str, value: Any) -> None:
     """Put something else into a module of the body, until the test ends."""
-    found = importlib.import_module(f"kernels_in_the_model.persistent_gemm.{module}")
+    found = importlib.import_module(f"kernels_in_the_model.gemm.{module}")
     target, _, attribute = name.rpartition(".")
     monkeypatch.setattr(getattr(found, target) if target else found, attribute, value)

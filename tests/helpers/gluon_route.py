@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dist_autotune.kernels.persistent_gemm import route
+from dist_autotune.kernels.gemm import launch as launching
 
 
 def multiply(
@@ -18,8 +18,8 @@ def multiply(
     tensor_memory: bool = False,
 ) -> bool:
     """Write a @ b to `out` by the Gluon body; return False, with nothing done, if it is not to."""
-    found = route.route_of(a, b, out, variant, scheduler, programs, tensor_memory=tensor_memory)
+    found = launching.route_of(a, b, out, variant, scheduler, programs, tensor_memory=tensor_memory)
     if found is None:
         return False
-    route.follow(found, a, b, out)
+    launching.follow(found, a, b, out)
     return True

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dist_autotune.kernels.operation import Operation
+from dist_autotune.kernels.exchange.operation import Operation
 
 REPLAYS = 40
 

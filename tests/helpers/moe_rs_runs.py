@@ -16,9 +16,8 @@ from moe_runs import (
 )
 from operation_runs import device
 
+from dist_autotune.kernels.moe.moe_rs_kernel import CANDIDATES, moe_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
-from dist_autotune.kernels.moe_rs.candidates import CANDIDATES
-from dist_autotune.kernels.moe_rs.kernel import moe_reduce_scatter
 
 
 class Scattering(ExpertRuns):

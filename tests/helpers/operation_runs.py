@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rank_programs import wait_for
 
-from dist_autotune.kernels.operation import Operation
+from dist_autotune.kernels.exchange.operation import Operation
 from ranks import Result, assert_all_ok, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from dist_autotune.kernels.persistent_gemm import padded, route
+from dist_autotune.kernels.gemm import copies
+from dist_autotune.kernels.gemm import launch as launching
 
 
 def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -15,10 +16,10 @@ def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
     made: list[torch.Tensor] = []
 
     def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pitch = padded.pitch_of(columns, dtype.itemsize)
+        pitch = copies.pitch_of(columns, dtype.itemsize)
         made.append(torch.full((rows, pitch), math.nan, dtype=dtype, device=device))
         return made[-1][:, :columns]
 
-    patched.setattr(padded, "room_for", room_for)
-    patched.setattr(route, "room_for", room_for)
+    patched.setattr(copies, "room_for", room_for)
+    patched.setattr(launching, "room_for", room_for)
     return made

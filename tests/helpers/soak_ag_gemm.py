@@ -34,11 +34,10 @@ if not torch.cuda.is_available():
 import triton
 from ag_gemm_runs import error_ratio, operands_of, poison
 
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialized, specialized_candidates
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialized
 from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.operands import Operands
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.symm import SymmetricMemoryError
 
 ON_GPU = torch.cuda.is_available()
@@ -106,8 +105,8 @@ def candidates_of_the_other_family(device: torch.device) -> list[triton.Config]:
     if major not in (9, 10):
         return []
     shape = {"M": 128, "N": COLUMNS[-1], "K": K}
-    configs = specialized_candidates.CANDIDATES
-    return specialized_candidates.prune(configs, shape, WORLD=1, TENSOR_MEMORY=major == 10)
+    configs = specialized.CANDIDATES
+    return specialized.prune(configs, shape, WORLD=1, TENSOR_MEMORY=major == 10)
 
 
 class Soak:

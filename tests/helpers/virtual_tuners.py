@@ -311,7 +311,7 @@ def virtual_world() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".* gave no time that can be used")  # made so on purpose
+        warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
         for place, name, value in (
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),

@@ -35,8 +35,8 @@ from operation_runs import (
 )
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES, CPU_CANDIDATES, prune
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, CPU_CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.configs import prune_overlapped
 
 pytestmark = INTERPRETER
 
@@ -288,7 +288,7 @@ def tune(rank, directory):
     errors = []
     with AllGatherGemm(m + 7, k, torch.float16) as op:
         args = {"a_ptr": op.shard, "M": m * op.world_size, "N": n}
-        candidates = len(prune(CANDIDATES, args, WORLD=op.world_size, TMA_LEGAL=True))
+        candidates = len(prune_overlapped(CANDIDATES, args, WORLD=op.world_size, TMA_LEGAL=True))
 
         @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=directory)
         def step():

@@ -23,11 +23,10 @@ from operation_runs import GPU_BACKENDS, INTERPRETER, delay_copies, device, mess
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, choices
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
 from dist_autotune.kernels.ag_gemm.choices import options_for
 from dist_autotune.kernels.ag_gemm.matmul import runs_of
-from dist_autotune.kernels.ag_gemm.pieces import BLOCK_ROWS, piece_counts, piece_ends
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, piece_counts, piece_ends
 
 pytestmark = INTERPRETER
 HALF = torch.float16

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune.kernels.ag_gemm import producer
-from dist_autotune.kernels.ag_gemm.pieces import BLOCK_ROWS
-from dist_autotune.kernels.ag_gemm.producer import ChunkProducer
-from dist_autotune.kernels.ag_gemm.words import FETCHED, READY, ROWS, WORDS
+from dist_autotune.kernels.exchange import pull
+from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer
+from dist_autotune.kernels.exchange.words import FETCHED, READY, ROWS, WORDS
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
 from dist_autotune.kernels.symm import cuda as cuda_module
 from dist_autotune.kernels.symm.cuda import BATCH, CudaMemory
@@ -292,7 +291,7 @@ def test_what_cannot_be_prepared_is_told_before_anything_is_enqueued(monkeypatch
 
 
 def test_what_is_prepared_is_bounded(monkeypatch):
-    monkeypatch.setattr(producer, "EXCHANGES_KEPT", 2)
+    monkeypatch.setattr(pull, "EXCHANGES_KEPT", 2)
     memory = OneByOne(2)
     exchange = producer_of(memory)
     for rows in (1, 2, 3, 1):

@@ -13,7 +13,7 @@ from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.ag_gemm.words import READY
+from dist_autotune.kernels.exchange.words import READY
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 

@@ -40,9 +40,8 @@ from operation_runs import (
 )
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.ag_gemm.words import ARRIVED
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.exchange.words import ARRIVED
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 

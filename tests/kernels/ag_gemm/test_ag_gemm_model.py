@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
-WORDS = importlib.import_module("kernels_in_the_model.ag_gemm.words")
+WORDS = importlib.import_module("kernels_in_the_model.exchange.words")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 GIVEN_UP = 1 << 30
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ag_gemm_runs import error_ratio
 
-from dist_autotune.kernels import places
+from dist_autotune.kernels import tensors
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, operation
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
 
@@ -141,7 +141,7 @@ def test_no_tensor_of_a_caller_is_kept(op):
 
 
 def test_what_is_known_is_bounded(op, monkeypatch):
-    monkeypatch.setattr(places, "KEPT", 2)
+    monkeypatch.setattr(tensors, "KEPT", 2)
     a_shard, weights = torch.randn(8, K), [weight_of(columns) for columns in (8, 16, 24, 32)]
     for weight in (*weights, weights[-1], weights[0]):
         assert is_right(op, a_shard, weight, out=torch.empty(8, len(weight)))

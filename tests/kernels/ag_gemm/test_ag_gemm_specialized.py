@@ -12,7 +12,7 @@ from operation_runs import GPU_BACKENDS, run_cases, values
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
-from dist_autotune.kernels.ag_gemm.specialized_candidates import CANDIDATES, fewest_rows, prune
+from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
 
 pytestmark = pytest.mark.gpu(devices=2)
 

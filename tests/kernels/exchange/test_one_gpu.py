@@ -2,7 +2,7 @@
 
 Copy engines copy pinned memory as they copy a peer's, so a kernel meets what it meets on two GPUs: rows and
 words that arrive while it runs, written by streams. The host plays the peer by the protocols at the top of
-`ag_gemm.producer`, `ag_gemm.lane` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
+`exchange.pull`, `exchange.push` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
 of another process, NVLink, and two ranks that wait for each other.
 """
 
@@ -20,11 +20,10 @@ from ag_gemm_runs import error_ratio, force
 from operation_runs import message_of
 from rank_programs import wait_for
 
-from dist_autotune.kernels import operation
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized, words
-from dist_autotune.kernels.ag_gemm.candidates import CANDIDATES
-from dist_autotune.kernels.ag_gemm.pieces import piece_ends
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.exchange import operation, words
+from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import kernel as rs
 from dist_autotune.kernels.signals import as_patience

@@ -13,9 +13,8 @@ from operation_runs import INTERPRETER, left_as_before
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
-from dist_autotune.kernels.gemm_rs.candidates import CANDIDATES
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
-from dist_autotune.kernels.settled_launch import UntunedWarning
+from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES, gemm_reduce_scatter
+from dist_autotune.kernels.launch import UntunedWarning
 
 pytestmark = INTERPRETER
 

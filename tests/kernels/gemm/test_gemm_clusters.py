@@ -9,25 +9,20 @@ import torch
 import triton
 
 from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
-from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
-from dist_autotune.kernels.persistent_gemm import candidates, pruning
-from dist_autotune.kernels.persistent_gemm.any_width import in_boxes
-from dist_autotune.kernels.persistent_gemm.blocks import blocks_of, rows_of_a_cta, set_blocks
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.footprint import (
+from dist_autotune.kernels.gemm import configs, pruning
+from dist_autotune.kernels.gemm.configs import (
+    GLUON_CANDIDATES,
     accumulator_registers,
+    blocks_of,
     deepest_ring,
+    in_boxes,
     operand_bytes,
+    rows_of_a_cta,
+    set_blocks,
     shared_bytes,
 )
-from dist_autotune.kernels.persistent_gemm.launch import Shape
-from dist_autotune.kernels.persistent_gemm.pruning import (
-    fits,
-    no_wider_than_need_be,
-    prune,
-    saves_tiles,
-    suits,
-)
+from dist_autotune.kernels.gemm.pruning import Shape, fits, no_wider_than_need_be, prune, saves_tiles, suits
+from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
 
 LIMIT = 232448
 KIB = 1024
@@ -61,7 +56,7 @@ BOTH = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
 def call(**changed: Any) -> dict[str, Any]:
     """Return what the kernel is called with."""
     args = {"M": 4096, "N": 4096, "K": 4096, "programs": 132, "SCHEDULE": "grouped"}
-    args |= {"wanted": candidates.NAMES.index("auto"), "OUT": "bf16", "TRANS_A": False, "TRANS_B": True}
+    args |= {"wanted": configs.NAMES.index("auto"), "OUT": "bf16", "TRANS_A": False, "TRANS_B": True}
     return args | {"TENSOR_MEMORY": False, "a_alignment": 128, "b_alignment": 128} | changed
 
 

@@ -15,8 +15,7 @@ from gluon_products import change, fails, multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-OPERANDS = importlib.import_module("kernels_in_the_model.persistent_gemm.operands")
-CLUSTERS = importlib.import_module("kernels_in_the_model.persistent_gemm.clusters")
+OPERANDS = importlib.import_module("kernels_in_the_model.gemm.operands")
 SCHEDULES = ("contiguous", "strided", "grouped", "chiplet")
 SIZES = st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11))
 VARIANTS = pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
@@ -231,7 +230,8 @@ def test_columns_that_are_loaded_before_both_have_read_the_slot_are_found(part, 
 
 @VARIANTS
 def test_an_mbarrier_of_both_that_each_has_for_itself_is_found(part, variant):
-    part("operands", "allocate_mbarriers", lambda count, of_both=False: CLUSTERS.allocate_mbarriers(count))
+    allocate = OPERANDS.allocate_mbarriers
+    part("operands", "allocate_mbarriers", lambda count, of_both=False: allocate(count))
     assert fails(variant=variant, ctas=2)
 
 
@@ -255,7 +255,7 @@ def test_readers_that_arrive_only_for_their_own_cta_are_a_deadlock(part, variant
 def test_columns_that_only_one_cta_receives_are_a_deadlock(part, variant):
     def load(desc, coord, bar, buf):
         if now().cta.rank == 0:
-            CLUSTERS.tma_load(desc, coord, bar, buf)
+            OPERANDS.tma_load(desc, coord, bar, buf)
 
     part("operands", "load_for_both", load)
     assert fails(variant=variant, ctas=2) == "deadlock"
@@ -263,12 +263,12 @@ def test_columns_that_only_one_cta_receives_are_a_deadlock(part, variant):
 
 @VARIANTS
 def test_columns_that_arrive_twice_are_found(part, variant):
-    load_for_both = CLUSTERS.load_for_both
+    load_for_both = OPERANDS.load_for_both
 
     def load(desc, coord, bar, buf):
         load_for_both(desc, coord, bar, buf)
         if now().cta.rank == 1:
-            CLUSTERS.tma_load(desc, coord, bar, buf)
+            OPERANDS.tma_load(desc, coord, bar, buf)
 
     part("operands", "load_for_both", load)
     assert fails(variant=variant, ctas=2)
@@ -290,32 +290,32 @@ def test_a_wrong_parity_of_the_mbarrier_of_both_is_found(part, variant):
 
 
 def test_turns_that_both_ctas_take_together_are_found(part):
-    part("roles", "allocate_mbarriers", lambda count: CLUSTERS.allocate_mbarriers(count, True))
+    part("roles", "allocate_mbarriers", lambda count: OPERANDS.allocate_mbarriers(count, True))
     assert fails(variant="pingpong", ctas=2)
 
 
 @VARIANTS
 def test_ctas_that_work_at_different_tiles_are_found(part, variant):
-    take = importlib.import_module("kernels_in_the_model.persistent_gemm.schedule").StaticSchedule.take
+    take = importlib.import_module("kernels_in_the_model.gemm.problem").StaticSchedule.take
 
     def own(self, visit):
         number = take(self, visit)
         return number if number >= self.tiles else (number + now().cta.rank) % self.tiles
 
-    part("schedule", "StaticSchedule.take", own)
+    part("problem", "StaticSchedule.take", own)
     assert "not equal" in fails(variant=variant, ctas=2).lower()
 
 
 @VARIANTS
 def test_an_accumulator_that_is_not_divided_is_found(part, variant):
-    rows_over_warps = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")._rows_over_warps
+    rows_over_warps = importlib.import_module("kernels_in_the_model.gemm.mma")._rows_over_warps
     part("mma", "_rows_over_warps", lambda columns, warps, ctas: rows_over_warps(columns, warps, 1))
     assert "a layout for more or for fewer CTAs" in fails(variant=variant, ctas=2)
 
 
 @VARIANTS
 def test_mbarriers_whose_layout_says_nothing_of_ctas_are_found(part, variant):
-    part("clusters", "_layout", lambda ctas, of_both: OPERANDS.mbarrier.MBarrierLayout())
+    part("operands", "_layout", lambda ctas, of_both: OPERANDS.mbarrier.MBarrierLayout())
     assert "a layout for more or for fewer CTAs" in fails(variant=variant, ctas=2)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
-PROBLEM = importlib.import_module("kernels_in_the_model.persistent_gemm.problem")
+PROBLEM = importlib.import_module("kernels_in_the_model.gemm.problem")
 TMA_BEGINS_AT = PROBLEM.ALIGNED
 SCHEDULES = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -308,57 +308,57 @@ CUT_VARIANTS = pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
 
 @CUT_VARIANTS
 def test_parts_that_share_a_slot_are_found(part, variant):
-    part("stream_k", "part_slot", lambda program, tile, k_blocks, share, programs: program)
+    part("body", "part_slot", lambda program, tile, k_blocks, share, programs: program)
     assert "not equal" in fails(variant=variant, **CUT).lower()
 
 
 @CUT_VARIANTS
 def test_a_segment_that_is_off_by_one_is_found(part, variant):
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    module = importlib.import_module("kernels_in_the_model.gemm.body")
     segment_of = module.tail_segment
 
     def late(program, segment, tail, k_blocks, share):
         tile, first, blocks = segment_of(program, segment, tail, k_blocks, share)
         return tile, first + (segment == 1), blocks
 
-    part("stream_k", "tail_segment", late)
+    part("body", "tail_segment", late)
     assert "not equal" in fails(variant=variant, **CUT).lower()
 
 
 @CUT_VARIANTS
 def test_a_part_too_few_in_the_sum_is_found(part, variant):
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    module = importlib.import_module("kernels_in_the_model.gemm.body")
     parts_of = module.tail_parts
 
     def fewer(tile, k_blocks, share):
         first, count = parts_of(tile, k_blocks, share)
         return first, count - 1
 
-    part("stream_k", "tail_parts", fewer)
+    part("body", "tail_parts", fewer)
     assert fails(variant=variant, **CUT)
 
 
 @CUT_VARIANTS
 def test_parts_that_are_counted_before_all_warps_have_written_them_are_found(part, variant):
-    part("stream_k", "partition_barrier", lambda: None)
+    part("body", "partition_barrier", lambda: None)
     assert "before it is known to be there" in fails(variant=variant, **CUT)
 
 
 @CUT_VARIANTS
 @pytest.mark.parametrize("order", ["relaxed", "acquire", "release"])
 def test_a_count_that_orders_nothing_is_found(part, order, variant):
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    module = importlib.import_module("kernels_in_the_model.gemm.body")
     names = {name: getattr(module.gl, name) for name in dir(module.gl)}
     count = module.gl.atomic_add
     names["atomic_add"] = lambda pointer, value, *, sem, scope: count(pointer, value, sem=order, scope=scope)
-    part("stream_k", "gl", type("gl", (), {name: staticmethod(value) for name, value in names.items()}))
+    part("body", "gl", type("gl", (), {name: staticmethod(value) for name, value in names.items()}))
     assert "before it is known to be there" in fails(variant=variant, **CUT)
 
 
 @CUT_VARIANTS
 def test_a_count_that_is_not_put_back_is_found(part, variant):
-    part("stream_k", "StreamK.was_last", lambda self, tile: count_only(self, tile))
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.stream_k")
+    part("body", "StreamK.was_last", lambda self, tile: count_only(self, tile))
+    module = importlib.import_module("kernels_in_the_model.gemm.body")
 
     def count_only(self, tile):
         _first, count = module.tail_parts(tile, self.k_blocks, self.share)
@@ -370,7 +370,7 @@ def test_a_count_that_is_not_put_back_is_found(part, variant):
 
 
 def test_a_consumer_that_miscounts_the_steps_of_the_other_is_found(part):
-    part("stream_k", "StreamK.blocks_behind", lambda self, number: self.k_blocks)
+    part("body", "StreamK.blocks_behind", lambda self, number: self.k_blocks)
     assert fails(variant="pingpong", **CUT)
 
 
@@ -384,7 +384,7 @@ def test_a_slot_given_back_under_its_product_is_found(part, variant):
         arrive(operands.empty_bar(step))
         return accumulator(main, main, self.BLOCK_N, self.EXTRA_N, False)
 
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
+    module = importlib.import_module("kernels_in_the_model.gemm.mma")
     sys_multiply, accumulator = module.warpgroup_mma, module.WgmmaAccumulator
     arrive = module.mbarrier.arrive
 
@@ -400,7 +400,7 @@ def test_a_slot_given_back_under_its_product_is_found(part, variant):
 @VARIANTS
 def test_a_slot_that_is_never_given_back_is_a_deadlock(part, variant):
     part("mma", "WgmmaAccumulator.end", lambda self, operands, step: wait_only(self))
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
+    module = importlib.import_module("kernels_in_the_model.gemm.mma")
 
     def wait_only(self):
         module.warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
@@ -417,7 +417,7 @@ def test_a_wrong_parity_is_found(part, variant):
 
 @VARIANTS
 def test_an_epilogue_that_does_not_wait_for_its_stores_is_found(part, variant):
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.epilogue")
+    module = importlib.import_module("kernels_in_the_model.gemm.epilogue")
     waits_at_the_end_only = type("tma", (), {"store_wait": staticmethod(lambda pendings: None)})
     finish = module.tma.store_wait
     part("epilogue", "tma", waits_at_the_end_only)
@@ -441,7 +441,7 @@ def test_rows_that_are_read_and_not_fenced_are_found(part):
 
 
 def test_a_half_that_is_given_back_before_its_products_is_found(part):
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.mma")
+    module = importlib.import_module("kernels_in_the_model.gemm.mma")
     wait = module.warpgroup_mma_wait
     part("mma", "warpgroup_mma_wait", lambda num_outstanding, deps: wait(num_outstanding * 2, deps))
     assert "not equal" in fails(variant="cooperative", extra_n=4, warps=8, buffers=2).lower()
@@ -452,7 +452,7 @@ WIDE_TILE |= {"blocks": (128, 64, 64), "extra_n": 16, "warps": 8}
 
 
 def changed_products(part: Any, change_text: Callable[[str], str]) -> None:
-    module = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width")
+    module = importlib.import_module("kernels_in_the_model.gemm.any_width")
     products = module._products
     part("any_width", "_products", lambda *args: change_text(products(*args)))
 
@@ -484,7 +484,7 @@ class GivesBack:
 
 
 def test_a_slot_given_back_under_ptx_that_reads_it_is_found(part):
-    any_width = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width")
+    any_width = importlib.import_module("kernels_in_the_model.gemm.any_width")
     start, end = any_width.AnyWidthAccumulator.start, any_width.AnyWidthAccumulator.end
 
     def at_once(self, operands, step, k, STEPS):
@@ -515,9 +515,7 @@ def test_products_that_the_last_k_block_lacks_are_found(part):
     ("k", "steps"), [(8, {1}), (16, {1}), (24, {2}), (40, {4}), (128, {4}), (136, {4, 1})]
 )
 def test_of_zeros_behind_k_few_are_multiplied(part, k, steps):
-    start = importlib.import_module(
-        "kernels_in_the_model.persistent_gemm.any_width"
-    ).AnyWidthAccumulator.start
+    start = importlib.import_module("kernels_in_the_model.gemm.any_width").AnyWidthAccumulator.start
     seen = set()
     part("any_width", "AnyWidthAccumulator.start", lambda *args: (seen.add(int(args[-1])), start(*args))[1])
     multiply(**WIDE_TILE | {"k": k})
@@ -535,7 +533,7 @@ TEAMS |= {"blocks": (192, 64, 64), "extra_n": 16}
 
 
 def test_teams_that_multiply_the_same_rows_are_found(part):
-    create = importlib.import_module("kernels_in_the_model.persistent_gemm.any_width").WgmmaAnyWidth.create
+    create = importlib.import_module("kernels_in_the_model.gemm.any_width").WgmmaAnyWidth.create
     part("any_width", "WgmmaAnyWidth.create", staticmethod(lambda *args: create(*args[:-1], 0)))
     assert "not equal" in fails(**TEAMS).lower()
 
@@ -546,7 +544,7 @@ def test_teams_that_store_to_the_same_rows_are_found(part):
 
 
 def test_a_slot_that_counts_as_read_when_one_team_has_read_it_is_found(part):
-    mbarrier = importlib.import_module("kernels_in_the_model.persistent_gemm.operands").mbarrier
+    mbarrier = importlib.import_module("kernels_in_the_model.gemm.operands").mbarrier
     names = {name: staticmethod(value) for name, value in vars(mbarrier).items() if callable(value)}
     names["init"] = staticmethod(lambda bar, count: mbarrier.init(bar, count=1))
     part("operands", "mbarrier", type("mbarrier", (), names))

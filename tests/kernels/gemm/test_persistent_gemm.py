@@ -16,28 +16,14 @@ from padded_rooms import poison_rooms
 from triton_versions import needs_triton
 
 from dist_autotune import contextual_autotune
+from dist_autotune.kernels.gemm import configs, copies, operation, pruning
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES, PLAIN_GPU_CANDIDATES
+from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied
+from dist_autotune.kernels.gemm.operation import plain_gemm
+from dist_autotune.kernels.gemm.pruning import Shape, cuts_the_last_wave, fits, is_wanted
 from dist_autotune.kernels.matrices import as_matrix
-from dist_autotune.kernels.persistent_gemm import (
-    PARTS,
-    SCHEDULERS,
-    VARIANTS,
-    candidates,
-    copies,
-    launch,
-    operation,
-    persistent_matmul,
-    pruning,
-    route,
-)
-from dist_autotune.kernels.persistent_gemm.candidates import (
-    GLUON_CANDIDATES,
-    PLAIN_CANDIDATES,
-    PLAIN_GPU_CANDIDATES,
-)
-from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied
-from dist_autotune.kernels.persistent_gemm.launch import Shape
-from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
-from dist_autotune.kernels.persistent_gemm.pruning import cuts_the_last_wave, fits, is_wanted
+from dist_autotune.kernels.persistent_gemm import PARTS, SCHEDULERS, VARIANTS, persistent_matmul
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -314,8 +300,8 @@ def test_parts_of_a_variant_are_all_of_it():
 
 
 def test_no_two_candidates_are_the_same():
-    for configs in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
-        assert len({str(config) for config in configs}) == len(configs)
+    for offered in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
+        assert len({str(config) for config in offered}) == len(offered)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +333,7 @@ def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
 ):
     monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
     args = {"M": 8192, "N": 8192, "K": 512, "SCHEDULE": "grouped", "OUT": out}
-    args |= {"wanted": candidates.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
+    args |= {"wanted": configs.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
     args |= {"TRANS_A": False, "TRANS_B": True, "a_alignment": 128, "b_alignment": 128}
     cut = [config.kwargs["STREAM_K"] > 0 for config in pruning.prune(GLUON_CANDIDATES, args)]
     assert cut
@@ -381,7 +367,7 @@ def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, S
 
 def choose_copies(monkeypatch: pytest.MonkeyPatch, plan: Callable[..., tuple[Copies, Shape] | None]) -> None:
     """Have `plan` asked, also for tensors in places that are known already."""
-    monkeypatch.setattr(route, "plan", plan)
+    monkeypatch.setattr(launching, "plan", plan)
     monkeypatch.setattr(operation, "_ROUTES", {})
 
 
@@ -393,7 +379,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """
 
     def choose(config: Any) -> None:
-        monkeypatch.setattr(launch.tuned_gemm, "configs", [config])
+        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
         choose_copies(monkeypatch, plan_of(lambda shape: NOTHING))
 
@@ -560,9 +546,9 @@ def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
             except threading.BrokenBarrierError:
                 were_both.append(False)
 
-    monkeypatch.setattr(launch, "tuned_gemm", Tuner())
-    monkeypatch.setattr(launch._SETTLED, "find", lambda shape: None)
-    monkeypatch.setattr(launch._SETTLED, "remember", lambda *args: steps.append("remember"))
+    monkeypatch.setattr(launching, "tuned_gemm", Tuner())
+    monkeypatch.setattr(launching._SETTLED, "find", lambda shape: None)
+    monkeypatch.setattr(launching._SETTLED, "remember", lambda *args: steps.append("remember"))
     matrices = [as_matrix(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
     numbers = dict.fromkeys(("m", "n", "k", "programs", "a_alignment", "b_alignment"), 64)
     shape = Shape(
@@ -576,7 +562,7 @@ def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
         device=torch.device("cpu"),
         tensor_memory=False,
     )
-    threads = [threading.Thread(target=launch.launch, args=(*matrices, shape)) for _ in range(2)]
+    threads = [threading.Thread(target=launching.launch, args=(*matrices, shape)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

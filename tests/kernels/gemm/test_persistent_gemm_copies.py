@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_rooms import poison_rooms
 
+from dist_autotune.kernels.gemm import copies, pruning
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
+from dist_autotune.kernels.gemm.pruning import Shape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
-from dist_autotune.kernels.persistent_gemm import copies, padded, pruning, route
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
-from dist_autotune.kernels.persistent_gemm.launch import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
@@ -58,7 +59,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype, layout, poisoned_rooms):
     source = LAYOUTS[layout](*size, dtype)
     for transposed in (False, True):
-        matrix, room = padded.padded_copy(source, transposed=transposed)
+        matrix, room = copies.padded_copy(source, transposed=transposed)
         assert torch.equal(room.mT if transposed else room, source)
         whole = poisoned_rooms[-1]
         assert whole.stride(0) * whole.element_size() % LINE_BYTES == 0
@@ -71,11 +72,11 @@ def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype,
 @pytest.mark.parametrize("size", [(1, 1), (33, 77), (9, 264)], ids=str)
 def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
     rows, columns = size
-    source = padded.padded_copy(numbers(rows, columns, dtype), transposed=False)[1]
+    source = copies.padded_copy(numbers(rows, columns, dtype), transposed=False)[1]
     surroundings = torch.full((2 * rows + 1, 3 * columns + 2), math.nan, dtype=dtype)
     for target in (surroundings[1::2, 2::3], surroundings[:rows, 1 : 1 + columns]):
         surroundings.fill_(math.nan)
-        padded.copy(source, target)
+        copies.copy(source, target)
         assert torch.equal(target, source)
         target.fill_(math.nan)
         assert surroundings.isnan().all()
@@ -84,7 +85,7 @@ def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
 def test_scratch_memory_is_as_large_as_is_said(monkeypatch):
     monkeypatch.undo()
     for (rows, columns), dtype in itertools.product(((5, 64), (3, 65), (1, 1)), TYPES):
-        room = padded.room_for(rows, columns, dtype, torch.device("cpu"))
+        room = copies.room_for(rows, columns, dtype, torch.device("cpu"))
         pitch_bytes = -(-columns * dtype.itemsize // 128) * 128
         assert (room.shape, room.stride(1)) == ((rows, columns), 1)
         assert room.stride(0) * dtype.itemsize == pitch_bytes
@@ -254,7 +255,7 @@ def launch_as_tma(patched: pytest.MonkeyPatch) -> list[Shape]:
         assert (left.shape, right.shape) == ((shape.m, shape.k), (shape.k, shape.n))
         result[: shape.m] = left.double() @ right.double()
 
-    patched.setattr(route, "launch", launch)
+    patched.setattr(launching, "launch", launch)
     return shapes
 
 
@@ -279,7 +280,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(route, "plan", plan)
+        patched.setattr(launching, "plan", plan)
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1
@@ -289,9 +290,9 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matrix, Matrix, Matrix, Shape]]:
     """Have launches do nothing; return the list of what they were given."""
     launches: list[tuple[Matrix, Matrix, Matrix, Shape]] = []
-    monkeypatch.setattr(route, "launch", lambda *given: launches.append(given))
-    monkeypatch.setattr(padded, "copy", lambda source, target: None)
-    monkeypatch.setattr(route, "copy", lambda source, target: None)
+    monkeypatch.setattr(launching, "launch", lambda *given: launches.append(given))
+    monkeypatch.setattr(copies, "copy", lambda source, target: None)
+    monkeypatch.setattr(launching, "copy", lambda source, target: None)
     return launches
 
 
@@ -331,7 +332,7 @@ def test_no_choice_is_made_where_all_rows_begin_with_lines_of_cache(noted, monke
     monkeypatch.setattr(
         Matrix, "alignment", lambda matrix: 128
     )  # as on a GPU; memory of a CPU begins anywhere
-    monkeypatch.setattr(route, "plan", lambda *args, **kwargs: pytest.fail("asked"))
+    monkeypatch.setattr(launching, "plan", lambda *args, **kwargs: pytest.fail("asked"))
     assert multiply(*operands(4096, 1024, 2048))
     assert len(noted) == 1
 

@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from dist_autotune.kernels.matrices import LINE_BYTES
-from dist_autotune.kernels.persistent_gemm import candidates, pruning
-from dist_autotune.kernels.persistent_gemm.candidates import GLUON_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.estimate import (
+from dist_autotune.kernels.gemm import configs, pruning
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+from dist_autotune.kernels.gemm.pruning import (
     BETWEEN_LINES,
     BETWEEN_SECTORS,
     L2_BYTES_PER_CLOCK,
+    MOST_TRIALS,
     SEEN_OVER_NOMINAL,
     estimated_clocks,
     load_clocks,
     memory_clocks,
     multiply_clocks,
+    prune,
 )
-from dist_autotune.kernels.persistent_gemm.pruning import MOST_TRIALS, prune
+from dist_autotune.kernels.matrices import LINE_BYTES
 
 RECORDS = Path(__file__).parents[3] / "docs" / "benchmarks"
 ALIGNMENTS = ("a_alignment", "b_alignment")
@@ -35,7 +36,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
     """Return what the kernel is called with: A by rows, a weight, all SMs; one row behind the other."""
-    args = {"M": m, "N": n, "K": k, "programs": 132, "wanted": candidates.NAMES.index("auto")}
+    args = {"M": m, "N": n, "K": k, "programs": 132, "wanted": configs.NAMES.index("auto")}
     args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     args |= dict.fromkeys(ALIGNMENTS, math.gcd(2 * k, LINE_BYTES))
     return args | changed

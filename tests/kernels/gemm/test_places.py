@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dist_autotune.kernels import places
-from dist_autotune.kernels.places import keep, place_of
+from dist_autotune.kernels import tensors
+from dist_autotune.kernels.tensors import keep, place_of
 
 
 def test_a_place_is_address_shape_strides_type_and_device():
@@ -20,7 +20,7 @@ def test_a_place_is_address_shape_strides_type_and_device():
 
 
 def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):
-    monkeypatch.setattr(places, "KEPT", 2)
+    monkeypatch.setattr(tensors, "KEPT", 2)
     known = {}
     for key, value in [("a", 1), ("b", 2), ("b", 3), ("c", 4)]:
         assert keep(known, key, value) == value
@@ -28,7 +28,7 @@ def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):
 
 
 def test_threads_may_keep_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(places, "KEPT", 3)
+    monkeypatch.setattr(tensors, "KEPT", 3)
     known = {}
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -7,10 +7,10 @@ import torch
 from operation_runs import INTERPRETER
 from test_persistent_gemm import error_ratio, matrix
 
-from dist_autotune.kernels.persistent_gemm import persistent_matmul, route
-from dist_autotune.kernels.persistent_gemm.candidates import PLAIN_CANDIDATES
-from dist_autotune.kernels.persistent_gemm.plain import plain_gemm
-from dist_autotune.kernels.persistent_gemm.size_classes import class_of_rows
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES, class_of_rows
+from dist_autotune.kernels.gemm.operation import plain_gemm
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 pytestmark = INTERPRETER
 
@@ -54,7 +54,7 @@ def test_the_rows_of_the_callers_product_are_what_is_put_into_classes(exchanged)
     for rows in (1000, 1008, 1024):
         a = torch.zeros(rows, 128, dtype=torch.float16)
         out = torch.zeros(2056, rows, dtype=torch.float16).mT if exchanged else a.new_empty(rows, 2056)
-        found = route.route_of(a, b, out, "auto", "auto", 132, tensor_memory=True)
+        found = launching.route_of(a, b, out, "auto", "auto", 132, tensor_memory=True)
         sizes = found.shape.sizes()
         assert (sizes["N" if exchanged else "M"], found.exchanged) == (rows, exchanged)
         keys.add((sizes["m_class"], sizes["n_class"]))

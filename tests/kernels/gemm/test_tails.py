@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_autotune.kernels.tails import part_slot, tail_parts, tail_segment, tail_segments, tail_share
-from dist_autotune.kernels.tiles import on_host
+from dist_autotune.kernels.tiles import (
+    on_host,
+    part_slot,
+    tail_parts,
+    tail_segment,
+    tail_segments,
+    tail_share,
+)
 
 share_of, segment_of, segments_of, parts_of, slot_of = map(
     on_host, (tail_share, tail_segment, tail_segments, tail_parts, part_slot)

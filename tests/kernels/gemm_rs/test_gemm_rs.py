@@ -34,8 +34,7 @@ from operation_runs import (
 )
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.candidates import CANDIDATES
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES, gemm_reduce_scatter
 
 pytestmark = INTERPRETER
 

@@ -14,7 +14,7 @@ from rank_programs import wait_for
 
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.moe.candidates import HEIGHTS, LOWEST_HEIGHT
-from dist_autotune.kernels.moe.counts import TokenBoard
+from dist_autotune.kernels.moe.operation import TokenBoard
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.moe.words import GIVEN, GIVEN_OTHERS, TOLD, TOPK_SPAN, WORDS

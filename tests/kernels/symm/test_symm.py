@@ -16,14 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune.kernels import symm
-from dist_autotune.kernels.symm import (
-    Copy,
-    SymmetricMemoryError,
-    Wait,
-    Write,
-    nvshmem,
-    open_symmetric_memory,
-)
+from dist_autotune.kernels.symm import Copy, SymmetricMemoryError, Wait, Write, nvshmem, open_symmetric_memory
 from dist_autotune.kernels.symm import shm as shm_module
 from dist_autotune.kernels.symm.ranks import RankGroup
 from ranks import assert_all_ok, assert_killed, meet, run_ranks

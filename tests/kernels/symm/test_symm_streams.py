@@ -12,7 +12,7 @@ import pytest
 import torch
 from operation_runs import INTERPRETER, values
 
-from dist_autotune.kernels import operation
+from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import SymmetricTensor, cuda, open_symmetric_memory
 from dist_autotune.kernels.symm.ranks import RankGroup

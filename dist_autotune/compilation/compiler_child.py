@@ -1,0 +1,246 @@
+"""Runs one compilation in a forked process, which may crash or never end, and tells how it ended.
+
+Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds.
+
+Python, glibc's allocator and `logging` make their locks anew in a child. A lock of Triton's or LLVM's that
+another thread held at the fork stays locked there; such a child sleeps until its time is up and deserves a
+second fork (`Ending.was_idle`). Handlers that other libraries run at a fork may hang before the child has
+begun, and then they do so every time (`Ending.has_begun`).
+
+The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
+the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from triton import knobs
+
+from .config_failures import config_failure
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
+REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
+IDLE_SHARE = 0.05  # of its time: a child that used less of a core, and has no helper such as ptxas, has slept
+START_S = 30.0  # a child takes milliseconds to begin
+GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
+REASON_CHARACTERS = 1000  # of a failure's text: a report stays below what a pipe takes in one write
+SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
+
+_LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
+_JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TELLING = re.compile(r"(?:LLVM ERROR|Assertion|error:|fatal).*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended. Without a `reason`: what is left to do, and to raise, is this process's."""
+
+    reason: str = ""  # why the candidate cannot be compiled
+    was_idle: bool = False  # its time was up, and it had used none of it
+    has_begun: bool = True  # False: the candidate has nothing to do with it
+    result: str = ""  # what `work` returned, if it is text
+
+
+class CompilerChild:
+    """A forked process that runs `work`; raises OSError where the system allows no fork."""
+
+    def __init__(self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False) -> None:
+        self._limit_s = limit_s
+        self._said = os.memfd_create("compiler-stderr")
+        self._report, reporting = os.pipe()
+        parent = os.getpid()
+        _flush()
+        try:
+            self._pid: int | None = _fork()
+            if self._pid == 0:
+                _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
+        except OSError:
+            self._pid = None
+            self._close_files()
+            raise
+        finally:
+            os.close(reporting)
+        self._forked = time.monotonic()
+        self._heard = b""  # a line end when it begins, then how it went
+        os.set_blocking(self._report, False)
+
+    def poll(self) -> Ending | None:
+        """Return how the child has ended; None while it works. One that is late is ended here."""
+        assert self._pid is not None
+        elapsed_s = time.monotonic() - self._forked
+        self._listen()
+        is_late = elapsed_s > self._limit_s or (elapsed_s > START_S and not self._heard)
+        try:
+            has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # a handler of the user's has reaped it
+            self._pid = None
+            return self._last(self._judge(None))
+        if not has_ended and not is_late:
+            return None
+        has_helper = not has_ended and _has_children(self._pid)
+        code, cpu_s = self._end()
+        if has_ended:
+            return self._last(self._judge(code))
+        was_idle = not has_helper and cpu_s < IDLE_SHARE * elapsed_s
+        reason = f"did not compile within {self._limit_s:g} s"
+        return self._last(Ending(reason, was_idle, has_begun=bool(self._heard)))
+
+    def close(self) -> None:
+        """End the child, if it is still there, and whatever it has started."""
+        if self._pid is not None:
+            self._end()
+            self._close_files()
+
+    def _judge(self, code: int | None) -> Ending:
+        self._listen()
+        with contextlib.suppress(ValueError):
+            return Ending(**json.loads(self._heard))
+        if code is None:
+            ended = "the compiler's process is gone without a word"
+        elif code < 0:
+            ended = f"the compiler was ended by {_name_of(-code)}"
+        else:
+            ended = f"the compiler ended its process with exit code {code}"
+        said = _first_telling_line(os.pread(self._said, SAID_BYTES, 0).decode(errors="replace"))
+        return Ending(f"{ended}: {said}"[:REASON_CHARACTERS] if said else ended)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._heard += os.read(self._report, 1 << 16)
+
+    def _last(self, ending: Ending) -> Ending:
+        """Write the compiler's own words where they would have gone without a child; return `ending`."""
+        said = os.pread(self._said, SAID_BYTES, 0)
+        if said:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(said.decode(errors="replace"))
+        self._close_files()
+        return ending
+
+    def _end(self) -> tuple[int | None, float]:
+        """Kill the child and its helpers; return its exit code, where known, and the seconds it computed."""
+        assert self._pid is not None
+        pid, self._pid = self._pid, None
+        for kill in (os.killpg, os.kill):  # kill: a child that has not come to setsid yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + REAP_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                ended, status, usage = os.wait4(pid, os.WNOHANG)
+                if ended:
+                    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+                time.sleep(1e-3)
+        return None, 0.0
+
+    def _close_files(self) -> None:
+        os.close(self._said)
+        os.close(self._report)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # From Python 3.12 on, a fork beside other threads is a warning; this module is made for it.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the many real-time signals
+        return f"signal {number}"
+
+
+def _has_children(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return bool(file.read().strip())
+    except OSError:
+        return False
+
+
+def _first_telling_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = (found.group() for line in lines if (found := _TELLING.search(line)))
+    return next(telling, lines[0] if lines else "")
+
+
+# ---- in the child
+
+
+def _compile(
+    work: Callable[[], Any], parent: int, limit_s: float, said: int, reporting: int, *, is_cut_off: bool
+) -> NoReturn:
+    try:
+        reason, result = "", None
+        try:
+            _settle_in(parent, limit_s, said)
+            if is_cut_off:
+                _cut_off(reporting)
+            os.write(reporting, b"\n")
+            result = work()
+        except BaseException as error:
+            reason = (config_failure(error) or "")[:REASON_CHARACTERS]
+        report = {"reason": reason, "result": result if isinstance(result, str) else ""}
+        rest = json.dumps(report).encode()
+        while rest:  # a long result takes several writes, as fast as the rank reads
+            rest = rest[os.write(reporting, rest) :]
+        _flush()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _settle_in(parent: int, limit_s: float, said: int) -> None:
+    """Cut this process off from the life of the rank it is a copy of."""
+    gc.disable()
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()  # one signal ends it with its helpers; Ctrl-C in the terminal does not reach it
+    for job_signal in _JOB_SIGNALS:
+        signal.signal(job_signal, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(min(math.ceil(max(limit_s, 0)), 10**6) + GRACE_S)
+    faulthandler.disable()  # a crash is told by the rank, in one line
+    _LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor is the whole rank to be written to a core file
+    os.dup2(said, 2)
+    # Files of its own: the rank's may hold text that is not written yet.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    knobs.compilation.listener = None  # the user's, and it is told by the rank
+
+
+def _cut_off(reporting: int) -> None:
+    """Take from this process all files and sockets but `reporting`, and the right to open any."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != reporting:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

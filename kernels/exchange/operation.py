@@ -1,0 +1,152 @@
+"""What operations over symmetric memory share: owning it, telling what failed, closing."""
+
+from __future__ import annotations
+
+import abc
+import math
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from ..configs import INTERPRETED
+from ..signals import as_patience
+from ..symm import open_symmetric_memory
+
+
+class PeerTimeout(TimeoutError):
+    """A peer did not do its part of a call in time; the message names rank, chunk and call."""
+
+
+class Operation(abc.ABC):
+    """An operation of all ranks of a group that owns symmetric memory; a context manager.
+
+    A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
+
+    Opening and closing are collective. A subclass allocates in `_allocate`, lets go of what it allocated in
+    `_forget`, and says in `_failure` what its kernels wrote to the error words, one of them for each rank.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
+    ) -> None:
+        if not timeout_s > 0 or math.isinf(timeout_s):
+            raise ValueError(f"timeout_s={timeout_s}: it must be a number of seconds above 0")
+        # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
+        device = "cpu" if INTERPRETED else None
+        self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
+        self.rank, self.world_size = self._memory.rank, self._memory.world_size
+        self.device = self._memory.device
+        self.backend = f"{self._memory.name}: {self._memory.reason}"
+        self._is_closed, self._broken_by = False, ""
+        self._calls = 0
+        self._patience_ticks = as_patience(timeout_s)
+        try:
+            self._check_dtype(dtype)
+            # Pinned, not on the device: the host looks for failures without waiting for the GPU.
+            on_gpu = self.device.type == "cuda"
+            words = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=on_gpu)
+            self._errors = self._memory.hold(words)
+            self._error_words = self._errors.numpy()
+            self._no_errors = self._error_words.tobytes()
+            self._allocate()
+        except BaseException:
+            self._memory.abandon()
+            raise
+        self._read_device(dtype)
+
+    @abc.abstractmethod
+    def _allocate(self) -> None:
+        """Allocate what the calls need; collective."""
+
+    @abc.abstractmethod
+    def _forget(self) -> None:
+        """Let go of the memory, which a closed operation that somebody still holds must not keep."""
+
+    @abc.abstractmethod
+    def _failure(self) -> Exception | None:
+        """Return the exception for what the error words say."""
+
+    def _read_device(self, dtype: torch.dtype) -> None:
+        """Set what depends on the device and is the same in every call."""
+        capability, self._sms = (0, 0), 0
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self._sms = properties.multi_processor_count
+            capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+        self._has_tma = INTERPRETED or capability >= (9, 0)
+        self._needs_fence = capability >= (9, 0)  # between signals and TMA loads
+        self._upcasts = INTERPRETED and dtype is torch.bfloat16
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        supported = [torch.float16, torch.bfloat16]
+        if self.device.type == "cpu":
+            supported.append(torch.float32)
+        if dtype not in supported:
+            raise ValueError(f"dtype {dtype} is not supported on {self.device}; use one of {supported}")
+
+    # ---- what the caller may use
+
+    def check(self) -> None:
+        """Wait for the device and raise what went wrong in the calls so far."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._check_usable()
+
+    def close(self) -> None:
+        """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
+        if self._is_closed:
+            return
+        try:
+            self.check()
+            self._memory.close()
+        except BaseException:
+            self.abandon()
+            raise
+        self._end()
+
+    def abandon(self) -> None:
+        """Close without meeting the peers: the way out of a rank that has failed."""
+        if not self._is_closed:
+            self._memory.abandon()  # which keeps what kernels that still run may write
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()  # the peers may be anywhere in their work
+
+    # ---- what the calls use
+
+    def _end(self) -> None:
+        self._is_closed = True
+        del self._errors
+        self._forget()
+
+    def _check_usable(self) -> None:
+        name = type(self).__name__
+        if self._is_closed:
+            raise RuntimeError(f"this {name} is closed; open another on all ranks")
+        if self._error_words.tobytes() != self._no_errors:  # in every call: `any()` takes microseconds
+            error = self._failure()
+            if error is not None:
+                raise error
+        if self._broken_by:
+            raise RuntimeError(f"{name}, rank {self.rank}: {self._broken_by}; close it and open another")
+
+    def _check_device(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            here = torch.cuda.current_device()
+            raise ValueError(
+                f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
+            )
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,172 @@
+"""The side of `AllGatherGemm` that fetches: it brings the peers' chunks in and says so.
+
+What a rank holds, W ranks:
+
+    gather   [W, m_per_rank, K], symmetric, the lane's slots behind it. Chunk p is rank p's shard; the own
+             chunk is `op.shard`, read in place by the own GEMM and copied by the peers
+    words    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
+             alone writes, and ARRIVED, which this rank's side stream writes
+
+What call e does on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk
+that were fetched in all calls before. Neither is ever reset; both wrap, and are compared by their difference:
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    a_shard to chunk r, if it is not there
+    fork                               -->    READY[r] of every peer := e
+    GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
+        chunk r at once,                          wait until READY[p] >= e
+        rows up to i of chunk p once              for each piece of the chunk, up to row i:
+        ARRIVED[p] >= b + i,                          the piece of rank p's chunk p to chunk p here
+        at last waits for ARRIVED[p] >= b + m         ARRIVED[p] := b + i
+        and FETCHED[p] >= e                       FETCHED[r] of rank p := e
+    join                               <--
+
+Instead of the GEMM there may be a small kernel that waits as it does at last, and cuBLAS behind it
+(`matmul`): all that follows holds for that kernel as well, which ends when the GEMM could.
+
+**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM
+of call e: neither a full chip nor a shared hardware queue can hold them back behind it. They wait for the
+fork, that is for the caller's earlier work, and for the peers' READY, which follows the peers' forks.
+Nothing of call e on any side stream waits for any GEMM of call e. So if all GEMMs of call e - 1 end, then
+all forks of e happen, all READY are written, all pieces are copied, all ARRIVED come to b + m, all FETCHED
+are written, and all GEMMs of call e end.
+
+**Pieces need no agreement.** ARRIVED[p] is written and read by rank r alone, and counts rows: how many pieces
+rank p makes of the chunks that it fetches is never seen here. A tile waits for the rows that it reads, and
+whoever has seen ARRIVED[p] - b may read so many rows without another wait.
+
+**It reads no stale data.** ARRIVED[p] := b + i follows the copy of the rows up to i on one stream, and that
+follows READY. Before call e ARRIVED[p] is b, as every call, if m changes too, ends at its own b + m, which is
+the next one's base: so a value above b was written in call e. (What was fetched since a reader last looked
+stays far below 2**31 rows, so the difference is right when the count wraps.)
+
+**Nothing is overwritten while it is read.** Chunk p here is written by the copies of call e + 1, behind the
+fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind the
+GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
+buffer is enough. ROWS has a word for even and one for odd epochs: p writes the word again in call e + 2,
+behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that
+read it. A rank copies as many rows as it has itself, which every chunk has room for; that a peer has others
+is found by ROWS when all has been copied.
+
+**No wait is unbounded.** The GEMM has patience for so long. When that ends it records the peer and the epoch
+in memory that the host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting
+READY[p] itself. That is reported by the next call, by `check` and by `close`, and the operation is then good
+for nothing but closing. A side stream that goes on after all, in the middle of a chunk too, lowers ARRIVED[p]
+to the end of a piece again: a program that has given up asks no more until its end, another may be patient
+once more, at most once for each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the bases
+of the next 2**29 rows, so calls that are enqueued already wait no second time.
+
+**A call that fails on the host**, after its exchange was enqueued, sends the small kernel of `matmul` after
+it: that waits as the GEMM would have, and releases the side stream as the GEMM would have.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..configs import INTERPRETED
+from ..symm import Copy, Step, SymmetricMemory, SymmetricTensor, Wait, Write
+from .words import ARRIVED, FETCHED, READY, ROWS
+
+BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces end at multiples of it: of what most tiles have
+
+
+def piece_counts(rows: int) -> tuple[int, ...]:
+    """Return in how many pieces a chunk of so many rows may be copied; each is to be a block at least."""
+    return (1, *(pieces for pieces in (2, 4) if pieces <= rows // BLOCK_ROWS))
+
+
+@functools.lru_cache
+def piece_ends(rows: int, pieces: int) -> tuple[int, ...]:
+    """Return the row behind each piece, in order; the pieces are of equal size, to a block."""
+    blocks = rows // BLOCK_ROWS
+    ends = {piece * blocks // pieces * BLOCK_ROWS for piece in range(1, pieces)} - {0}
+    return (*sorted(ends), rows)
+
+
+EPOCH, BASE = 0, 1  # the numbers of a call that its steps count from
+EXCHANGES_KEPT = 64
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """One peer's chunk and the words between it and this rank; views made once, not in every call."""
+
+    chunk_here: torch.Tensor
+    chunk_there: torch.Tensor
+    arrived: torch.Tensor  # here, for the kernel
+    ready: torch.Tensor  # here, written by the peer
+    our_ready: torch.Tensor  # there
+    our_fetched: torch.Tensor  # there
+    our_rows: tuple[torch.Tensor, torch.Tensor]  # there, for even and for odd epochs
+
+
+class ChunkProducer:
+    """Copies chunks rank + 1, rank + 2, ... on a side stream of the memory it is given.
+
+    On GPUs the side stream is a CUDA stream and needs no SM; on the CPU it is a thread. The order of
+    operations, on which the proof above rests, is this one source for both: `start` and `steps`. However few
+    calls of a driver they become, they happen in that order (`SymmetricMemory.prepare`).
+    """
+
+    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
+        self._memory = memory
+        self._stream = memory.side_stream()
+        self._announced_rows = [0, 0]
+        self._exchanges: dict[tuple[int, int], Callable[..., None]] = {}  # by rows and pieces
+        self._peers = []
+        for step in range(1, memory.world_size):
+            peer = (memory.rank + step) % memory.world_size
+            theirs = words.peers[peer][:, memory.rank]
+            self._peers.append(
+                _Peer(
+                    chunk_here=gather.local[peer],
+                    chunk_there=gather.peers[peer][peer],
+                    arrived=words.local[ARRIVED.value, peer],
+                    ready=words.local[READY.value, peer],
+                    our_ready=theirs[READY.value],
+                    our_fetched=theirs[FETCHED.value],
+                    our_rows=(theirs[ROWS.value], theirs[ROWS.value + 1]),
+                )
+            )
+
+    def start(self, rows: int, epoch: int, base: int, pieces: int) -> None:
+        """Enqueue the exchange of one call, behind what the caller has enqueued so far.
+
+        base: what ARRIVED is before this call. pieces: in how many each chunk is fetched.
+        """
+        exchange = self._exchanges.get((rows, pieces)) or self._prepare(rows, pieces)
+        self._stream.fork()
+        parity = epoch & 1
+        if self._announced_rows[parity] != rows:
+            self._announced_rows[parity] = rows
+            for peer in self._peers:
+                self._memory.write_signal(peer.our_rows[parity], rows, self._stream)
+        exchange(epoch, base)
+
+    def steps(self, rows: int, pieces: int) -> list[Step]:
+        """Return what follows the fork and the numbers of rows, in this order."""
+        steps: list[Step] = [Write(peer.our_ready, 0, plus=EPOCH) for peer in self._peers]
+        for peer in self._peers:
+            steps.append(Wait(peer.ready, 0, plus=EPOCH))
+            for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
+                steps.append(Copy(peer.chunk_here[begin:end], peer.chunk_there[begin:end]))
+                steps.append(Write(peer.arrived, end, plus=BASE))
+            steps.append(Write(peer.our_fetched, 0, plus=EPOCH))
+        return steps
+
+    def _prepare(self, rows: int, pieces: int) -> Callable[..., None]:
+        if len(self._exchanges) == EXCHANGES_KEPT:
+            del self._exchanges[next(iter(self._exchanges))]
+        exchange = self._memory.prepare(self.steps(rows, pieces), self._stream)
+        self._exchanges[rows, pieces] = exchange
+        return exchange
+
+    def join(self) -> None:
+        """Order what the caller does next behind the exchange; on the CPU, raise what went wrong in it."""
+        self._stream.join()

@@ -1,0 +1,370 @@
+"""The configs of the persistent GEMM: what they are, what TMA moves under them, what they take of an SM.
+
+With SWAP_AB tiles are those of the transposed product, C.T = B.T @ A.T: their rows are B's, their columns
+A's, and what is stored has a tile's columns as rows. What is said of rows and columns elsewhere is of tiles.
+
+Numbers of rows change from call to call, with batches and sequences, and tuning tries dozens of configs. So
+numbers of rows are tuned in classes, each named after its largest one; all of a class take the config of the
+first. Every config is right for all of them.
+
+    1 .. 128        multiples of 16        16, 32, 48, 64, 80, 96, 112, 128
+    more            four a doubling        160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, ...
+
+A class ends where waves of tiles mostly do, at halves and quarters of powers of two, and no number of rows
+above 128 is tuned as more than a quarter more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from ..compat import HAS_CLUSTERS_AND_PTX
+from ..configs import INTERPRETED
+from ..matrices import Block, set_block, set_matrix
+
+BOXES = (128, 64, 32, 16, 8)
+
+
+def in_boxes(width: int) -> tuple[int, int]:
+    """Return BLOCK_N and EXTRA_N, with which the columns are of the fewest boxes: each takes TMA its time."""
+    ways = [(width - width % box, width % box) for box in BOXES if box <= width]
+    return min(ways, key=lambda way: sum(columns // box_of(columns) for columns in way if columns))
+
+
+def box_of(columns: int) -> int:
+    """Return how many of BLOCK_N or of EXTRA_N columns TMA brings at a time: the power of two in them."""
+    return columns & -columns
+
+
+ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
+FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
+
+
+def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
+    """Return the block of each descriptor of the Gluon body; args: a config's, and those of a launch.
+
+    A kernel without a choice of layouts takes A by rows, [M, K], in tiles that end within A, and a weight,
+    [N, K]. Without sizes no matrix is smaller than a block.
+    """
+    if args.get("SWAP_AB"):
+        blocks = blocks_of({**swapped(args), "SWAP_AB": False})
+        rows, columns, halves = blocks["c_desc"]
+        by_columns = Block(columns, rows, (COLUMNS,) * len(halves))
+        return blocks | {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"], "c_desc": by_columns}
+    trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
+    block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
+    extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
+    rows = block_m // args.get("TEAMS", 1)
+    columns = args.get("N", block_n + extra_n)
+    whole = "TRANS_A" not in args or ctas > 1 or rows < block_m
+    a_rows = rows if whole else rows_to_load(block_m, args.get("M", block_m))
+    if args.get("JOINED"):
+        b_rows, further_n = box_of(block_n), box_of(extra_n or block_n)
+    else:
+        b_rows = rows_to_load(block_n, columns)
+        further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows
+
+    def divided(rows: int, columns: int, halved: tuple[int, int]) -> Block:
+        return Block(rows, columns, (halved,) * (ctas // 2))
+
+    return {
+        "a_desc": divided(block_k, block_m, COLUMNS) if trans_a else divided(a_rows, block_k, ROWS),
+        "b_desc": divided(b_rows, block_k, NEITHER) if trans_b else divided(block_k, block_n, NEITHER),
+        "extra_desc": (
+            divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, extra_n or block_n, NEITHER)
+        ),
+        "c_desc": divided(rows, args["STORE_N"], ROWS),
+    }
+
+
+def swapped(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the transposed product, C.T = B.T @ A.T: whose tiles those of SWAP_AB are."""
+    names = {"M": "N", "N": "M", "a_alignment": "b_alignment", "b_alignment": "a_alignment"}
+    return {name: args[names.get(name, name)] for name in args}
+
+
+def as_tiled(kwargs: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the product into whose rows and columns a config's tiles divide a call."""
+    return swapped(args) if kwargs.get("SWAP_AB") else args
+
+
+def count_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> int:
+    """Return how many tiles a call has under a config."""
+    sizes, width = as_tiled(kwargs, args), kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    return int(triton.cdiv(sizes["M"], kwargs["BLOCK_M"]) * triton.cdiv(sizes["N"], width))
+
+
+def rows_of_a_cta(kwargs: dict[str, Any]) -> int:
+    """Return how many rows of a tile a CTA has."""
+    return int(kwargs["BLOCK_M"] // kwargs.get("CTAS", 1))  # kernels that know no clusters have no CTAS
+
+
+def rows_to_load(block: int, rows: int) -> int:
+    """Return how many rows to load of a block of which `rows` are there: a power of two, few beyond."""
+    return min(block, max(triton.next_power_of_2(max(rows, 1)), FEWEST_ROWS))
+
+
+def set_blocks(args: dict[str, Any]) -> None:
+    """Give the descriptors of a launch the blocks of the config that is about to run: its `pre_hook`."""
+    for name, block in blocks_of(args).items():
+        set_block(args[name], block)
+    if "SWAP_AB" in args:
+        set_matrix(args["extra_desc"], args["a_desc" if args["SWAP_AB"] else "b_desc"].base)
+
+
+SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
+BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
+# Of a thread's 255, or of the 128 where 512 threads are compiled; pointers and the epilogue need the rest.
+MOST_ACCUMULATOR_REGISTERS, MOST_OF_THREE_TEAMS = 192, 96
+
+
+def operand_bytes(kwargs: dict[str, Any]) -> int:
+    """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
+    a_bytes = kwargs["NUM_BUFFERS"] * rows_of_a_cta(kwargs) * kwargs["BLOCK_K"] * 2
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
+    stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
+    return int(a_bytes + b_bytes + stolen)
+
+
+def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
+    """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
+    storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1  # of all rows
+    piece = rows_of_a_cta(kwargs) * kwargs["STORE_N"] * out_bytes
+    return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
+
+
+def deepest_ring(block_m: int, width: int, *, store_bytes: int) -> int:
+    """Return of how many k blocks of 64 the ring can be: more loads under way, longer waits for L2 hidden."""
+    return (SHARED_BYTES - BARRIER_BYTES - store_bytes) // ((block_m + width) * 64 * 2)
+
+
+def most_accumulator_registers(kwargs: dict[str, Any]) -> int:
+    """Return how many registers of each thread an accumulator may take."""
+    return MOST_ACCUMULATOR_REGISTERS if kwargs.get("TEAMS", 1) == 1 else MOST_OF_THREE_TEAMS
+
+
+def accumulator_registers(config: triton.Config) -> int:
+    """Return how many registers of each thread the accumulator takes on Hopper."""
+    width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
+    rows_of_a_team = rows_of_a_cta(config.kwargs) // config.kwargs.get("TEAMS", 1)
+    return int(rows_of_a_team * width // (32 * config.num_warps))
+
+
+VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
+# Of the last two, for whoever wants to know what each is worth.
+PARTS = ("own_buffers", "stealing", "cooperative", "pingpong", "stream_k")
+NAMES = (*VARIANTS, *PARTS)  # the kernel's argument `wanted` is an index
+CUT_SCHEDULES = ("grouped", "strided")  # under which stream-K knows a program's numbers
+
+
+def gluon_candidate(
+    variant: str,
+    blocks: tuple[int, int, int],
+    buffers: int,
+    *,
+    warps: int,
+    store: tuple[int, int],
+    extra_n: int = 0,
+    group_m: int = 8,
+) -> triton.Config:
+    """Return a config; `store` is how many columns a store has, and how many buffers there are for them."""
+    kwargs = {
+        "VARIANT": variant,
+        "BLOCK_M": blocks[0],
+        "BLOCK_N": blocks[1],
+        "EXTRA_N": extra_n,
+        "BLOCK_K": blocks[2],
+        "NUM_BUFFERS": buffers,
+        "STORE_N": store[0],
+        "STORE_BUFFERS": store[1],  # 0: the epilogue steals two slots of B
+        "GROUP_M": group_m,
+    }
+    return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
+
+
+def _candidate(
+    variant: str,
+    *args: Any,
+    stream_k: int = 0,
+    joined: bool = False,
+    teams: int = 1,
+    ctas: int = 1,
+    swap_ab: bool = False,
+    **options: Any,
+) -> triton.Config:
+    """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
+    config = gluon_candidate(variant, *args, **options)
+    config.kwargs |= {
+        "STREAM_K": stream_k,
+        "JOINED": joined,
+        "TEAMS": teams,
+        "CTAS": ctas,
+        "SWAP_AB": swap_ab,
+    }
+    config.num_ctas = ctas
+    return config
+
+
+def _any_width(
+    variant: str, block_m: int, width: int, *, ctas: int = 1, swap_ab: bool = False
+) -> triton.Config:
+    """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
+    block_n, extra_n = in_boxes(width)
+    storers = 2 if variant == "pingpong" else 1  # of all rows
+    rows, store_n = block_m // ctas, 64
+    teams = 3 if rows == 192 else 1
+    return _candidate(
+        *(variant, (block_m, block_n, 64)),
+        deepest_ring(rows, width, store_bytes=storers * rows * store_n * 2),
+        warps=4 if variant == "pingpong" or rows // teams == 64 else 8,
+        store=(store_n, 1),
+        extra_n=extra_n,
+        joined=True,
+        teams=teams,
+        ctas=ctas,
+        swap_ab=swap_ab,
+        group_m=8 // ctas,
+    )
+
+
+def _pair(*args: Any, **options: Any) -> triton.Config:
+    """Return a config of programs of two CTAs, whose tiles have twice the rows."""
+    return _candidate(*args, **{"group_m": 4, **options}, ctas=2)
+
+
+STOLEN = (128, 0)
+# Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
+WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
+PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
+TEAM_WIDTHS = tuple(width for width in WIDTHS if 112 <= width <= 192)  # 96 of 512 threads' 128 registers
+TEAM_PAIR_WIDTHS = tuple(width for width in TEAM_WIDTHS if width >= 144)
+FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
+
+GLUON_CANDIDATES = [
+    # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
+    _candidate("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
+    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
+    # The fewest rows loaded for each product: what counts where rows begin between cache lines.
+    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64),
+    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(16, 9), extra_n=16),
+    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    # Small tiles, for as many SMs as possible, with deep rings: few rows, few columns.
+    _candidate("cooperative", (128, 64, 64), 8, warps=8, store=(64, 1)),
+    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2)),
+    _candidate("cooperative", (64, 128, 64), 6, warps=4, store=(64, 3), extra_n=64),
+    _candidate("cooperative", (64, 64, 128), 6, warps=4, store=(64, 1)),
+    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), stream_k=8),
+    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
+    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
+    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64, stream_k=8),
+    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stream_k=8),
+    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stream_k=8),
+    _candidate("cooperative", (64, 128, 64), 5, warps=4, store=(64, 3), extra_n=64, stream_k=8),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2), stream_k=16),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16, stream_k=16),
+    _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
+    _candidate("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
+    _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 1), extra_n=32),
+    _candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
+    _candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
+    _candidate("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
+    _candidate("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    _candidate("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    _candidate("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    _candidate("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
+    _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
+    # One wave: without another partition to start, and without waiting for a buffer of the store.
+    _candidate("pipelined", (128, 128, 64), 4, warps=8, store=(64, 3), extra_n=64),
+    _candidate("pipelined", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
+    _candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
+    _candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),
+    _candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
+]
+
+if HAS_CLUSTERS_AND_PTX:
+    GLUON_CANDIDATES += [
+        # Widths that a tensor cannot have: as many tiles as there are SMs, or a little less than a multiple.
+        *(_any_width("cooperative", 64, width) for width in WIDTHS),
+        *(_any_width("cooperative", 128, width) for width in WIDTHS),
+        *(_any_width("pingpong", 128, width) for width in PINGPONG_WIDTHS),
+        # Two CTAs, which L2 sends the columns once: where rows begin between cache lines.
+        *(_any_width("cooperative", 256, width, ctas=2) for width in WIDTHS if width >= FEWEST_PAIR_COLUMNS),
+        *(_any_width("pingpong", 256, width, ctas=2) for width in (144, 176, 192)),
+        # 192 rows of a CTA, in three teams.
+        *(_any_width("cooperative", 192, width) for width in TEAM_WIDTHS),
+        *(_any_width("cooperative", 384, width, ctas=2) for width in TEAM_PAIR_WIDTHS),
+        # A tile's rows are columns of C: where its columns divide C's rows better.
+        *(_any_width("cooperative", 64, width, swap_ab=True) for width in WIDTHS),
+        *(_any_width("pingpong", 128, width, swap_ab=True) for width in PINGPONG_WIDTHS),
+        *(_any_width("cooperative", 192, width, swap_ab=True) for width in TEAM_WIDTHS),
+        *(_any_width("cooperative", 384, width, ctas=2, swap_ab=True) for width in TEAM_PAIR_WIDTHS),
+        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
+        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
+        _pair("cooperative", (512, 128, 64), 4, warps=8, store=(64, 1)),
+        _pair("cooperative", (256, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+        _pair("pingpong", (256, 128, 64), 5, warps=4, store=(64, 2)),
+        _pair("pingpong", (256, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
+        _pair("pingpong", (128, 256, 64), 5, warps=4, store=(64, 1)),
+    ]
+
+
+def _plain_config(blocks: tuple[int, int, int], group_m: int, *, warps: int, stages: int) -> triton.Config:
+    kwargs = {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2], "GROUP_M": group_m}
+    return triton.Config(kwargs, num_warps=warps, num_stages=stages)
+
+
+PLAIN_GPU_CANDIDATES = [
+    _plain_config((128, 256, 64), 8, warps=8, stages=3),
+    _plain_config((256, 128, 64), 8, warps=8, stages=2),
+    _plain_config((128, 128, 64), 8, warps=8, stages=2),
+    _plain_config((128, 128, 64), 8, warps=4, stages=3),
+    _plain_config((128, 128, 32), 8, warps=4, stages=3),
+    _plain_config((64, 128, 64), 8, warps=4, stages=3),
+    _plain_config((64, 128, 64), 8, warps=8, stages=2),
+    _plain_config((64, 64, 64), 8, warps=4, stages=2),
+    _plain_config((32, 64, 64), 8, warps=4, stages=2),
+]
+
+# Small, so that a few dozen rows are several tiles, and large, so that few tiles are many rows.
+PLAIN_CPU_CANDIDATES = [
+    _plain_config((32, 32, 32), 2, warps=4, stages=1),
+    _plain_config((16, 64, 32), 3, warps=4, stages=1),
+    _plain_config((128, 128, 128), 2, warps=4, stages=1),
+]
+
+PLAIN_CANDIDATES = PLAIN_CPU_CANDIDATES if INTERPRETED else PLAIN_GPU_CANDIDATES
+
+
+STEP = 16  # the least that tiles differ in
+FINE_UNTIL = 128
+CLASSES_A_DOUBLING = 4
+
+
+def class_of_rows(rows: int) -> int:
+    """Return the largest number of rows that is tuned as this one is."""
+    step = STEP
+    if rows > FINE_UNTIL:
+        step = (1 << (rows - 1).bit_length() - 1) // CLASSES_A_DOUBLING
+    return -(-rows // step) * step

@@ -1,0 +1,240 @@
+"""Which matrices of a product on Hopper pass through scratch memory, where the estimate says so.
+
+The rows of a copy begin at multiples of cache lines:
+
+source   |aaaaaaa|bbbbbbb|ccccccc|           rows one behind the other, or any strides
+    scratch  |aaaaaaa.|bbbbbbb.|ccccccc.|        `.`: never written and never read
+
+As many elements are moved at a time as addresses, rows and their lengths are multiples of, up to 16 bytes.
+What is copied once is launched without Triton's dispatch the next time.
+
+A copy costs what reading and writing it takes, and a kernel more. What it saves is in the estimate: loads of
+rows that begin between cache lines take up to 2.4 times as long. And what TMA cannot address at all is left
+to the body in plain Triton, unless copies of it let the tensor cores be fed by TMA.
+
+The constants are of one H200 (docs/benchmarks/persistent_gemm_copies_1xH200_2026-11-20.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import PreparedLaunch
+from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
+from .configs import GLUON_CANDIDATES
+from .pruning import MEMORY_BYTES_PER_CLOCK, Shape, estimated_clocks, prune
+
+WIDEST_BYTES = 16  # that a thread loads at a time
+WARPS = 4
+# Of a program: 32 elements of a thread, and 16 where each has a register and an address of its own.
+BLOCK_ELEMENTS, NARROW_BLOCK_ELEMENTS = 4096, 2048
+WIDEST_BLOCK = 256  # a block is as wide as rows are long, up to that
+LAUNCHES_KEPT = 512
+
+_LAUNCHES: OrderedDict[tuple[Any, ...], PreparedLaunch] = OrderedDict()
+
+
+def pitch_of(columns: int, itemsize: int) -> int:
+    """Return how many elements apart the rows of scratch memory begin."""
+    return triton.cdiv(columns * itemsize, LINE_BYTES) * LINE_BYTES // itemsize
+
+
+def runs_along_columns(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's columns are what is contiguous, and not its rows."""
+    return tensor.stride(0) == 1 and (tensor.stride(1) != 1 or tensor.shape[1] == 1)
+
+
+def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return scratch memory for the current stream's next kernels; its rows begin at multiples of LINE_BYTES.
+
+    The allocator gives it to nobody on another stream before they have run; in a capture it is the graph's.
+    """
+    pitch = pitch_of(columns, dtype.itemsize)
+    return torch.empty_strided((rows, columns), (pitch, 1), dtype=dtype, device=device)
+
+
+def padded_copy(tensor: torch.Tensor, *, transposed: bool) -> tuple[Matrix, torch.Tensor]:
+    """Return a copy as TMA reads it, and its memory, which is to be kept until the kernel is launched.
+
+    Its rows begin at multiples of LINE_BYTES; with `transposed`, they are the tensor's columns.
+    """
+    source = tensor.mT if transposed else tensor
+    rows, columns = source.shape
+    room = room_for(rows, columns, source.dtype, source.device)
+    copy(source, room)
+    return matrix_of_rows(room, transposed=transposed), room
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write the matrix `source` to `target`, of the same type, on the current stream; any strides.
+
+    Quick where the rows of both are contiguous.
+    """
+    from_address, to_address = source.data_ptr() % WIDEST_BYTES, target.data_ptr() % WIDEST_BYTES
+    strides = (*source.stride(), *target.stride())
+    key = (source.device, source.dtype, from_address, to_address, source.shape, strides)
+    prepared = _LAUNCHES.get(key)
+    if prepared is not None:
+        prepared(source, target)
+        return
+    numbers = _numbers(source, target, from_address | to_address)
+    rows, columns, *_, vector, block_rows, block_columns = numbers
+    grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns * vector, block_columns), 1, 1)
+    launched = copy_rows[grid](source, target, *numbers, num_warps=WARPS)
+    if hasattr(launched, "packed_metadata"):  # compiled for a GPU, not interpreted
+        _LAUNCHES[key] = PreparedLaunch(launched, grid, (), numbers)
+        if len(_LAUNCHES) > LAUNCHES_KEPT:
+            _LAUNCHES.popitem(last=False)
+
+
+def _numbers(source: torch.Tensor, target: torch.Tensor, addresses: int) -> tuple[int, ...]:
+    """Return the arguments of `copy_rows` behind the two matrices."""
+    (rows, columns), itemsize = source.shape, source.element_size()
+    (from_row, from_column), (to_row, to_column) = source.stride(), target.stride()
+    vector = 1
+    if from_column == to_column == 1:
+        steps = addresses | (columns | from_row | to_row) * itemsize | WIDEST_BYTES
+        vector = (steps & -steps) // itemsize
+    block_columns = min(triton.next_power_of_2(columns), WIDEST_BLOCK)
+    sizes = (rows, columns // vector, from_row // vector, to_row // vector, from_column, to_column)
+    elements = BLOCK_ELEMENTS if vector > 1 else NARROW_BLOCK_ELEMENTS
+    return (*sizes, vector, elements // block_columns, block_columns)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "from_row", "to_row"])
+def copy_rows(
+    source_ptr,
+    target_ptr,
+    rows,
+    columns,  # this and the distances of rows in VECTOR elements: the compiler then knows what divides them
+    from_row,
+    to_row,
+    from_column,  # elements; a constant where it is 1
+    to_column,
+    VECTOR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    across = tl.cdiv(columns * VECTOR, BLOCK_COLUMNS)
+    row = (tl.program_id(0) // across) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = (tl.program_id(0) % across) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns * VECTOR)[None, :]
+    row = tl.cast(row, tl.int64)[:, None]
+    column = tl.cast(column, tl.int64)[None, :]
+    from_there = source_ptr + row * (tl.cast(from_row, tl.int64) * VECTOR) + column * from_column
+    to_there = target_ptr + row * (tl.cast(to_row, tl.int64) * VECTOR) + column * to_column
+    tl.store(to_there, tl.load(from_there, mask=inside), mask=inside)
+
+
+CLOCKS_PER_US = 1980  # of an H200's SMs
+# 4 TB/s, read and written bytes together, where 16 bytes are moved at a time; else a little less.
+COPY_BYTES_PER_CLOCK, NARROW_COPY_BYTES_PER_CLOCK = 2020, 1600
+KERNEL_CLOCKS = 2.5 * CLOCKS_PER_US  # of each kernel
+# About 130 TFLOP/s: 127 for 4001 x 2003 x 999 (126 us, one H200, 2026-11-20).
+PLAIN_FLOP_PER_CLOCK = 65_700
+# That is worth scratch memory and further kernels. And large products take up to 13 % longer than estimated.
+LEAST_GAIN = 0.1
+CHOICES_KEPT = 1024
+OPERAND_BYTES = 2  # of an element
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which matrices pass through scratch memory."""
+
+    a: bool = False
+    b: bool = False
+    out: bool = False
+
+
+NOTHING = Copies()
+
+
+@functools.lru_cache(maxsize=CHOICES_KEPT)
+def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape] | None:
+    """Return what to copy and the shape of the product of the copies; None if the plain body is to run.
+
+    The shape's alignments are those of the operands as they are, 0 where TMA cannot address one; `out` says
+    whether it can write the result only to scratch memory.
+    """
+    copies = what_to_copy(shape, out=out)
+    return None if copies is None else (copies, copied(shape, copies))
+
+
+def copied(shape: Shape, copies: Copies) -> Shape:
+    """Return the shape of the product of the copies."""
+    return replace(
+        shape,
+        a_alignment=LINE_BYTES if copies.a else shape.a_alignment,
+        b_alignment=LINE_BYTES if copies.b else shape.b_alignment,
+    )
+
+
+def what_to_copy(shape: Shape, *, out: bool) -> Copies | None:
+    """Return the copies with which a call should take the least time; None where the plain body should."""
+    (_, a_columns), (_, b_columns) = rows_in_memory(shape)
+    a_ways, b_ways = _ways(shape.a_alignment, a_columns), _ways(shape.b_alignment, b_columns)
+    ways = itertools.product(a_ways, b_ways, (out,))
+    clocks = {copies: estimated_total(shape, copies) for copies in itertools.starmap(Copies, ways)}
+    best = min(clocks, key=clocks.__getitem__)
+    if NOTHING not in clocks:  # there is something that TMA cannot address
+        return best if clocks[best] <= (1 - LEAST_GAIN) * plain_clocks(shape) else None
+    return best if clocks[best] <= (1 - LEAST_GAIN) * clocks[NOTHING] else NOTHING
+
+
+def _ways(alignment: int, columns: int) -> tuple[bool, ...]:
+    """Return whether to copy an operand: both, where it is to be found out."""
+    if alignment == 0:
+        return (True,)
+    # Of rows shorter than a line few cross one, and the estimate knows nothing of that.
+    return (False,) if alignment == LINE_BYTES or columns * OPERAND_BYTES < LINE_BYTES else (False, True)
+
+
+def rows_in_memory(shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return how many rows A and B have in memory, and of how many elements."""
+    m, n, k = shape.m, shape.n, shape.k
+    return ((k, m) if shape.trans_a else (m, k)), ((n, k) if shape.trans_b else (k, n))
+
+
+def estimated_total(shape: Shape, copies: Copies) -> float:
+    """Return about how many clocks the call takes with these copies; inf if no config fits the GPU."""
+    args = {**copied(shape, copies).sizes(), **shape.constants()}
+    clocks = [estimated_clocks(config.kwargs, args) for config in prune(GLUON_CANDIDATES, args)]
+    return KERNEL_CLOCKS + min(clocks, default=math.inf) + copy_clocks(shape, copies)
+
+
+def copy_clocks(shape: Shape, copies: Copies) -> float:
+    """Return about how many clocks the copies take."""
+    (a_rows, a_columns), (b_rows, b_columns) = rows_in_memory(shape)
+    clocks = 0.0
+    if copies.a:
+        clocks += _one_copy(a_rows, a_columns, OPERAND_BYTES, shape.a_alignment)
+    if copies.b:
+        clocks += _one_copy(b_rows, b_columns, OPERAND_BYTES, shape.b_alignment)
+    if copies.out:
+        clocks += _one_copy(shape.m, shape.n, shape.out_dtype.itemsize, 0)
+    return clocks
+
+
+def _one_copy(rows: int, columns: int, itemsize: int, alignment: int) -> float:
+    moved_bytes = rows * (columns + pitch_of(columns, itemsize)) * itemsize
+    is_wide = alignment >= TMA_BYTES and columns * itemsize % TMA_BYTES == 0
+    speed = COPY_BYTES_PER_CLOCK if is_wide else NARROW_COPY_BYTES_PER_CLOCK
+    return KERNEL_CLOCKS + moved_bytes / speed
+
+
+def plain_clocks(shape: Shape) -> float:
+    """Return about how many clocks the plain body takes; small and narrow products take longer."""
+    m, n, k = shape.m, shape.n, shape.k
+    moved_bytes = OPERAND_BYTES * (m + n) * k + shape.out_dtype.itemsize * m * n
+    work = max(2 * m * n * k / PLAIN_FLOP_PER_CLOCK, moved_bytes / MEMORY_BYTES_PER_CLOCK)
+    return KERNEL_CLOCKS + work

@@ -1,0 +1,194 @@
+"""How the Gluon body computes a product: what TMA reads, what goes through scratch memory, what is launched.
+
+A route depends on where the tensors are and how they lie, so it is found once and taken again by later calls
+with tensors in the same places. A shape is tuned at first, then launched straight from what the tuning left.
+Nothing here keeps a caller's tensor, nor the parts of stream-K.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..launch import SettledLaunches
+from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
+from .body import gemm
+from .configs import CUT_SCHEDULES, GLUON_CANDIDATES, blocks_of
+from .copies import NOTHING, Copies, copy, padded_copy, plan, room_for, runs_along_columns
+from .pruning import Shape, prune
+
+COUNTERS_KEPT = 64
+
+tuned_gemm = triton.autotune(
+    configs=GLUON_CANDIDATES,
+    key=[
+        *("m_class", "n_class", "K", "wanted", "programs", "a_alignment", "b_alignment"),
+        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"),
+    ],
+    prune_configs_by={"early_config_prune": prune},
+)(gemm)
+
+
+# A tuner keeps the arguments and the config of its launch under way: it is asked by one thread at a time.
+_TURN = threading.Lock()
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
+_COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
+
+
+def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
+    """Write C = A @ B on the current stream of the shape's device, which is the current device."""
+    settled = _SETTLED.find(shape)
+    if settled is not None:
+        counter, parts = scratch_of(shape, part_elements(settled.config))
+        further = a if settled.config.kwargs["SWAP_AB"] else b
+        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts)
+        return
+    largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
+    counter, parts = scratch_of(shape, largest)  # for any config
+    any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
+    descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
+    sizes, constants = shape.sizes(), shape.constants()
+    dtypes = (str(counter.dtype), str(parts.dtype))
+    with _TURN:
+        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), parts, **constants)
+        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
+
+
+def part_elements(config: triton.Config) -> int:
+    """Return how many elements a part of a tile has; 0 where tiles are not cut."""
+    kwargs = config.kwargs
+    return int(kwargs["BLOCK_M"] * (kwargs["BLOCK_N"] + kwargs["EXTRA_N"]) if kwargs["STREAM_K"] else 0)
+
+
+def scratch_of(shape: Shape, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the words in which programs count, and room for their parts of tiles of so many elements."""
+    if elements == 0:
+        return counter_of(shape.device, counts=shape.schedule == "dynamic"), _no_parts(shape.device)
+    counter = counter_of(shape.device, counts=True, words=2 + shape.programs)
+    return counter, torch.empty(2 * shape.programs * elements, dtype=torch.float32, device=shape.device)
+
+
+@functools.lru_cache
+def _no_parts(device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache
+def _no_counter(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.Tensor:
+    """Return words for kernels that count, as the dynamic schedule does: zeros, as every launch leaves them.
+
+    Launches that do not count share theirs. Of the others each stream has its own, as two at once must not
+    share tiles; and a captured launch, whose replays may run beside launches on any stream. What is zeroed in
+    the capture is zeroed in each replay.
+    """
+    if not counts:
+        return _no_counter(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else -1
+    place = (str(device), stream, words)
+    counter = _COUNTERS.get(place)
+    if counter is None:
+        counter = _COUNTERS[place] = torch.zeros(words, dtype=torch.int32, device=device)
+        if len(_COUNTERS) > COUNTERS_KEPT:
+            _COUNTERS.popitem(last=False)  # its memory goes back to its stream, behind its last launch
+    return counter
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What to launch for tensors in known places; TMA can address those matrices that are not None."""
+
+    shape: Shape
+    exchanged: bool  # out.T = b.T @ a.T is computed, and the matrices are those of b.T, a.T and out.T
+    a: Matrix | None
+    b: Matrix | None
+    out: Matrix | None
+    copies: Copies
+
+
+def route_of(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    variant: str,
+    scheduler: str,
+    programs: int,
+    *,
+    tensor_memory: bool,
+) -> Route | None:
+    """Return the way to out = a @ b; None if the plain body is to compute it.
+
+    It is where TMA cannot address all tensors, and copies do not pay. On Blackwell nothing is copied.
+    """
+    c = as_matrix(out)
+    exchanged = runs_along_columns(out) if c is None else c.transposed
+    if exchanged:
+        a, b, out = b.mT, a.mT, out.mT
+        c = c and c._replace(transposed=False)  # the same memory, now the rows of `out`
+    left, right = as_matrix(a), as_matrix(b)
+    if tensor_memory and (c is None or left is None or right is None):
+        return None
+    (m, k), n = a.shape, b.shape[1]
+    shape = Shape(
+        m=m,
+        n=n,
+        k=k,
+        trans_a=runs_along_columns(a) if left is None else left.transposed,
+        trans_b=runs_along_columns(b) if right is None else right.transposed,
+        dtype=a.dtype,
+        out_dtype=out.dtype,
+        schedule="grouped" if scheduler == "auto" else scheduler,
+        wanted=variant,
+        programs=programs,
+        a_alignment=0 if left is None else left.alignment(),
+        b_alignment=0 if right is None else right.alignment(),
+        device=a.device,
+        tensor_memory=tensor_memory,
+        exchanged=exchanged,
+    )
+    copies, copies_out = NOTHING, c is None
+    if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
+        planned = plan(shape, out=copies_out)
+        if planned is None:
+            return None
+        copies, shape = planned
+    return Route(shape, exchanged, left, right, c, copies)
+
+
+def follow(route: Route, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a @ b to `out`, for tensors in the places for which `route_of` has found this."""
+    shape, copies = route.shape, route.copies
+    if copies == NOTHING:
+        assert route.a is not None
+        assert route.b is not None
+        assert route.out is not None
+        launch(route.a, route.b, route.out, shape)
+        return
+    if route.exchanged:
+        a, b, out = b.mT, a.mT, out.mT
+    # On copies, too: all that TMA cannot address are among those.
+    left, right, c, room = route.a, route.b, route.out, out
+    if copies.a:
+        left, a = padded_copy(a, transposed=shape.trans_a)
+    if copies.b:
+        right, b = padded_copy(b, transposed=shape.trans_b)
+    if copies.out:
+        room = room_for(shape.m, shape.n, out.dtype, out.device)
+        c = matrix_of_rows(room)
+    assert left is not None
+    assert right is not None
+    assert c is not None
+    launch(left, right, c, shape)
+    if copies.out:
+        copy(room, out)

@@ -1,0 +1,293 @@
+"""The ring of operand buffers: TMA fills a slot with one k block of A and of B, the multiplication reads it.
+
+What lies beyond a matrix arrives as zeros, but slowly: on an H200, 48 of 64 rows beyond cost a product of few
+rows a quarter of its time. Of a matrix that is smaller than a block, only about the rows that there are come
+therefore (`blocks_of`). The other rows of the slot hold anything; what they are multiplied to is of rows and
+columns that C has not, and its stores leave out. (Of a larger matrix, a tile reaches beyond it only if it
+cannot be moved back, see `problem`.)
+
+**Two CTAs a program**, on neighbouring SMs (`CTAS`): they halve a tile's rows, and share its columns.
+
+    CTA 0   rows of A from 0 on             B's columns, loaded once, by CTA 0: TMA writes them to the
+    CTA 1   rows of A from BLOCK_M / 2 on   shared memory of both, and counts the bytes in both (multicast)
+
+So L2 sends B once to two SMs: what counts where rows begin between cache lines. Starting two CTAs at once,
+and their meeting at the end, cost about a microsecond; and a slot is free when the other CTA has said so.
+
+Both run the same program: partitions, visits and steps are the same. Of a ring's mbarriers each CTA has its
+own `full` and `empty`, and there is one more for both:
+
+    empty_in_both   an arrival of the readers of each CTA. CTA 0 waits for it before it loads B into both
+
+**It ends** as one CTA does: CTA 1 loads rows of A when its own readers have given the slot back, CTA 0 rows
+and columns when both CTAs' have; readers need nothing of the other CTA but B. B may arrive in CTA 1 before
+its `full` expects any bytes. They count all the same: the phase cannot complete before its loader's own
+arrival, and it is the right one: CTA 1's readers have seen the one before, or the slot would not be free.
+
+The compiler lets both CTAs meet before the first use of an mbarrier, and at the end: nobody arrives at, or
+loads into, a CTA that is gone.
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..compat import aggregate, reinterpret, tma_load
+from ..rings import ring_phase, ring_slot
+from .any_width import (
+    SWIZZLED_N,
+)
+
+
+@gluon.jit
+def _load_box(desc, col, inner, bar, ring, FIRST: gl.constexpr):
+    """Start a copy of the descriptor's columns to those of the ring from FIRST on."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[0]
+    box = ring.slice(FIRST // SWIZZLED_N, COLUMNS // SWIZZLED_N, 0)
+    load_for_both(desc, [col, inner], bar, reinterpret(box, desc.dtype, desc.block_type.shape, desc.layout))
+
+
+@gluon.jit
+def load_columns(operands, slot, col, inner, bar):
+    """Start the copies of the tile's columns, from the k-th on (`inner`), to a slot of the ring.
+
+    Where a box of the ring begins must be known to the compiler, so there is code for each slot.
+    """
+    BLOCK_N: gl.constexpr = operands.BLOCK_N
+    WIDTH: gl.constexpr = BLOCK_N + operands.EXTRA_N
+    BOX_N: gl.constexpr = operands.b_desc.block_type.shape[0]
+    FURTHER_N: gl.constexpr = operands.extra_desc.block_type.shape[0]
+    for s in gl.static_range(operands.NUM_BUFFERS):
+        if slot == s:
+            for at in gl.static_range(0, BLOCK_N, BOX_N):
+                _load_box(operands.b_desc, col + at, inner, bar, operands.b_bufs, s * WIDTH + at)
+            for at in gl.static_range(BLOCK_N, WIDTH, FURTHER_N):
+                _load_box(operands.extra_desc, col + at, inner, bar, operands.b_bufs, s * WIDTH + at)
+
+
+@gluon.constexpr_function
+def _layout(ctas, of_both):
+    """Return which of a row of mbarriers each CTA has: its own, or both the one of CTA 0."""
+    return mbarrier.MBarrierLayout([[0 if of_both else 1]] * (ctas // 2))
+
+
+@gluon.jit
+def allocate_mbarriers(COUNT: gl.constexpr, OF_BOTH: gl.constexpr = False):
+    """Return COUNT mbarriers for each CTA of the program, or for both together."""
+    CTAS: gl.constexpr = gl.num_ctas()
+    gl.static_assert(CTAS <= 2, "only pairs of CTAs have been tried")
+    EACH: gl.constexpr = 1 if OF_BOTH else CTAS
+    return gl.allocate_shared_memory(gl.int64, [COUNT, EACH], _layout(CTAS, OF_BOTH))
+
+
+@gluon.jit
+def load_for_both(desc, coord, bar, buf):
+    """Start a copy of the descriptor's block to `buf` of each CTA."""
+    if gl.num_ctas() > 1:
+        tma_load(desc, coord, bar, buf, multicast=True)
+    else:
+        tma_load(desc, coord, bar, buf)
+
+
+@gluon.jit
+def allocate_ring(desc, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Return shared memory for SLOTS blocks of ROWS rows; the descriptor may bring only the first ones."""
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS, ROWS, desc.block_type.shape[1]], desc.layout)
+
+
+@gluon.jit
+def _first_rows(buf, desc):
+    """Return as many rows of `buf` as the descriptor brings."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    if buf.shape[0] > ROWS:
+        buf = buf.slice(0, ROWS, 0)
+    return buf
+
+
+@aggregate
+class Operands:
+    """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` an arrival of each reader.
+
+    B may have more slots than the ring has steps in flight (`B_SLOTS`), for an epilogue that borrows the
+    two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
+    a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie behind the
+    others in one ring, for an instruction that reads them all (`any_width`).
+
+    A program of two CTAs divides A's rows among them, and loads B for both.
+    """
+
+    a_desc: tma.tensor_descriptor
+    b_desc: tma.tensor_descriptor
+    extra_desc: tma.tensor_descriptor  # B again, EXTRA_N columns wide; b_desc itself where EXTRA_N is 0
+    a_bufs: gl.shared_memory_descriptor
+    b_bufs: gl.shared_memory_descriptor
+    extra_bufs: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    empty_in_both: gl.shared_memory_descriptor  # of a pair of CTAs
+    NUM_BUFFERS: gl.constexpr
+    B_SLOTS: gl.constexpr
+    TRANS_A: gl.constexpr  # A's memory is [K, M], not [M, K]
+    TRANS_B: gl.constexpr  # B's memory is [N, K], not [K, N]
+    BLOCK_N: gl.constexpr
+    EXTRA_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    JOINED: gl.constexpr
+    TEAMS: gl.constexpr  # of readers, which have a part of the rows of A each
+
+    @staticmethod
+    @gluon.jit
+    def create(
+        a_desc,
+        b_desc,
+        extra_desc,
+        NUM_BUFFERS: gl.constexpr,
+        STOLEN: gl.constexpr,
+        TRANS_A: gl.constexpr,
+        TRANS_B: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
+        EXTRA_N: gl.constexpr,
+        BLOCK_K: gl.constexpr,
+        JOINED: gl.constexpr,
+        TEAMS: gl.constexpr,
+    ):
+        """Allocate the ring; STOLEN slots more for B."""
+        B_SLOTS: gl.constexpr = NUM_BUFFERS + STOLEN
+        a_bufs = allocate_ring(a_desc, NUM_BUFFERS * TEAMS, BLOCK_K if TRANS_A else BLOCK_M // TEAMS)
+        if JOINED:
+            gl.static_assert(TRANS_B and not TRANS_A and BLOCK_K == 64, "what `any_width` can read")
+            gl.static_assert(STOLEN == 0, "a piece of C is no slot of B")
+            b_bufs = allocate_ring(b_desc, NUM_BUFFERS * (BLOCK_N + EXTRA_N) // SWIZZLED_N, SWIZZLED_N)
+        else:
+            b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
+        extra_bufs = b_bufs
+        if EXTRA_N > 0 and not JOINED:
+            extra_bufs = allocate_ring(extra_desc, NUM_BUFFERS, EXTRA_N if TRANS_B else BLOCK_K)
+        full = allocate_mbarriers(NUM_BUFFERS)
+        empty = allocate_mbarriers(NUM_BUFFERS)
+        empty_in_both = empty
+        if gl.num_ctas() > 1:
+            empty_in_both = allocate_mbarriers(NUM_BUFFERS, True)
+        for i in gl.static_range(NUM_BUFFERS):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=TEAMS)
+            if gl.num_ctas() > 1:
+                mbarrier.init(empty_in_both.index(i), count=TEAMS)  # from each CTA
+        return Operands(
+            a_desc,
+            b_desc,
+            extra_desc,
+            a_bufs,
+            b_bufs,
+            extra_bufs,
+            full,
+            empty,
+            empty_in_both,
+            NUM_BUFFERS,
+            B_SLOTS,
+            TRANS_A,
+            TRANS_B,
+            BLOCK_N,
+            EXTRA_N,
+            BLOCK_K,
+            JOINED,
+            TEAMS,
+        )
+
+    @gluon.jit
+    def load(self, step, row, col, k):
+        """Start the copies of k block `k` of the tile at (row, col), once the slot has been read.
+
+        What lies beyond A or B and is loaded is counted like the rest, so each load completes `full`.
+        """
+        slot = ring_slot(step, self.NUM_BUFFERS)
+        bar = self.full.index(slot)
+        mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
+        if gl.num_ctas() > 1:
+            mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
+        rows_of_a: gl.constexpr = self.TEAMS * self.a_desc.block_type.nbytes // gl.num_ctas()
+        inner = k * self.BLOCK_K
+        b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
+        if self.JOINED:
+            mbarrier.expect(bar, rows_of_a + self.joined_nbytes())
+        elif self.EXTRA_N > 0:
+            mbarrier.expect(bar, rows_of_a + b_nbytes + self.extra_desc.block_type.nbytes)
+        else:
+            mbarrier.expect(bar, rows_of_a + b_nbytes)
+        b_slot = ring_slot(step, self.B_SLOTS)
+        for team in gl.static_range(self.TEAMS):
+            a_buf = _first_rows(self.a_bufs.index(slot * self.TEAMS + team), self.a_desc)
+            if self.TRANS_A:
+                tma_load(self.a_desc, [inner, row], bar, a_buf)
+            else:
+                tma_load(self.a_desc, [row + team * self.a_desc.block_type.shape[0], inner], bar, a_buf)
+        if self.JOINED:
+            load_columns(self, slot, col, inner, bar)
+        elif self.TRANS_B:
+            load_for_both(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
+        else:
+            load_for_both(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
+        if self.EXTRA_N > 0 and not self.JOINED:
+            extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
+            if self.TRANS_B:
+                load_for_both(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)
+            else:
+                load_for_both(self.extra_desc, [inner, col + self.BLOCK_N], bar, extra_buf)
+
+    @gluon.jit
+    def wait_full(self, step):
+        """Return when the step's k block is there."""
+        slot = ring_slot(step, self.NUM_BUFFERS)
+        mbarrier.wait(self.full.index(slot), ring_phase(step, self.NUM_BUFFERS))
+
+    @gluon.jit
+    def give_back(self, step, pred=True):
+        """Say that this CTA has read the step."""
+        slot = ring_slot(step, self.NUM_BUFFERS)
+        mbarrier.arrive(self.empty.index(slot), count=1, pred=pred)
+        if gl.num_ctas() > 1:
+            mbarrier.arrive(self.empty_in_both.index(slot), count=1, pred=pred)
+
+    @gluon.jit
+    def empty_bar(self, step):
+        """Return the mbarrier on which the hardware arrives when it has read the step."""
+        return self.empty.index(ring_slot(step, self.NUM_BUFFERS))
+
+    @gluon.jit
+    def a(self, step, TEAM: gl.constexpr = 0):
+        """Return a team's rows of the step's block of A, [BLOCK_M / TEAMS, BLOCK_K]."""
+        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS) * self.TEAMS + TEAM)
+        if self.TRANS_A:
+            buf = buf.permute((1, 0))
+        return buf
+
+    @gluon.jit
+    def b(self, step):
+        """Return the step's block of B, [BLOCK_K, BLOCK_N]."""
+        buf = self.b_bufs.index(ring_slot(step, self.B_SLOTS))
+        if self.TRANS_B:
+            buf = buf.permute((1, 0))
+        return buf
+
+    @gluon.jit
+    def b_offset(self, step):
+        """Return how many bytes behind the ring's beginning the step's block of B begins; JOINED only."""
+        return ring_slot(step, self.NUM_BUFFERS) * self.joined_nbytes()
+
+    @gluon.jit
+    def joined_nbytes(self):
+        """Return of how many bytes a k block of B is; JOINED only."""
+        COLUMN_NBYTES: gl.constexpr = self.b_desc.block_type.nbytes // self.b_desc.block_type.shape[0]
+        NBYTES: gl.constexpr = (self.BLOCK_N + self.EXTRA_N) * COLUMN_NBYTES
+        return NBYTES
+
+    @gluon.jit
+    def b_extra(self, step):
+        """Return the step's block of B's further columns, [BLOCK_K, EXTRA_N]."""
+        buf = self.extra_bufs.index(ring_slot(step, self.NUM_BUFFERS))
+        if self.TRANS_B:
+            buf = buf.permute((1, 0))
+        return buf

@@ -1,0 +1,308 @@
+"""`persistent_matmul`: a @ b, computed by kernels whose programs stay for many tiles.
+
+The body in plain Triton is here, for AMD's GPUs, for strides that TMA cannot take, and for the interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..configs import INTERPRETED, do_bench
+from ..tensors import check_no_gradient, keep, place_of
+from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
+from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
+from .launch import Route, counter_of, follow, route_of
+from .pruning import prune_plain
+
+INPUT_DTYPES = (torch.float16, torch.bfloat16)
+OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise unless a @ b is a product that the kernels can compute."""
+    for name, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; persistent_matmul takes tensors")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; persistent_matmul takes matrices")
+        if tensor.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name} is {tensor.dtype}; persistent_matmul takes {_texts(INPUT_DTYPES)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"a [{a.shape[0]}, {a.shape[1]}] @ b [{b.shape[0]}, {b.shape[1]}]: a has {a.shape[1]} columns, "
+            f"b has {b.shape[0]} rows; a weight [N, K] is passed as weight.T"
+        )
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype}, b is {b.dtype}; convert one of them")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device}, b is on {b.device}; move one of them")
+
+
+def check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raise unless the product can be written to `out`."""
+    wanted = (a.shape[0], b.shape[1])
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; persistent_matmul writes to tensors")
+    if tuple(out.shape) != wanted:
+        raise ValueError(f"out has shape {tuple(out.shape)}; a @ b has {wanted}")
+    if out.device != a.device:
+        raise ValueError(f"out is on {out.device}, a is on {a.device}; move one of them")
+    check_out_dtype(out.dtype)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"out is {out.dtype}, out_dtype says {out_dtype}; leave one of them out")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(
+            f"out has strides {out.stride()}: several elements share a place; pass a tensor of its own"
+        )
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    """Raise unless the product can be written as that type."""
+    if dtype not in OUT_DTYPES:
+        raise TypeError(f"out is {dtype}; persistent_matmul writes {_texts(OUT_DTYPES)}")
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise unless it is a whole number of at least 1."""
+    if not isinstance(count, int):
+        raise TypeError(f"{name} is {count!r}; it must be a whole number")
+    if count < 1:
+        raise ValueError(f"{name} is {count}; it must be at least 1")
+
+
+def check_name(kind: str, name: str, known: Iterable[str]) -> None:
+    """Raise unless the name is one of those that there are."""
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(repr, known))}")
+
+
+def _texts(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " and ".join(str(dtype) for dtype in dtypes)
+
+
+SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
+
+CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
+INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
+
+_ROUTES: dict[Hashable, Route] = {}  # of calls whose arguments have been checked
+
+
+def persistent_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    variant: str = "auto",
+    scheduler: str = "auto",
+    *,
+    out_dtype: torch.dtype | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """Return a @ b for a [M, K] and b [K, N], fp16 or bf16, summed in float32; forward only.
+
+    The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
+    `out` shares no memory with a and b, which are read while it is written, in part twice.
+    `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
+    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
+    share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
+    and so on, four to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is
+    "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
+    `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
+
+    The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
+    of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
+    every variant is computed by the body in plain Triton: on other GPUs, with other strides, and on the CPU,
+    in Triton's interpreter.
+
+    On Hopper, operands whose rows do not begin at multiples of 128 bytes, and all that TMA cannot address,
+    pass through scratch memory where that should take less time (see `copies`). It is torch's, for the time
+    of the call, and as large as the matrix would be with rows of whole 128 bytes.
+    Raises TypeError or ValueError for arguments that cannot be multiplied.
+    """
+    check_no_gradient("persistent_matmul", a=a, b=b, out=out)
+    check_name("variant", variant, NAMES)
+    check_name("scheduler", scheduler, SCHEDULERS)
+    if variant == "stream_k" and scheduler not in ("auto", *CUT_SCHEDULES):
+        raise ValueError(
+            f"stream_k shares out tiles itself; scheduler is {scheduler!r}, not one of {CUT_SCHEDULES}"
+        )
+    if programs is not None:
+        check_count("programs", programs)
+    if out is None:
+        check_operands(a, b)
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
+        check_out_dtype(out.dtype)
+    places = (place_of(a), place_of(b), place_of(out), variant, scheduler, programs)
+    route = _ROUTES.get(places)
+    if route is not None and out_dtype in (None, out.dtype):
+        with _on(a.device):
+            follow(route, a, b, out)
+        return out
+    check_operands(a, b)
+    check_out(out, a, b, out_dtype)
+    if out.numel() == 0:
+        return out
+    if a.shape[1] == 0:
+        return out.zero_()
+    if _is_on_gpu(a):
+        with _on(a.device):
+            route = _multiply(a, b, out, variant, scheduler, programs)
+        if route is not None:
+            keep(_ROUTES, places, route)
+    elif INTERPRETED:
+        _run_plain(a, b, out, scheduler, programs or INTERPRETED_PROGRAMS)
+    else:
+        raise ValueError(
+            f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    return out
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and not INTERPRETED
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the GPU the current device, which it mostly is."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    variant: str,
+    scheduler: str,
+    programs: int | None,
+) -> Route | None:
+    """Write a @ b to `out`; return the route that the Gluon body has taken, None after the plain one."""
+    capability, sms = _device(a.device)
+    programs = programs or sms
+    if capability in (9, 10):
+        on_blackwell = capability == 10
+        route = route_of(a, b, out, variant, scheduler, programs, tensor_memory=on_blackwell)
+        if route is not None:
+            follow(route, a, b, out)
+            return route
+    _run_plain(a, b, out, scheduler, programs)
+    return None
+
+
+@functools.lru_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Return NVIDIA's major compute capability, 0 for others, and the number of SMs."""
+    properties = torch.cuda.get_device_properties(device)
+    return (0 if torch.version.hip else properties.major), properties.multi_processor_count
+
+
+def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: str, programs: int) -> None:
+    rows, columns = out.shape
+    if scheduler == "auto":
+        scheduler = "chiplet" if torch.version.hip else "grouped"
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (min(programs, triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])),)
+
+    plain_gemm[grid](
+        a,
+        b,
+        out,
+        counter_of(a.device, counts=scheduler == "dynamic"),
+        rows,
+        columns,
+        a.shape[1],
+        *a.stride(),
+        *b.stride(),
+        *out.stride(),
+        programs,
+        class_of_rows(rows),
+        SCHEDULE=scheduler,
+        CHIPLETS=CHIPLETS,
+        UPCAST=INTERPRETED and a.dtype is torch.bfloat16,
+    )
+
+
+@triton.autotune(
+    configs=PLAIN_CANDIDATES,
+    key=["m_class", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"],
+    prune_configs_by={"early_config_prune": prune_plain},
+    do_bench=do_bench,
+)
+@triton.jit(do_not_specialize=["programs", "m_class"])
+def plain_gemm(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    counter_ptr,  # int32 [2], zeros: for the dynamic schedule
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    programs,  # the most that run at once: what the best config depends on, no part of the code
+    m_class,  # as what M is tuned, see `configs`; no part of the code either
+    SCHEDULE: tl.constexpr,
+    CHIPLETS: tl.constexpr,
+    UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Write C = A @ B; each program takes tiles until the schedule has no more for it."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    visit = 0
+    number = _number(visit, tiles, counter_ptr, SCHEDULE, CHIPLETS)
+    while number < tiles:
+        pid_m, pid_n = scheduled_tile(number, tiles_m, tiles_n, SCHEDULE, GROUP_M)
+        rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
+        a_rows = tl.cast(tl.where(rows < M, rows, 0), tl.int64)
+        b_cols = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
+        offs_k = tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + a_rows[:, None] * stride_am + tl.cast(offs_k, tl.int64)[None, :] * stride_ak
+        b_ptrs = b_ptr + tl.cast(offs_k, tl.int64)[:, None] * stride_bk + b_cols[None, :] * stride_bn
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, tl.cdiv(K, BLOCK_K)):
+            inside = offs_k < K - k * BLOCK_K
+            a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc)
+            a_ptrs += BLOCK_K * tl.cast(stride_ak, tl.int64)
+            b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
+        c_rows = tl.cast(rows, tl.int64)[:, None] * stride_cm
+        c_ptrs = c_ptr + c_rows + tl.cast(cols, tl.int64)[None, :] * stride_cn
+        tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+        visit += 1
+        number = _number(visit, tiles, counter_ptr, SCHEDULE, CHIPLETS)
+    if SCHEDULE == "dynamic":
+        reset_counter(counter_ptr, tl.num_programs(0))
+
+
+@triton.jit
+def _number(visit, tiles, counter_ptr, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr):
+    """Return the number of this program's next tile."""
+    if SCHEDULE == "dynamic":
+        number = claim_number(counter_ptr)
+    else:
+        number = scheduled_number(
+            visit, tl.program_id(0), tl.num_programs(0), tiles, SCHEDULE, CHIPLETS, 4 * CHIPLETS
+        )
+    return number

@@ -1,0 +1,207 @@
+"""The tiles of a plain product (`Problem`), and the schedulers: which tile comes next.
+
+All partitions of a kernel ask for themselves:
+
+    StaticSchedule     arithmetic: every partition computes the number of a visit
+    DynamicSchedule    a counter in global memory: the loading partition claims numbers and passes them on
+                       through a ring in shared memory
+
+The loader calls `publish(visit)` for visits 0, 1, 2, ... and `finish` at its end; the others `take(visit)`.
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..compat import aggregate
+from ..rings import ring_phase, ring_slot
+from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
+
+
+@aggregate
+class StaticSchedule:
+    tiles: gl.tensor
+    SCHEDULE: gl.constexpr
+    CHIPLETS: gl.constexpr
+    CHUNK: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(
+        counter_ptr,
+        tiles,
+        SCHEDULE: gl.constexpr,
+        CHIPLETS: gl.constexpr,
+        CHUNK: gl.constexpr,
+        SLOTS: gl.constexpr,
+        READERS: gl.constexpr,
+    ):
+        return StaticSchedule(tiles, SCHEDULE, CHIPLETS, CHUNK)
+
+    @gluon.jit
+    def publish(self, visit):
+        """Return the number of this program's tile at this visit; not below `tiles` when there is none."""
+        return self.take(visit)
+
+    @gluon.jit
+    def take(self, visit):
+        """Return what the loader's `publish` of this visit returns."""
+        return scheduled_number(
+            visit,
+            gl.program_id(0),
+            gl.num_programs(0),
+            self.tiles,
+            self.SCHEDULE,
+            self.CHIPLETS,
+            self.CHUNK,
+        )
+
+    @gluon.jit
+    def finish(self):
+        """Nothing to put back."""
+
+
+@aggregate
+class DynamicSchedule:
+    counter_ptr: gl.tensor
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    tiles: gl.tensor
+    SLOTS: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(
+        counter_ptr,
+        tiles,
+        SCHEDULE: gl.constexpr,
+        CHIPLETS: gl.constexpr,
+        CHUNK: gl.constexpr,
+        SLOTS: gl.constexpr,
+        READERS: gl.constexpr,
+    ):
+        """Allocate the ring; each of READERS partitions takes every number that is meant for it."""
+        numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=READERS)
+        return DynamicSchedule(counter_ptr, numbers, full, empty, tiles, SLOTS)
+
+    @gluon.jit
+    def publish(self, visit):
+        """Claim the next number, pass it on and return it; not below `tiles` when there is none."""
+        slot = ring_slot(visit, self.SLOTS)
+        mbarrier.wait(self.empty.index(slot), ring_phase(visit, self.SLOTS) ^ 1)
+        number = claim_number(self.counter_ptr)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.numbers.index(slot).store(gl.full([1], number, gl.int32, layout))
+        mbarrier.arrive(self.full.index(slot), count=1)
+        return number
+
+    @gluon.jit
+    def take(self, visit):
+        """Return what the loader's `publish` of this visit returns, once it has."""
+        slot = ring_slot(visit, self.SLOTS)
+        mbarrier.wait(self.full.index(slot), ring_phase(visit, self.SLOTS))
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        number = gl.max(self.numbers.index(slot).load(layout), 0)
+        mbarrier.arrive(self.empty.index(slot), count=1)
+        return number
+
+    @gluon.jit
+    def finish(self):
+        """Let the last program of the launch put the counter back."""
+        reset_counter(self.counter_ptr, gl.num_programs(0))
+
+
+# Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
+ALIGNED = gl.constexpr(8)
+INSTRUCTION_K = gl.constexpr(16)
+
+
+@gluon.jit
+def last_start(size, block, INSIDE_ROWS: gl.constexpr):
+    """Return where the last tile begins: where it ends with the matrix, if TMA can begin there.
+
+    INSIDE_ROWS: tiles begin inside rows of memory. `size`, behind all tiles, says that none is moved.
+    """
+    last = max(size - block, 0)
+    if INSIDE_ROWS:
+        last = gl.where(size % ALIGNED == 0, last, size)
+    return last
+
+
+@aggregate
+class Problem:
+    """The tiles of A @ B."""
+
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    tiles: gl.tensor
+    last_row: gl.tensor  # behind which no tile begins
+    last_col: gl.tensor
+    k: gl.tensor
+    k_blocks: gl.tensor
+    SCHEDULE: gl.constexpr
+    GROUP_M: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    EXTRA_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    NUM_BUFFERS: gl.constexpr
+
+    @gluon.jit
+    def place(self, number):
+        """Return the tile's first row of A and of C, column and k block; without such a tile, the last one's.
+
+        A tile that would reach beyond the last row or column is moved back by so much, if TMA can begin
+        there: loads from beyond are slow, see `operands`. What it shares with the tile before is computed and
+        stored twice, to the same values, as both add up the k blocks in the same order: tiles of stream-K
+        stay. Behind the last group of tiles the arithmetic would divide by a group of no rows.
+        """
+        number = min(number, self.tiles - 1)
+        pid_m, pid_n = scheduled_tile(number, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M)
+        row = min(pid_m * self.BLOCK_M, self.last_row)
+        col = min(pid_n * (self.BLOCK_N + self.EXTRA_N), self.last_col)
+        return row, row, col, 0
+
+    @gluon.jit
+    def end_steps(self):
+        """Return how many times INSTRUCTION_K elements of K the last k block of a tile has."""
+        return gl.cdiv(self.k - (self.k_blocks - 1) * self.BLOCK_K, INSTRUCTION_K)
+
+    @gluon.jit
+    def blocks_of(self, number):
+        """Every tile has as many k blocks."""
+        return self.k_blocks
+
+    @gluon.jit
+    def first_blocks(self):
+        return self.k_blocks
+
+    @gluon.jit
+    def blocks_behind(self, number):
+        return self.k_blocks
+
+    @gluon.jit
+    def await_rows(self, number, known):
+        """All of A is there."""
+        return known
+
+    @gluon.jit
+    def loaded(self):
+        """Nobody waits for that."""
+
+    @gluon.jit
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+        """The accumulator is the tile."""
+        epilogue.store(accumulator, row, col, step, STORER)
+
+    @gluon.jit
+    def stored(self, number):
+        """Nobody waits for that."""

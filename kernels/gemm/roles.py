@@ -1,0 +1,367 @@
+"""The two roles of the Gluon bodies for Hopper and Blackwell, and who plays them.
+
+`_load` fills the ring of operands; `_work` multiplies, stores, or both. A variant is who plays them:
+
+    pipelined             one tile a program | _work alone: its warps also start the loads,
+    persistent            many tiles         |   NUM_BUFFERS - 1 k blocks ahead, up to the tile's end
+    persistent_pipelined  many tiles         |   or across it: the next tile is loaded under the epilogue
+    cooperative           _load (1 warp)     | _work: all other warps share a tile
+    cooperative, 3 TEAMS  _load (1 warp)     | _work, _work, _work: 64 rows of a tile each (of each CTA)
+    pingpong              _load (1 warp)     | _work, _work: every second tile each; one multiplies while
+                                             |   the other stores
+    cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
+
+Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, and
+
+    place(number)                 a tile's first row of A and of C, its first column and first k block
+    blocks_of(number)             how many k blocks it has: one or more
+    first_blocks()                how many this program's first tile has
+    blocks_behind(number)         how many its tile after this one has; any number if there is none
+    end_steps()                   of JOINED only: how many times 16 elements of K the last one of a tile has
+    await_rows(number, known)     return once those rows of A may be read. Only `_load` asks, once a tile, and
+                                  passes what it was told the last time, at first 0
+    loaded()                      `_load` has started its last load
+    store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
+    stored(number)                it has
+
+**It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
+steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
+
+    full[s]         TMA, of a load that was started: `_load` starts each step of each visit once
+    empty[s]        the readers of step s - NUM_BUFFERS, who need steps up to that one only, and nothing of
+                    each other. `_work` that loads for itself starts step s + NUM_BUFFERS - 1 after it has
+                    given back step s - 1
+    turn            see `_work`
+    accumulator     Blackwell: `ready` by the multiplier, once for each visit; `empty` for visit v by the
+                    storer of visit v - 2
+    number          dynamic only: `full` by the loader, which publishes until every taker has seen the end;
+                    `empty` by the takers, who take every visit once, before they need anything of it
+    await_rows      the problem's own: of nobody in this launch
+
+No tile (more programs than tiles) means no step: `_load` publishes the end and everybody stops. So does
+K = 0: no tile has a k block, nothing is visited and nothing written; zeros are the caller's to write.
+
+**At the end** of a partition its stores have been read out of shared memory, and no load is under way that
+nobody waits for: each step that is loaded is multiplied.
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..compat import aggregate
+from ..rings import ring_phase
+from .any_width import WgmmaAnyWidth
+from .epilogue import OwnBuffers, StolenBuffers
+from .mma import Tcgen05, Wgmma
+from .operands import Operands, allocate_mbarriers
+from .problem import DynamicSchedule, StaticSchedule
+
+LOADER_REGISTERS = gl.constexpr(24)  # the least that setmaxnreg takes; the loader is scalar code
+CONSUMER_REGISTERS = gl.constexpr(240)  # 2 * 240 + 24 for each of 128 lanes: 64512 of an SM's 65536
+TEAM_REGISTERS = gl.constexpr(160)  # 3 * 160 + 24: the same
+
+
+@aggregate
+class Cursor:
+    """How far the loads of a partition that loads for itself have come: the next k block, of whole tiles."""
+
+    visit: gl.tensor
+    number: gl.tensor
+    row: gl.tensor
+    col: gl.tensor
+    k: gl.tensor
+    step: gl.tensor
+
+    @staticmethod
+    @gluon.jit
+    def create(problem, schedule):
+        number = schedule.publish(0)
+        row, _row_of_c, col, _first_k = problem.place(number)
+        zero = gl.to_tensor(0)
+        return Cursor(zero, number, row, col, zero, zero)
+
+    @gluon.jit
+    def load(self, problem, schedule, operands, last_visit):
+        """Start one load, if there is one left in the tiles up to that visit; return the cursor behind it."""
+        visit, number, k, step = self.visit, self.number, self.k, self.step
+        row, col = self.row, self.col
+        if (number < problem.tiles) & (visit <= last_visit):
+            operands.load(step, row, col, k)
+            step += 1
+            k += 1
+            if k == problem.blocks_of(number):
+                k = k * 0
+                visit += 1
+                number = schedule.publish(visit)
+                row, _row_of_c, col, _first_k = problem.place(number)
+        return Cursor(visit, number, row, col, k, step)
+
+
+@gluon.jit
+def _load(problem, schedule, operands, TAKERS: gl.constexpr):
+    """Fill the ring with the k blocks of all tiles of this program."""
+    step = 0
+    visit = 0
+    known = 0
+    number = schedule.publish(0)
+    while number < problem.tiles:
+        known = problem.await_rows(number, known)
+        row, _row_of_c, col, first_k = problem.place(number)
+        for k in range(problem.blocks_of(number)):
+            operands.load(step, row, col, first_k + k)
+            step += 1
+        visit += 1
+        number = schedule.publish(visit)
+    for further in gl.static_range(1, TAKERS):  # each of those who take turns must be told
+        schedule.publish(visit + further)
+    schedule.finish()
+    problem.loaded()
+
+
+@gluon.jit
+def _work(
+    problem,
+    schedule,
+    operands,
+    mma,
+    epilogue,
+    turn,
+    FIRST: gl.constexpr,
+    EVERY: gl.constexpr,
+    MULTIPLIES: gl.constexpr,
+    STORES: gl.constexpr,
+    LOADS: gl.constexpr,
+    ACROSS: gl.constexpr,
+):
+    """Multiply and store this partition's tiles: visits FIRST, FIRST + EVERY, ...
+
+    LOADS: start the loads as well, ACROSS: of the next tile too before this one is stored.
+
+    EVERY is 2 for ping-pong. The two take turns at the tensor cores: consumer w waits for turn[w], on which
+    the other arrives when it has started its last k block. At its tile j = 0, 1, ... consumer 0 needs j
+    arrivals of consumer 1, which has j tiles before visit 2j: 1, 3, ..., 2j - 1. Consumer 1 needs j + 1 of
+    consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
+    """
+    NUM_BUFFERS: gl.constexpr = problem.NUM_BUFFERS
+    step = FIRST * problem.first_blocks()
+    visit = gl.to_tensor(FIRST)
+    cursor = visit
+    if LOADS:
+        cursor = Cursor.create(problem, schedule)
+        if ACROSS:
+            for _ in gl.static_range(NUM_BUFFERS - 1):
+                cursor = cursor.load(problem, schedule, operands, visit + NUM_BUFFERS)
+    number = schedule.take(visit)
+    while number < problem.tiles:
+        cursor, step = _work_on(
+            *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
+            *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS),
+        )
+        step += (EVERY - 1) * problem.blocks_behind(number)
+        visit += EVERY
+        number = schedule.take(visit)
+    if STORES:
+        epilogue.finish()
+    if LOADS:
+        schedule.finish()
+
+
+@gluon.jit
+def _load_under(problem, schedule, operands, epilogue, cursor, k, last_visit):
+    """Start a load into the slot of the k block before the k-th one, under the multiplication of that."""
+    if k == 0:
+        epilogue.before_load()
+    return cursor.load(problem, schedule, operands, last_visit)
+
+
+@gluon.jit
+def _work_on(
+    problem,
+    schedule,
+    operands,
+    mma,
+    epilogue,
+    turn,
+    cursor,
+    number,
+    visit,
+    step,
+    FIRST: gl.constexpr,
+    EVERY: gl.constexpr,
+    MULTIPLIES: gl.constexpr,
+    STORES: gl.constexpr,
+    LOADS: gl.constexpr,
+    ACROSS: gl.constexpr,
+):
+    """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
+    AHEAD: gl.constexpr = problem.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
+    if MULTIPLIES:
+        if LOADS and not ACROSS:
+            for _ in gl.static_range(problem.NUM_BUFFERS - 1):
+                cursor = cursor.load(problem, schedule, operands, visit)
+        accumulator = mma.begin(visit)
+        if EVERY == 2:
+            mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
+        ENDS: gl.constexpr = 1 if operands.JOINED else 0  # k blocks that are multiplied in another way
+        blocks = problem.blocks_of(number) - ENDS
+        for k in range(blocks):
+            operands.wait_full(step)
+            accumulator = accumulator.multiply(operands, step, k)
+            if LOADS:
+                cursor = _load_under(problem, schedule, operands, epilogue, cursor, k, visit + AHEAD)
+            step += 1
+        if ENDS > 0:
+            operands.wait_full(step)
+            accumulator = accumulator.multiply_last(operands, step, blocks)
+            if LOADS:
+                cursor = _load_under(problem, schedule, operands, epilogue, cursor, blocks, visit + AHEAD)
+            step += 1
+        if EVERY == 2:
+            mbarrier.arrive(turn.index(1 - FIRST), count=1)
+        # Divisions, of which no product should have to wait.
+        _row_of_a, row, col, _first_k = problem.place(number)
+        accumulator = accumulator.end(operands, step)
+    else:
+        _row_of_a, row, col, _first_k = problem.place(number)
+        accumulator = mma.accumulator(visit)
+    if STORES:
+        mma.await_result(visit)
+        problem.store(number, epilogue, accumulator, row, col, step, FIRST)
+        mma.drained(visit)
+        problem.stored(number)
+    return cursor, step
+
+
+@gluon.jit
+def run(
+    problem,
+    a_desc,
+    b_desc,
+    extra_desc,
+    c_desc,
+    counter_ptr,
+    TRANS_A: gl.constexpr,
+    TRANS_B: gl.constexpr,
+    TENSOR_MEMORY: gl.constexpr,
+    SCHEDULE: gl.constexpr,
+    VARIANT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    EXTRA_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    STORE_N: gl.constexpr,
+    STORE_BUFFERS: gl.constexpr,
+    JOINED: gl.constexpr,
+    TEAMS: gl.constexpr,
+    TRANS_C: gl.constexpr,
+):
+    """Multiply and store the tiles of the problem that are this program's; `gemm` says what is what."""
+    gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
+    STEALS: gl.constexpr = STORE_BUFFERS == 0
+    if JOINED:
+        gl.static_assert(not TENSOR_MEMORY and not STEALS, "for Hopper, with buffers for the store")
+        gl.static_assert(STORE_N <= BLOCK_N + EXTRA_N, "the last piece ends with the tile")
+    else:
+        gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
+        gl.static_assert(not TRANS_C, "only tiles of any width have been stored by columns")
+    if STEALS:
+        gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
+        gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
+    SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
+    PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
+    CONSUMERS: gl.constexpr = 2 if PINGPONG else TEAMS
+    if TEAMS > 1:
+        gl.static_assert(TEAMS == 3, "there are partitions for three")
+        gl.static_assert(VARIANT == "cooperative" and JOINED, "teams share tiles of any width")
+        gl.static_assert(SCHEDULE != "dynamic", "one team would have to tell the others")
+    WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
+
+    operands = Operands.create(
+        a_desc,
+        b_desc,
+        extra_desc,
+        NUM_BUFFERS,
+        1 if STEALS else 0,
+        TRANS_A,
+        TRANS_B,
+        BLOCK_M,
+        BLOCK_N,
+        EXTRA_N,
+        BLOCK_K,
+        JOINED,
+        TEAMS,
+    )
+    if TENSOR_MEMORY:
+        mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
+    elif JOINED:
+        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 0)
+    else:
+        mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
+    # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
+    SLOTS: gl.constexpr = NUM_BUFFERS + 2
+    READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
+    if SCHEDULE == "dynamic":
+        schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SCHEDULE, 8, 8, SLOTS, READERS)
+    else:
+        schedule = StaticSchedule.create(counter_ptr, problem.tiles, SCHEDULE, 8, 8, SLOTS, READERS)
+    if STEALS:
+        epilogue = StolenBuffers.create(c_desc, operands, WIDTH, STORE_N, 1, CONSUMERS)
+    else:
+        epilogue = OwnBuffers.create(c_desc, operands, WIDTH, STORE_N, STORE_BUFFERS, CONSUMERS, TRANS_C)
+    turn = operands.full
+    if PINGPONG:
+        turn = allocate_mbarriers(2)
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()  # TMA and the tensor cores see the mbarriers
+
+    if not SPECIALIZED:
+        ACROSS: gl.constexpr = VARIANT == "persistent_pipelined"
+        _work(problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, True, ACROSS)
+    elif TENSOR_MEMORY:
+        gl.warp_specialize(
+            [
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, False, True, False, False)),
+                (_load, (problem, schedule, operands, 1)),
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, False, False, False)),
+            ],
+            [1, 1],
+            [LOADER_REGISTERS, LOADER_REGISTERS],
+        )
+    elif PINGPONG:
+        gl.warp_specialize(
+            [
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, True, True, False, False)),
+                (_load, (problem, schedule, operands, 2)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+    elif TEAMS == 3:
+        mma_1 = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 1)
+        mma_2 = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 2)
+        out_1, out_2 = epilogue.of_team(1), epilogue.of_team(2)
+        gl.warp_specialize(
+            [
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma_1, out_1, turn, 0, 1, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma_2, out_2, turn, 0, 1, True, True, False, False)),
+                (_load, (problem, schedule, operands, 1)),
+            ],
+            [4, 4, 1],
+            [TEAM_REGISTERS, TEAM_REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
+                (_load, (problem, schedule, operands, 1)),
+            ],
+            [1],
+            [LOADER_REGISTERS],
+        )

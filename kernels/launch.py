@@ -1,0 +1,315 @@
+"""Launches of a tuned kernel, each way shorter than the one before it.
+
+    by the tuner   Autotuner, the config's blocks in new descriptors, the kernel. The first calls of a shape
+    settled        config, compiled kernel and grid as the tuning left them (`SettledLaunches`)
+    prepared       all but a few arguments are encoded once (`PreparedLaunch`)
+    bare           Triton's launcher in C, called without Triton's preparations (`bare_launch`)
+
+A settled launch is taken while no launch may be a trial, and as long as the tuner's choice for the shape is
+the one that was remembered, so a later tuning is followed at once. A launch that nobody has tuned and that
+cannot be timed alone takes the first candidate and warns once.
+
+A bare launch gives the kernel what Triton's own gives. It is left out while hooks are set, as a profiler sees
+every launch, and with releases whose launcher is not known:
+
+    3.6    grid, stream, function, cooperative, dependent; scratch, scratch of profilers, metadata, three for
+           hooks; then the kernel's arguments, one by one
+    3.9    grid, stream, function, cooperative, dependent; metadata, three for hooks; scratch, scratch of
+           profilers; of which kinds the kernel's arguments are, twice; then these, as one sequence
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import _allocation
+from triton.runtime.driver import driver
+
+from dist_autotune import is_tuning
+
+from .configs import INTERPRETED, take_first
+from .matrices import DESCRIPTORS_KEPT, Block, Matrix, describe
+
+try:
+    from triton.backends.nvidia import driver as nvidia
+except ImportError:  # Triton was built without it
+    nvidia = None
+
+FORMAT_OF_3_6 = "iiiKKppOOOOOO"  # as its launchers parse what is before the kernel's arguments
+IS_3_9 = triton.__version__.startswith("3.9.")
+
+Launch = Callable[[int, tuple[Any, ...]], None]
+
+
+def bare_launch(
+    compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
+) -> Launch | None:
+    """Return `launch(stream, middle)`, which launches a compiled kernel without hooks; None if unknown.
+
+    The kernel's arguments are `first`, `middle` and `last`; all TMA descriptors are in `first`.
+    """
+    launcher = compiled.run
+    if nvidia is None or type(launcher) is not nvidia.CudaLauncher or launcher.profile_scratch_size:
+        return None
+    signature = list(compiled.src.signature.items())
+    if any(map(_is_descriptor, signature[len(first) :])):
+        return None
+    of_first = dict(signature[: len(first)])
+    meta = getattr(compiled.metadata, "tensordesc_meta", None)
+    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) == FORMAT_OF_3_6:
+        before = (None,) * len(FORMAT_OF_3_6)
+        expand = nvidia.wrap_handle_tensordesc(lambda *given: given[len(before) :], of_first, meta)
+        return _launch_of_3_6(compiled, grid, expand(*before, *first), last)
+    if IS_3_9 and not launcher.gsan_enabled:
+        expand = nvidia.wrap_handle_tensordesc(lambda *given: given[-1], of_first, meta)
+        return _launch_of_3_9(compiled, grid, tuple(expand(first)), last)
+    return None
+
+
+def _launch_of_3_6(
+    compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
+) -> Launch:
+    launch = compiled.run.launch
+    if any(map(_is_descriptor, compiled.src.signature.items())):
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    function, scratch = _function(compiled), _scratch(compiled, grid)
+    before = (None, compiled.packed_metadata, None, None, None, *first)
+    return lambda stream, middle: launch(*grid, stream, *function, scratch(stream), *before, *middle, *last)
+
+
+def _launch_of_3_9(
+    compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
+) -> Launch:
+    launch, launcher = driver.active.utils.launch, compiled.run
+    function, scratch = _function(compiled), _scratch(compiled, grid)
+    before = (*function, compiled.packed_metadata, None, None, None)
+    kinds = (None, launcher.arg_annotations, launcher.kernel_signature)
+    return lambda stream, middle: launch(
+        *grid, stream, *before, scratch(stream), *kinds, (*first, *middle, *last)
+    )
+
+
+def _function(compiled: Any) -> tuple[Any, ...]:
+    return compiled.function, compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+
+
+def _scratch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int], Any]:
+    """Return what allocates the scratch memory of a launch on a stream, if the kernel needs any."""
+    launcher = compiled.run
+    size = grid[0] * grid[1] * grid[2] * launcher.num_ctas * launcher.global_scratch_size
+    return functools.partial(_allocate if size else _nothing, size, launcher.global_scratch_align)
+
+
+def _allocate(size: int, alignment: int, stream: int) -> Any:
+    """Return scratch memory of the allocator that is set now, as launches ask for it."""
+    return _allocation._allocator.get()(size, alignment, stream)
+
+
+def _nothing(size: int, alignment: int, stream: int) -> None:
+    return None
+
+
+def _is_descriptor(argument: tuple[Any, Any]) -> bool:
+    _name, kind = argument
+    return str(kind).startswith("tensordesc")
+
+
+class PreparedLaunch:
+    """Launches one compiled kernel on one grid, on the current stream; called with its middle arguments.
+
+    first, last: what comes before and behind them in every launch. TMA descriptors are among the first, and
+    not to be changed; that their memory is there is the caller's to see to, at each launch.
+    """
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
+    ) -> None:
+        self._own_way = compiled[grid]
+        self._first, self._last = first, last
+        self._driver = driver.active
+        self._bare = bare_launch(compiled, grid, first, last)
+
+    def __call__(self, *middle: Any) -> None:
+        bare, driver = self._bare, self._driver
+        if bare is None or _are_watched():
+            self._own_way(*self._first, *middle, *self._last)
+            return
+        bare(driver.get_current_stream(driver.get_current_device()), middle)
+
+
+def _are_watched() -> bool:
+    """Return whether somebody is to be told of launches."""
+    return _is_set(knobs.runtime.launch_enter_hook) or _is_set(knobs.runtime.launch_exit_hook)
+
+
+def _is_set(hook: Any) -> bool:
+    """Return whether there is such a hook: a chain, unless it is empty, or what somebody put in its place."""
+    return bool(hook.calls) if isinstance(hook, knobs.HookChain) else hook is not None
+
+
+KEPT = 512
+OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
+
+Shape = TypeVar("Shape", bound=Hashable)
+BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
+Grid = Callable[[dict[str, Any]], tuple[int, int, int]]
+
+
+class UntunedWarning(UserWarning):
+    """An operation runs with the first of its candidates, as nobody has tuned it for such a shape."""
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """How a shape is launched as long as `config` is the tuner's choice for `key`."""
+
+    config: triton.Config
+    key: tuple[Any, ...]
+    blocks: tuple[Block, ...]  # of the descriptors
+    constants: tuple[Any, ...]  # in the order of the kernel's parameters, which end with them
+    compiled: Any
+    grid: tuple[int, int, int]
+
+    def launch(self, matrices: tuple[Matrix, ...], *arguments: Any) -> None:
+        """Launch the kernel; descriptors of `matrices`, with the config's blocks, are its first arguments."""
+        _prepared(self, matrices)(*arguments)
+
+
+@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
+def _prepared(settled: Settled, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
+    descriptors = tuple(map(describe, matrices, settled.blocks))
+    return PreparedLaunch(settled.compiled, settled.grid, descriptors, settled.constants)
+
+
+class SettledLaunches(Generic[Shape]):
+    """What is known of the shapes of one tuned kernel whose constants are its last parameters.
+
+    A shape is all that the config and the compiled kernel depend on. No tensor of a caller is kept.
+    operation: the name under which it is said that a shape has not been tuned, if it is to be.
+    """
+
+    def __init__(self, tuner: Any, blocks_of: BlocksOf, *, operation: str = "", kept: int = KEPT) -> None:
+        self._tuner, self._blocks_of, self._kept = tuner, blocks_of, kept
+        self._operation = operation
+        self._told: set[tuple[Any, ...]] = set()
+        self._of: OrderedDict[Shape, Settled] = OrderedDict()
+
+    def find(self, shape: Shape) -> Settled | None:
+        """Return how to launch the shape the short way; None if this launch must ask the tuner."""
+        settled = self._of.get(shape)
+        if settled is None or is_tuning() or self._choice(settled.key) is not settled.config:
+            return None
+        return settled
+
+    def remember(
+        self,
+        shape: Shape,
+        compiled: Any,
+        grid: Grid,
+        sizes: dict[str, Any],
+        constants: dict[str, Any],
+        dtypes: tuple[str, ...],
+    ) -> None:
+        """Keep the short way to what the tuner has just launched, if that is what it has settled on.
+
+        sizes, constants: the arguments that no config sets. dtypes: of the tensors among the arguments.
+        """
+        tuner, named = self._tuner, {**sizes, **constants}
+        key = (*(named[name] for name in tuner.keys), *dtypes)
+        config = self._choice(key)
+        if take_first.configs_not_timed() > 1 and self._operation:
+            self._tell_untuned(key, {name: named[name] for name in tuner.keys})
+        if is_tuning() or config is None or config is not tuner.best_config:
+            return
+        if not hasattr(compiled, "packed_metadata"):  # nothing was launched
+            return
+        named = {**constants, **config.kwargs}
+        ordered = tuple(named[name] for name in tuner.arg_names if name in named)
+        blocks = tuple(self._blocks_of({**sizes, **named}).values())
+        self._of[shape] = Settled(config, key, blocks, ordered, compiled, grid(config.kwargs))
+        if len(self._of) > self._kept:
+            self._of.popitem(last=False)
+
+    def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
+        """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
+        from dist_autotune.tuner.results import (
+            mark_provisional,  # not at the top: it loads what sessions need
+        )
+
+        mark_provisional(self._tuner, key)
+        layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)
+        if layer in self._told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._told.add(layer)
+        shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        warnings.warn(
+            f"{self._operation} [{shape}] has not been tuned and takes the first of its candidates in every "
+            "call. Call it in a function decorated with contextual_autotune, on all ranks with is_dist=True, "
+            "which tunes it and keeps the result on disk",
+            UntunedWarning,
+            stacklevel=2,
+        )
+
+    def _choice(self, key: tuple[Any, ...]) -> triton.Config | None:
+        """Return the tuner's settled config, if there is one."""
+        configs = self._tuner.configs
+        choice: triton.Config | None = configs[0] if len(configs) == 1 else self._tuner.cache.get(key)
+        return choice
+
+
+def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Launch `kernel`, a kernel with its grid, that makes TMA descriptors on the device; return what it does.
+
+    They need scratch memory. In a copy of the context, the caller's own allocator stays what it is.
+    """
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, _allocate_scratch)
+    return context.run(kernel, *args, **kwargs)
+
+
+def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+    """Compile and load what a launch with these arguments would run, and run nothing.
+
+    To be called before a side stream is given waits for peers: a driver that loads a kernel may first wait
+    for all that is enqueued, and what would end those waits in time is the very kernel that is to be loaded.
+    What fails here fails at the launch again, where it is told.
+    """
+    if INTERPRETED:
+        return
+    with contextlib.suppress(Exception):
+        compiled = launch(kernel.run, *args, grid=grid, warmup=True, **kwargs)
+        compiled._init_handles()
+        if compiled.n_spills and not torch.version.hip:
+            _make_room_for_locals(4 * compiled.n_spills)
+
+
+def _make_room_for_locals(bytes_of_thread: int) -> None:
+    """Have the driver grow local memory now, which at the first launch it would do waiting for all streams.
+
+    Seen on an H200 (driver 580): the first launch of a kernel that spills 1488 bytes, while a stream waits,
+    does not return before that stream goes on. With the limit raised and acted upon before, it does.
+    """
+    from cuda.bindings import driver
+
+    needed = bytes_of_thread + 512
+    stack = driver.CUlimit.CU_LIMIT_STACK_SIZE
+    status, limit = driver.cuCtxGetLimit(stack)
+    if int(status) == 0 and limit < needed:
+        driver.cuCtxSetLimit(stack, needed)
+        torch.cuda._sleep(1)  # the limit is acted upon at the next launch, of whatever kernel
+        torch.cuda.current_stream().synchronize()
+
+
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")

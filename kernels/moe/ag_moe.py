@@ -1,0 +1,231 @@
+"""Each token of all ranks times the matrices of its experts, with the gather hidden behind the product.
+
+What a rank holds, W ranks:
+
+    gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
+    ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
+    words    int32 [7, W], symmetric: FREE[p], 1 if what comes from here may be written on rank p; TOLD[p],
+             rank p's number of tokens and topk once its ids are here, else 0; ARRIVED[p], 1 once its chunk is
+             here; AFTER[p], 0 (but see below); GIVEN[p], of which number of tokens rank p's host knows
+
+A call on rank r:
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    x_shard to chunk r, ids to their place
+    fork                               -->    FREE[r] of every peer := 1
+    count_choices, once all TOLD[p] >= 1      for p = r - 1, r - 2, ... (mod W):
+    place_choices: tokens by expert,              wait until FREE[p] >= 1, FREE[p] := 0
+        and within it r, r + 1, ...               ids, GIVEN[r], TOLD[r] to rank p
+    grouped GEMM, one persistent kernel:      for p = r - 1, r - 2, ...:
+        a tile once ARRIVED[p] >= 1 for all       chunk r to rank p
+        p up to its last row's                    ARRIVED[r] of rank p := 1
+        all ARRIVED before it ends
+    fork                               -->    TOLD, ARRIVED := AFTER
+    join                               <--
+
+All ids travel before any chunk, so sorting them, which takes a few programs, hides behind the chunks. Tiles
+come in the order of their last chunk (`routing`), those of the own chunk first.
+
+Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones.
+
+**It ends.** The side stream of a call waits for the peers' FREE alone, which follow their forks; nothing on
+it needs an SM, and it is enqueued before the kernels that wait for it, so it cannot be held up behind them.
+The kernels wait for the side streams of peers alone, none for another program of its own. So if all of call k
+- 1 ends, then all forks of k happen, all ids and chunks are pushed, and all kernels of k end.
+
+**Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen our TOLD
+and ARRIVED of k, which follow our FREE[p] := 0 of k.
+
+**It reads no stale data.** A word of call k is seen by the kernels of k, then set to 0, and only then does
+call k + 1 permit its writer to set it again, behind what it stands for. The acquire of a wait orders the
+ordinary loads of ids and of A behind it; TMA, of which that could not be said, loads the weight alone.
+
+**Nothing is overwritten while it is read.** What p pushes in call k + 1 is written here behind our fork of k
++ 1, behind the kernels of k. Chunk r and our ids are read by our kernels and our pushes of k, all before the
+join.
+
+**No wait is unbounded.** A stream's wait has no limit of its own; the kernels' waits have. When one's
+patience ends it records the peer and sets AFTER[p], so that nothing waits for p a second time, and FREE[p],
+so that our side stream runs through; later calls and replays, in which p's words are still far ahead, set
+FREE[p] again. That is reported by the next call, by `check` and by `close`, and the operation is then good
+for nothing but closing.
+
+**What the host must know.** The result has a row for each choice of all ranks, so its shape needs the number
+of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
+for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
+allocated, and compares both, and what the peers' hosts know: numbers that differ are an error on all ranks,
+which names who was given them.
+
+Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
+rank must make the same calls in the same order, each on one stream at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..signals import Failure
+from ..tensors import check_no_gradient, check_tensor
+from .ag_moe_kernel import all_gather_moe
+from .candidates import HEIGHTS
+from .launch import GroupedLauncher
+from .operation import ExpertOperation, check_experts
+from .plan import Plan
+from .words import ARRIVED
+
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+
+_LAUNCHER = GroupedLauncher(all_gather_moe, "AllGatherMoE", HEIGHTS=HEIGHTS)
+
+
+class AllGatherMoE(ExpertOperation):
+    """`op(x_shard [T_r, K], weight [E, N, K], topk_ids [T_r, topk])` returns `[T * topk, N]` on each rank.
+
+    T is the tokens of all ranks, rank by rank; row t * topk + j is token t times `weight[id].T`, where id is
+    its j-th choice. A rank's T_r is 0 to `tokens_per_rank` and may change from call to call. E and topk (up
+    to `max_topk`) are equal on all ranks, N may differ. An id of -1 drops a choice: its row is zeros. Any
+    other id that is no expert is an error, raised on all ranks, that names the rank that chose it.
+
+    Calls need no synchronisation with the device between them. Their shape needs every rank's T_r: `tokens=`
+    gives it, on all ranks or on none; without it the hosts meet in each call, for some microseconds when they
+    come together. Calls with `tokens=` may be captured in CUDA graphs and replayed any number of times among
+    eager calls, in the same order on all ranks; before the capture, call once with the same shapes.
+    `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective.
+    """
+
+    _orders, _by_first = 2, False
+
+    def __init__(
+        self,
+        tokens_per_rank: int,
+        k: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+        *,
+        timeout_s: float = 300.0,
+        max_topk: int = 16,
+    ) -> None:
+        self._k = k
+        super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._gather = self._memory.allocate((self.world_size, self._capacity, self._k), self._dtype)
+        self._shard = self._gather.local[self.rank]
+        peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
+        self._chunks = [
+            (self._gather.peers[p][self.rank], self._words.peers[p][ARRIVED.value, self.rank]) for p in peers
+        ]
+        # A driver that sets up something at the first copy to a peer must not do so while a kernel spins.
+        for chunk, _ in self._chunks:
+            self._memory.copy(chunk[:1], self._shard[:1], self._stream)  # zeros; read behind ARRIVED only
+        self._stream.join()
+
+    def _forget(self) -> None:
+        del self._gather, self._shard, self._chunks
+        super()._forget()
+
+    # ---- what the caller may use
+
+    def __call__(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return the products; `out`, if given, is where they are written.
+
+        A wrong argument raises before any peer hears of the call, save the number of rows of `out` without
+        `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
+        `check` or `close`.
+        """
+        self._check_usable()
+        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
+        self._check_arguments(x_shard, weight, topk_ids, out)
+        known = self._check_call(topk_ids, tokens)
+        if known is not None:
+            self._check_rows(out, sum(known) * topk_ids.shape[1])
+        with self._carrying_out():
+            rows = sum(self._tokens_of_all(x_shard.shape[0], known)) * topk_ids.shape[1]
+            self._check_rows(out, rows)
+            if out is None:
+                out = x_shard.new_empty((rows, weight.shape[1]))
+            self._push(x_shard, topk_ids)
+            plan = self._sort(topk_ids, weight.shape[0], first=self.rank)
+            self._launch(weight, out, plan, topk_ids.shape[1])
+            self._announcer.finish()
+        return out
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The symmetric input buffer [tokens_per_rank, K]: `op(op.shard[:T_r], ...)` copies no tokens.
+
+        Write it on the stream of the calls; it is free again as soon as a call has returned.
+        """
+        self._check_usable()
+        return self._shard
+
+    # ---- one call
+
+    def _check_arguments(
+        self, x_shard: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor | None
+    ) -> None:
+        check_tensor("x_shard", x_shard, self._dtype, self.device)
+        check_experts(weight, self._k, self._dtype, self.device)
+        if x_shard.shape[1] != self._k:
+            raise ValueError(
+                f"x_shard has shape {list(x_shard.shape)}; its rows must have K={self._k} elements"
+            )
+        if isinstance(topk_ids, torch.Tensor) and len(topk_ids) != len(x_shard):
+            given = f"x_shard {list(x_shard.shape)} and topk_ids {list(topk_ids.shape)}"
+            raise ValueError(f"{given} must have a row for each of the same tokens")
+        if out is not None:
+            check_tensor("out", out, self._dtype, self.device)
+            if out.shape[1] != weight.shape[1]:
+                raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
+        offset = x_shard.data_ptr() - self._shard.data_ptr()
+        inside = 0 <= offset < self._shard.numel() * self._shard.element_size() and len(x_shard) > 0
+        if inside and (offset > 0 or (x_shard.stride(0) != self._k and len(x_shard) > 1)):
+            raise ValueError("x_shard overlaps op.shard without being its first rows; pass op.shard[:T_r]")
+
+    def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:
+        if out is not None and out.shape[0] != rows:
+            raise ValueError(f"out has shape {list(out.shape)}; the result has {rows} rows")
+
+    def _push(self, x_shard: torch.Tensor, topk_ids: torch.Tensor) -> None:
+        tokens = x_shard.shape[0]
+        shard = self._shard[:tokens]
+        if tokens and x_shard.data_ptr() != self._shard.data_ptr():
+            shard.copy_(x_shard.detach())
+        self._announce(topk_ids)
+        for chunk, arrived in self._chunks:
+            if tokens:
+                self._memory.copy(chunk[:tokens], shard, self._stream)
+            self._memory.write_signal(arrived, 1, self._stream)
+
+    def _launch(self, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int) -> None:
+        tensors = (
+            self._gather.local,
+            weight.detach(),
+            out,
+            plan.rows,
+            plan.sources,
+            plan.ends,
+            plan.tables,
+            self._words.local,
+            self._errors,
+        )
+        strides = (weight.stride(0), weight.stride(1), out.stride(0))
+        shape = self._shape(out.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
+        own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
+        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
+
+    def _describe_wait(self, peer: int, failure: Failure) -> str:
+        return f"rank {peer}, or one that it waits for, did not push its tokens in time"

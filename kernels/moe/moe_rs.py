@@ -1,0 +1,283 @@
+"""Each token's products with its experts, weighted, added, summed over ranks, for the rank whose token it is.
+
+What a rank holds, W ranks; `m` is tokens_per_rank:
+
+    ids, weights  int64 and float32, symmetric: each rank's choices, rank p's behind p * m * topk
+    products      [T * topk, N] of the caller's device, for the length of a call
+    partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
+    staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
+    words         int32 [7, W], symmetric: FREE, TOLD, ARRIVED, AFTER, GIVEN as in `AllGatherMoE`; DONE[p], 1
+                  once our sums for p are complete, which the kernel sets
+
+A call on rank r:
+
+    caller's stream                           side stream: copy engine and stream memory operations
+    ids and weights to their place
+    fork                               -->    FREE[r] of every peer := 1
+    count_choices, once all TOLD[p] >= 1      for p = r - 1, r - 2, ... (mod W):
+    place_choices: by expert, and within          wait until FREE[p] >= 1, FREE[p] := 0
+        it tokens of r + 1, r + 2, ..., r         ids, weights, GIVEN[r], TOLD[r] to rank p
+    grouped GEMM, one persistent kernel:      for p = r + 1, r + 2, ...:
+        products of stage 0, 1, ...               wait until DONE[p] >= 1, DONE[p] := 0
+        a stage's tokens combined as soon         our sums for p to their slot on rank p
+        as they are stored, its last              ARRIVED[r] of rank p := 1
+        block sets DONE[p];
+        the own chunk last, once all
+        ARRIVED[p] >= 1
+    fork                               -->    TOLD, ARRIVED := AFTER
+    join                               <--
+
+**How a sum is made.** A product is weighted in float32 and rounded to `dtype` once; the topk products of a
+token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
+parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
+bits, with the same config. Adding into one float32 buffer by atomics would save storing the products, twice
+their bytes through the L2 cache while the tensor cores work, but not give the same bits twice, and write 4
+bytes an element, topk times.
+
+**It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
+`AllGatherMoE`. A push waits for DONE of our own kernel. In the kernel, an item of the list waits for items in
+front of it in the list of this rank, and, in the own chunk, behind all tiles and all chunks of peers, for
+peers' pushes. Programs claim the items one by one from a counter, so those in front of an item have been
+claimed by programs that have started; the foremost of them that is not done waits for nothing that is not,
+unless it is of the own chunk. An item is never left to a program that has not started. So as soon as one
+program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end.
+How many programs there are, and how many run at once, does not matter: in the interpreter it is one. A kernel
+of another stream that holds SMs until it has met its like on a peer, an all-reduce of another dimension of a
+mesh, for one, may keep programs out: nobody waits for those. It must leave room for one.
+
+The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
+from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
+has ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its
+edges: a captured call launches the kernel once for each stage, with the items of that stage, and what is
+pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE, as
+in `AllGatherMoE`: for forks of peers, which precede all kernels of their call.
+
+**Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
+its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
+the program that counts the last block of chunk p; the count acquires what the others released. The copy
+follows DONE on its stream, or in a captured call the kernel, and ARRIVED follows the copy.
+
+**Nothing is overwritten while it is read.** The partial sums are rewritten by the kernel of the next call,
+behind the join, behind their copy. What p writes here in the next call it writes behind our fork of that
+call, behind the kernels that read it.
+
+**No wait is unbounded**, as in `AllGatherMoE`; DONE needs no rescue, for nothing of a peer's chunk waits for
+a peer. Candidates may differ between ranks in one call: ranks tell each other about chunks, never about
+tiles. Every rank must make the same calls in the same order, each on one stream at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..signals import Failure
+from ..symm import SymmetricTensor
+from ..tensors import check_no_gradient, check_tensor
+from .launch import GroupedLauncher
+from .moe_rs_kernel import moe_reduce_scatter
+from .operation import ExpertOperation, check_choices, check_experts
+from .plan import Plan
+from .pusher import SumPusher
+from .words import NOT_COMPUTED
+
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+
+_LAUNCHER = GroupedLauncher(moe_reduce_scatter, "MoEReduceScatter")
+
+
+class MoEReduceScatter(ExpertOperation):
+    """`op(y [T * topk, K], weight [E, N, K], topk_ids [T_r, topk], topk_weights [T_r, topk])`: sums [T_r, N].
+
+    The sum, over all ranks and the topk choices of each of this rank's tokens, of the choice's weight times
+    its row of y times `weight[id].T`. T is the tokens of all ranks, rank by rank, and y has rows for all of
+    them, as `AllGatherMoE` returns them; ids and weights are those of this rank's own. A rank's T_r is 0 to
+    `tokens_per_rank` and may change from call to call. E and topk (up to `max_topk`) are equal on all ranks,
+    N is `n`; K is each rank's part of the inner dimension and may differ. An id of -1 drops a choice,
+    whatever its row and its weight; any other id that is no expert is an error, raised on all ranks, that
+    names the rank.
+
+    The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
+    outside, a shape that has not been tuned takes the first candidate. What `AllGatherMoE` says about
+    `tokens=`, CUDA graphs and timeouts holds here too. Kernels of other streams that wait for peers, such as
+    collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
+
+    Each rank holds 2 * (W - 1) * tokens_per_rank * n elements, half of them of symmetric memory, and in a
+    call T * topk * n more.
+    """
+
+    _orders, _by_first = 1, True
+
+    def __init__(
+        self,
+        tokens_per_rank: int,
+        n: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+        *,
+        timeout_s: float = 300.0,
+        max_topk: int = 16,
+    ) -> None:
+        if n < 1:
+            raise ValueError(f"n={n} columns; it must be at least 1")
+        self._n = n
+        super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        slots = max(1, self.world_size - 1)
+        self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
+        self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
+        self._pusher = SumPusher(self._memory, self._stream, self._partial, self._staged, self._words)
+
+    def _lists(self) -> tuple[SymmetricTensor, ...]:
+        self._weights = self._memory.allocate(tuple(self._ids.local.shape), torch.float32)
+        return (self._ids, self._weights)
+
+    def _forget(self) -> None:
+        del self._staged, self._partial, self._pusher, self._weights
+        super()._forget()
+
+    # ---- what the caller may use
+
+    def __call__(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return this rank's sums; `out`, if given, is where they are written.
+
+        A wrong argument raises before any peer hears of the call, save the number of rows of `y` without
+        `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
+        `check` or `close`.
+        """
+        in_steps = self._is_capturing()
+        return self._call(y, weight, topk_ids, topk_weights, out, tokens, in_steps=in_steps)
+
+    def _call(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        tokens: Sequence[int] | None,
+        *,
+        in_steps: bool,
+    ) -> torch.Tensor:
+        self._check_usable()
+        check_no_gradient("MoEReduceScatter", y=y, weight=weight, topk_weights=topk_weights, out=out)
+        self._check_arguments(y, weight, topk_ids, topk_weights, out)
+        known = self._check_call(topk_ids, tokens)
+        topk = topk_ids.shape[1]
+        if known is not None:
+            self._check_rows(y, known, topk)
+        with self._carrying_out():
+            counts = self._tokens_of_all(topk_ids.shape[0], known)
+            self._check_rows(y, counts, topk)
+            if out is None:
+                out = y.new_empty((topk_ids.shape[0], self._n))
+            self._put_weights(topk_weights)
+            self._announce(topk_ids)
+            plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1)
+            products = y.new_empty((y.shape[0], self._n))
+            launch = functools.partial(self._launch, y, weight, out, products, plan, topk)
+            if in_steps:
+                for step in range(self.world_size - 1):
+                    launch(step)
+                    self._pusher.push_one(step, counts)
+                launch(self.world_size - 1)
+            elif self.device.type == "cpu":
+                self._pusher.push(counts)
+                launch()
+            else:
+                launch()
+                self._pusher.push(counts)
+            self._announcer.finish()
+        return out
+
+    # ---- one call
+
+    def _check_arguments(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> None:
+        check_tensor("y", y, self._dtype, self.device)
+        check_experts(weight, y.shape[1], self._dtype, self.device)
+        if weight.shape[1] != self._n:
+            raise ValueError(f"weight has shape {list(weight.shape)}; [E, n={self._n}, K] is needed")
+        check_choices("topk_ids", topk_ids, self.device, integers=True)
+        check_choices("topk_weights", topk_weights, self.device, integers=False)
+        if topk_weights.shape != topk_ids.shape:
+            given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
+            raise ValueError(f"{given} must be of one shape")
+        if out is not None:
+            check_tensor("out", out, self._dtype, self.device)
+            wanted = [topk_ids.shape[0], self._n]
+            if list(out.shape) != wanted:
+                raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
+
+    def _check_rows(self, y: torch.Tensor, tokens: tuple[int, ...], topk: int) -> None:
+        rows = sum(tokens) * topk
+        if y.shape[0] != rows:
+            wanted = f"tokens {list(tokens)} of the ranks with topk={topk} are {rows} rows"
+            raise ValueError(f"y has {y.shape[0]} rows; {wanted}")
+
+    def _put_weights(self, topk_weights: torch.Tensor) -> None:
+        begin = self.rank * self._capacity * topk_weights.shape[1]
+        if topk_weights.numel():
+            place = self._weights.local[begin : begin + topk_weights.numel()]
+            place.copy_(topk_weights.detach().reshape(-1))
+
+    def _launch(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        products: torch.Tensor,
+        plan: Plan,
+        topk: int,
+        step: int | None = None,
+    ) -> None:
+        """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
+        first_part, parts = (0, self.world_size + 1) if step is None else (step, 1)
+        tensors = (
+            y.detach(),
+            weight.detach(),
+            out,
+            products,
+            self._partial,
+            self._staged.local,
+            self._weights.local,
+            plan.rows,
+            plan.sources,
+            plan.offsets,
+            plan.ends,
+            plan.tables,
+            plan.counters,
+            self._words.local,
+            self._errors,
+        )
+        strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
+        shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
+        of_launch = (first_part, parts, self.rank, self._patience_ticks)
+        own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
+        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
+
+    def _describe_wait(self, peer: int, failure: Failure) -> str:
+        if failure.kind == NOT_COMPUTED.value:
+            return f"the products of this rank were not stored in time ({failure.seen} tiles of a part were)"
+        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

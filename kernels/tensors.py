@@ -1,0 +1,73 @@
+"""Checks of the tensors of a call, and a cache of what is known of tensors in the same place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any, TypeVar
+
+import torch
+
+KEPT = 512
+
+_ONE_AT_A_TIME = threading.Lock()
+
+Known = TypeVar("Known")
+
+
+def place_of(tensor: Any) -> Hashable:
+    """Return all that a call with a tensor depends on but its elements; of what is no tensor, its type."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(type(tensor))
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def keep(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
+    """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten.
+
+    Any thread may call this; those that look up need not wait.
+    """
+    with _ONE_AT_A_TIME:
+        if len(known) >= KEPT and key not in known:
+            del known[next(iter(known))]
+        known[key] = value
+    return value
+
+
+def check_no_gradient(operation: str, **tensors: object) -> None:
+    """Raise RuntimeError if autograd would have to follow this call: the result would have no gradient."""
+    if not torch.is_grad_enabled():
+        return
+    asking = [
+        name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
+    if asking:
+        raise RuntimeError(
+            f"{operation} has no backward, but grad is enabled and required by {', '.join(asking)}: its "
+            f"result would have no gradient. Call it under torch.no_grad(), or pass {asking[0]}.detach()"
+        )
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless `tensor` is a matrix of this type and place whose rows are contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
+    if tensor.device != device or tensor.dtype != dtype:
+        given, wanted = f"{tensor.dtype} on {tensor.device}", f"{dtype} on {device}"
+        raise ValueError(f"{name} is {given}; this operation was opened for {wanted}")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; two dimensions are needed")
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        raise ValueError(
+            f"the rows of {name} are not contiguous (strides {tensor.stride()}); call .contiguous()"
+        )
+
+
+def begin_at_16_bytes(itemsize: int, pointers: tuple[int, ...], row_strides: tuple[int, ...]) -> bool:
+    """Return whether TMA can address every row: pointers and strides (in elements) are whole 16 bytes."""
+    steps = 0
+    for stride in row_strides:
+        steps |= stride * itemsize
+    for pointer in pointers:
+        steps |= pointer
+    return steps % 16 == 0
