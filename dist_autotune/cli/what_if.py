@@ -25,12 +25,8 @@ from ..timing.samples import STATISTICS
 from .replay import rules_of
 
 RankMs = dict[int, float]  # rank -> ms of one run
-REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "mean": fmean}
-ALLOWED: dict[str, Collection[str]] = {
-    "search": STRATEGIES,
-    "statistic": STATISTICS,
-    "rank_reduce": REDUCTIONS,
-}
+REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "mean": fmean}
+ALLOWED: dict[str, Collection[str]] = {"search": STRATEGIES, "statistic": STATISTICS, "rank_reduce": REDUCE}
 
 
 @dataclass(frozen=True)
