@@ -26,7 +26,7 @@ class Outcome:
 
 
 class Context:
-    """The state of one context, the same on every rank. A candidate is an index into `digests` and `texts`."""
+    """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`."""
 
     def __init__(self, name: str, announcement: Announcement, rules: Rules, run: int) -> None:
         self.name = name

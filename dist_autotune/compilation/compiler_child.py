@@ -2,15 +2,13 @@
 
 Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds.
 
-What may go wrong is bounded. Python, glibc's allocator and `logging` make their locks anew in a child. A lock
-of Triton's or LLVM's that another thread of the rank held at the fork stays locked there for ever; such a
-child sleeps until its time is up, and `Ending.was_idle` tells it from a compiler that works without end: it
-deserves a second fork. Handlers that other libraries run at a fork may hang too, before the child has begun,
-and then they do so every time: `Ending.has_begun`.
+Python, glibc's allocator and `logging` make their locks anew in a child. A lock of Triton's or LLVM's that
+another thread held at the fork stays locked there; such a child sleeps until its time is up and deserves a
+second fork (`Ending.was_idle`). Handlers that other libraries run at a fork may hang before the child has
+begun, and then they do so every time (`Ending.has_begun`).
 
-The child touches no CUDA, runs no finalizers (no garbage collection, `os._exit`) and ignores the signals that
-are meant for the job. It dies with the thread that forked it. One that is cut off, to run what is not the
-compiler's, has no file or socket and can open none.
+The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
+the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
 """
 
 from __future__ import annotations
@@ -67,16 +65,11 @@ class CompilerChild:
         self._said = os.memfd_create("compiler-stderr")
         self._report, reporting = os.pipe()
         parent = os.getpid()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
-                stream.flush()
+        _flush()
         try:
             self._pid: int | None = _fork()
             if self._pid == 0:
-                try:
-                    _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
-                finally:
-                    os._exit(1)
+                _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
         except OSError:
             self._pid = None
             self._close_files()
@@ -168,6 +161,12 @@ def _fork() -> int:
         return os.fork()
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+
+
 def _name_of(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -195,23 +194,24 @@ def _first_telling_line(text: str) -> str:
 def _compile(
     work: Callable[[], Any], parent: int, limit_s: float, said: int, reporting: int, *, is_cut_off: bool
 ) -> NoReturn:
-    reason, result = "", None
     try:
-        _settle_in(parent, limit_s, said)
-        if is_cut_off:
-            _cut_off(reporting)
-        os.write(reporting, b"\n")
-        result = work()
-    except BaseException as error:
-        reason = (config_failure(error) or "")[:REASON_CHARACTERS]
-    report = {"reason": reason, "result": result if isinstance(result, str) else ""}
-    rest = json.dumps(report).encode()
-    while rest:  # a long result takes several writes, as fast as the rank reads
-        rest = rest[os.write(reporting, rest) :]
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
+        reason, result = "", None
+        try:
+            _settle_in(parent, limit_s, said)
+            if is_cut_off:
+                _cut_off(reporting)
+            os.write(reporting, b"\n")
+            result = work()
+        except BaseException as error:
+            reason = (config_failure(error) or "")[:REASON_CHARACTERS]
+        report = {"reason": reason, "result": result if isinstance(result, str) else ""}
+        rest = json.dumps(report).encode()
+        while rest:  # a long result takes several writes, as fast as the rank reads
+            rest = rest[os.write(reporting, rest) :]
+        _flush()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _settle_in(parent: int, limit_s: float, said: int) -> None:
