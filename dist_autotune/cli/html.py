@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from ..formatting import WALL_CLOCK_NOTE, Table
+from ..formatting import Table
 from ..logs.history import ContextHistory, History, SessionHistory
 from ..logs.reader import describe_skipped
 from . import tables
@@ -48,25 +48,20 @@ def _session(session: SessionHistory) -> str:
     for context in session.contexts:
         parts += map(_table, tables.context_tables(context))
         if context.convergence:
-            # Ids must be unique in the document: two sessions may have the same context.
-            plot = _convergence_plot(context, session.is_wall_clock)
-            parts.append(_prefix_ids(plot, f"{session.name}-{context.records[0].context}-"))
+            parts.append(_convergence_plot(session, context))
     return "\n".join(parts)
 
 
 def _table(table: Table) -> str:
     classes = [" class='figure'" if column.is_figure else "" for column in table.columns]
-    head = "".join(
-        f"<th{c}>{escape(column.name)}</th>" for c, column in zip(classes, table.columns, strict=True)
-    )
-    rows = (
-        "<tr>"
-        + "".join(f"<td{c}>{escape(cell)}</td>" for c, cell in zip(classes, row, strict=True))
-        + "</tr>"
-        for row in table.rows
-    )
+
+    def row(tag: str, cells: Iterable[str]) -> str:
+        pairs = zip(classes, cells, strict=True)
+        return "<tr>" + "".join(f"<{tag}{c}>{escape(cell)}</{tag}>" for c, cell in pairs) + "</tr>"
+
+    rows = [row("th", (column.name for column in table.columns)), *(row("td", cells) for cells in table.rows)]
+    body = "\n".join(rows)
     note = f"<p class='note'>{escape(table.note)}</p>" if table.note else ""
-    body = "\n".join([f"<tr>{head}</tr>", *rows])
     return f"<h3>{escape(table.title)}</h3>\n<div class='scroll'><table>{body}</table></div>{note}"
 
 
@@ -74,30 +69,24 @@ def _warning(text: str) -> str:
     return f"<p class='warning'>{escape(text)}</p>"
 
 
-def _convergence_plot(context: ContextHistory, is_wall_clock: bool) -> str:
+def _convergence_plot(session: SessionHistory, context: ContextHistory) -> str:
     """Return an SVG of the best agreed time after each run."""
     import matplotlib  # only needed for this report
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    svg = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dist_autotune"}):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.add_subplot()
         runs, best_ms = list(context.convergence), list(context.convergence.values())
         axes.step(runs, best_ms, where="post", marker="o", markersize=3)
         axes.set_xlabel("run")
-        axes.set_ylabel("best agreed ms" + (" (wall clock)" if is_wall_clock else ""))
+        axes.set_ylabel("best agreed ms" + (" (wall clock)" if session.is_wall_clock else ""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(context.label, fontsize=9, loc="left", parse_math=False)
-        if is_wall_clock:
-            axes.text(0.99, 0.95, WALL_CLOCK_NOTE, transform=axes.transAxes, ha="right", va="top", fontsize=7)
-        svg = io.StringIO()
-        figure.savefig(
-            svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
-    return svg.getvalue()[svg.getvalue().index("<svg") :]  # without the XML prolog: it is part of a page
-
-
-def _prefix_ids(svg: str, prefix: str) -> str:
-    prefix = re.sub(r"[^A-Za-z0-9-]", "-", prefix)
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    plot = svg.getvalue()[svg.getvalue().index("<svg") :]  # without the XML prolog: it is part of a page
+    # Ids must be unique in the document: two sessions may have the same context.
+    prefix = re.sub(r"[^A-Za-z0-9-]", "-", f"{session.name}-{context.records[0].context}-")
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", plot)
