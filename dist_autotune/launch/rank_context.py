@@ -10,7 +10,7 @@ from triton.runtime.autotuner import Autotuner
 
 from ..errors import NoValidConfig
 from ..formatting import context_label
-from ..search.context_search import Context
+from ..search.context import Context
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples

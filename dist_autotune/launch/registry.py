@@ -11,7 +11,7 @@ from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
 from ..options import Options
-from ..search.context_search import Context, Outcome
+from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
 from ..search.messages import MIXED, Announcement, Claim, Part
 from ..search.rules import BY_LAUNCH

@@ -15,7 +15,7 @@ from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
 from ..ranks.group import SingleRank
 from ..search import strategies
-from ..search.context_search import Context
+from ..search.context import Context
 from ..search.messages import Message, Opening, RunReport, bans_for_crashes
 from ..search.rules import Rules
 from ..search.state import SearchState

@@ -12,7 +12,7 @@ from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import RunStarted, RunTimed, Trial
 from ..ranks.watchdog import PATIENCE
-from ..search.context_search import Outcome
+from ..search.context import Outcome
 from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples

@@ -18,7 +18,7 @@ from ..codec import digest, to_json
 from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
-from ..search.context_search import Context
+from ..search.context import Context
 from ..search.messages import Claim, RunReport
 from ..storage.winners import Entry, EntryKey, Winners
 from ..triton_api import autotuner_cache, identity, subclasses

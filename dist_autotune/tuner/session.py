@@ -16,7 +16,7 @@ from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
-from ..search.context_search import Outcome
+from ..search.context import Outcome
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent

@@ -16,7 +16,7 @@ from virtual_tuners import Boom, Ending, VirtualRank
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
-from dist_autotune.search.context_search import Context
+from dist_autotune.search.context import Context
 from dist_autotune.search.messages import Message, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
