@@ -19,7 +19,7 @@ from ..formatting import Table, columns, config_label, format_ms, format_percent
 from ..logs.history import ContextHistory, SessionHistory, is_time, of_kind, percent_over
 from ..logs.records import ContextAdmitted, SessionOpened, Trial
 from ..search.budget import RUNS_ALLOWED
-from ..search.context_search import RunningFlow
+from ..search.running_flow import RunningFlow
 from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS
 from .replay import rules_of

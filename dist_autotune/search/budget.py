@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from ..formatting import counted
 from . import whole_run
-from .context_search import Context
+from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
 

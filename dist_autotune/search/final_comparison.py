@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterable
 
-from .context_search import Context
+from .context import Context
 from .messages import RunReport
 from .plan_trial import Plan, PlanTrial
 from .rules import Rules

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from . import screening
-from .context_search import Context
+from .context import Context
 from .plan_trial import Plan
 
 MOST_PLANS = 64  # of a race

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from . import budget
 from .budget import Forecast, RunsSpent
-from .context_search import Context, Outcome
+from .context import Context, Outcome
 from .final_comparison import PlanComparison
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .context_search import Context
+from .context import Context
 from .messages import RunReport
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from . import screening
-from .context_search import Context
+from .context import Context
 from .messages import RunReport
 from .plan_space import MOST_PLANS, PlanSpace
 from .plan_trial import Plan, PlanTrial
