@@ -62,6 +62,8 @@ class CompilerChild:
 
     def __init__(self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False) -> None:
         self._limit_s = limit_s
+        self._what = "the hook" if is_cut_off else "the compiler"
+        self._late = "the hook did not end" if is_cut_off else "did not compile"
         self._said = os.memfd_create("compiler-stderr")
         self._report, reporting = os.pipe()
         parent = os.getpid()
@@ -102,7 +104,7 @@ class CompilerChild:
                 ending = self._ending(code)
             else:
                 was_idle = not has_helper and cpu_s < IDLE_SHARE * elapsed_s
-                reason = f"did not compile within {self._limit_s:g} s"
+                reason = f"{self._late} within {self._limit_s:g} s"
                 ending = Ending(reason, was_idle, has_begun=bool(self._heard))
         if said := self._said_so_far():  # to where it would have gone without a child
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -122,12 +124,12 @@ class CompilerChild:
         with contextlib.suppress(ValueError):
             return Ending(**json.loads(self._heard))
         if code is None:
-            ended = "the compiler's process is gone without a word"
+            ended = f"{self._what}'s process is gone without a word"
         elif code < 0:
             names = {number.value: number.name for number in signal.Signals}  # without real-time signals
-            ended = f"the compiler was ended by {names.get(-code, f'signal {-code}')}"
+            ended = f"{self._what} was ended by {names.get(-code, f'signal {-code}')}"
         else:
-            ended = f"the compiler ended its process with exit code {code}"
+            ended = f"{self._what} ended its process with exit code {code}"
         lines = [line.strip() for line in self._said_so_far().splitlines() if line.strip()]
         telling = [found.group() for line in lines if (found := _TELLING.search(line))]
         said = next(iter(telling + lines), "")

@@ -31,12 +31,6 @@ from .compiler_child import CompilerChild
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
 _POLL_S = 1e-3
-_OF_A_HOOK = {  # instead of what is said of a compiler
-    "the compiler ended its process": "it ended the process",
-    "the compiler was": "it was",
-    "the compiler's process": "its process",
-    "did not compile": "it did not end",
-}
 
 Changes: TypeAlias = dict[int, dict[str, Any]]
 """The changed attributes of each argument that has any, by its place in `holders`."""
@@ -64,43 +58,31 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehe
 
     The tensors of `Rehearsal.launches` are those of the launch; nothing that is the caller's is changed.
     """
-    launches: dict[str, Launch] = {}
-    left_out: dict[str, str] = {}
-    reports, why_none = _rehearse_in_child(launch, configs, min(limit_s, LIMIT_S)) if configs else ({}, "")
-    for digest in configs:
-        pickled, reason = reports.get(digest, ("", why_none))
-        if pickled:
-            launches[digest] = with_changes(launch, pickle.loads(base64.b64decode(pickled)))
-        else:
-            left_out[digest] = reason
-    return Rehearsal(launches, left_out)
-
-
-def _rehearse_in_child(
-    launch: Launch, configs: Mapping[str, Any], limit_s: float
-) -> tuple[dict[str, tuple[str, str]], str]:
-    """Return by digest the pickled changes or the reason why there are none; and why digests are missing."""
+    if not configs:
+        return Rehearsal()
     if limit_s <= 0:
-        return {}, "no child may be started"
+        return Rehearsal(left_out=dict.fromkeys(configs, "no child may be started"))
 
     def work() -> str:
         return json.dumps({digest: _rehearse_one(launch, config) for digest, config in configs.items()})
 
     try:
-        child = CompilerChild(work, limit_s, is_cut_off=True)
+        child = CompilerChild(work, min(limit_s, LIMIT_S), is_cut_off=True)
     except OSError as error:
-        return {}, f"no child ({error.strerror})"
+        return Rehearsal(left_out=dict.fromkeys(configs, f"no child ({error.strerror})"))
     try:
         while (ending := child.poll()) is None:
             time.sleep(_POLL_S)
     finally:
         child.close()
-    if ending.result:
-        return json.loads(ending.result), ""
-    reason = ending.reason or "it told nothing"
-    for words, of_a_hook in _OF_A_HOOK.items():
-        reason = reason.replace(words, of_a_hook)
-    return {}, reason
+    if not ending.result:
+        return Rehearsal(left_out=dict.fromkeys(configs, ending.reason or "the hook told nothing"))
+    reports: dict[str, tuple[str, str]] = json.loads(ending.result)
+    changes = {digest: base64.b64decode(pickled) for digest, (pickled, _) in reports.items() if pickled}
+    return Rehearsal(
+        launches={digest: with_changes(launch, pickle.loads(each)) for digest, each in changes.items()},
+        left_out={digest: reason for digest, (pickled, reason) in reports.items() if not pickled},
+    )
 
 
 # ---- in the child
