@@ -77,8 +77,6 @@ def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict
         verdict.notes.append(f"written by version {written_by}, recomputed by {__version__}")
     if opened.own_search or opened.search not in STRATEGIES:
         verdict.notes.append(f"not recomputed: its search, {opened.search}, is none of {sorted(STRATEGIES)}")
-    elif opened.continues and opened.continues not in states:
-        verdict.compare(None, "session", "continues", opened.continues, "a session recomputed before it")
     else:
         state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
         state.open()
