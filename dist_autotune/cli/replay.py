@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from ..codec import from_json
 from ..errors import TuningError
-from ..formatting import Table, columns, context_label, counted, one_line
+from ..formatting import Table, context_label, counted, one_line
 from ..logs import decisions
 from ..logs.history import SessionHistory, of_kind
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -139,17 +139,17 @@ def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
         if each.differences:
             found = counted(len(each.differences), "difference")
         rows.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
-    names = columns("session", "function", "search", ">runs", ">compared", "recomputed")
-    return Table("Replay", names, tuple(rows), "compared: plans and values of results, over all ranks.")
+    names = ("session", "function", "search", ">runs", ">compared", "recomputed")
+    return Table("Replay", names, rows, "compared: plans and values of results, over all ranks.")
 
 
 def differences_table(verdicts: Iterable[Verdict]) -> Table:
     """Return one row per difference."""
-    names = columns("session", ">run", "context", "what", "recorded", "recomputed")
+    names = ("session", ">run", "context", "what", "recorded", "recomputed")
     rows = []
     for verdict in verdicts:
         for each in verdict.differences:
             run = "-" if each.run is None else str(each.run)
             values = (one_line(value)[:LONGEST] for value in (each.recorded, each.recomputed))
             rows.append((verdict.session, run, each.about, each.what, *values))
-    return Table("Differences", names, tuple(rows))
+    return Table("Differences", names, rows)
