@@ -119,7 +119,7 @@ def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: Sear
             return
         _compare_results(verdict, run, of_kind(records[run], ContextSettled), state)
     if any(each.outcome not in ("settled", "partial") for each in closed):
-        state.contexts.drop_unsettled()  # as all ranks did
+        state.drop_unsettled()  # as all ranks did
     elif closed and not is_over and mode == "replay" and not session.of_kind(RunFailed):
         verdict.compare(None, "session", "session_closed", closed[0].outcome, "more runs to make")
 
@@ -135,7 +135,7 @@ def _step(verdict: Verdict, run: int, merged: Sequence[Merged], state: SearchSta
 def _compare_results(
     verdict: Verdict, run: int, recorded: Sequence[ContextSettled], state: SearchState
 ) -> None:
-    results = {context.name: decisions.settled(run, context) for context in state.contexts.newly_final()}
+    results = {context.name: decisions.settled(run, context) for context in state.newly_final()}
     for record in recorded:
         about, what = context_label(record.kernel, record.key), f"context_settled of rank {record.rank}"
         for name in RESULT:

@@ -9,7 +9,7 @@ from typing import Any
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..search.state import context_name
+from ..search.kernel_families import context_name
 from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity

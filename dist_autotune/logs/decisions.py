@@ -12,7 +12,7 @@ from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 def plan_of(search: SearchState) -> dict[str, int]:
     """Return what the next run tries: context -> index of the candidate on trial."""
-    return {context.name: context.planned for context in search.contexts.unsettled if context.is_on_trial}
+    return {context.name: context.planned for context in search.unsettled if context.is_on_trial}
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:

@@ -81,7 +81,7 @@ def planned_runs(rules: Rules, searches: Searches) -> int:
     return together + in_turn + 1
 
 
-def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Forecast:
+def forecast(rules: Rules, searches: Searches, spent: RunsSpent) -> Forecast:
     """Return how far the session has come. Any thread may ask."""
     return Forecast(
         timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context, _ in searches),

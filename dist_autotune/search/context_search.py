@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import context_label
-from .messages import Announcement, Part
+from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .strategies import Warmup, Winner, interval
 
@@ -158,7 +158,7 @@ class Context:
             if digest not in announcement.shared:
                 self.ban(index, announcement.rank, "not a candidate on every rank")
 
-    def adopt(self, claim: tuple[int, str, float | None] | None) -> bool:
+    def adopt(self, claim: Claim | None) -> bool:
         """Take a result that some rank already has, if every rank can use it."""
         if claim is None or claim[1] not in self.digests:
             return False
@@ -170,7 +170,7 @@ class Context:
         self.winner = index
         return True
 
-    def take_bans(self, bans: dict[str, tuple[int, str]]) -> None:
+    def apply_bans(self, bans: dict[str, Ban]) -> None:
         for digest, (rank, reason) in bans.items():
             if digest in self.digests:
                 self.ban(self.digests.index(digest), rank, reason)
@@ -201,7 +201,7 @@ class Context:
         `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run. Where
         that does not count, the same trial is made again.
         """
-        self.take_bans(part.bans)
+        self.apply_bans(part.bans)
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
         if index is None or self.waiting or part.ran is None:

@@ -74,7 +74,7 @@ class Diagnosis:
         """Return what the run under way tries, to follow its name in messages."""
         trials = [
             f"{context.title} with {context.texts[context.trial]}"
-            for context in self._state.search.contexts.unsettled
+            for context in self._state.search.unsettled
             if context.trial is not None
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""

@@ -109,7 +109,7 @@ class FunctionState:
 
     def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
-        settled, forgets = self.search.contexts.digest_text(), self.results.ignores_known
+        settled, forgets = self.search.digest_text(), self.results.ignores_known
         return self.function.opening(state, settled, retunes=forgets)
 
     def opening_with_results(self) -> Opening:
@@ -154,17 +154,17 @@ class FunctionState:
         unshared = {
             name for name, rank_context in self.contexts.by_name.items() if rank_context.search is None
         }
-        self.registry.forget(self.search.contexts.drop_unsettled() | unshared)
+        self.registry.forget(self.search.drop_unsettled() | unshared)
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
-        new = self.search.contexts.newly_final()
+        new = self.search.newly_final()
         for context in new:
             rank_context = self.contexts.by_name.get(context.name)
             if rank_context is not None:
                 self.results.publish(context, rank_context, seconds)
         for rank_context in self.contexts.by_name.values():  # settled before they were launched here
             late = rank_context.search
-            if late is not None and not rank_context.is_published and self.search.contexts.is_final(late):
+            if late is not None and not rank_context.is_published and self.search.is_final(late):
                 self.results.publish(late, rank_context, seconds)
         return new

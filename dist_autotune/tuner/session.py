@@ -211,7 +211,7 @@ class Session:
         self._record(run, merged, outcomes)
         for context in self.state.publish(self.elapsed_s):
             self._recorder.write(decisions.settled(run, context))
-        detail = ", ".join(context.title for context in search.contexts.unsettled) or self.function.name
+        detail = ", ".join(context.title for context in search.unsettled) or self.function.name
         self._progress.update(search.runs, self._expected_runs(), detail[:60])
         self._is_stepping = False
 
@@ -238,7 +238,7 @@ class Session:
         search = self.state.search
         if search.rules.mode == "replay":
             return search.planned_runs
-        forecast = search.outlook
+        forecast = search.forecast
         if search.runs == self._next_forecast:
             self._next_forecast *= 2
             if self._has_more_to_try:
@@ -248,7 +248,7 @@ class Session:
     @property
     def _has_more_to_try(self) -> bool:
         search = self.state.search
-        return any(search.contexts.unsettled) or search.plan_trial is not None
+        return any(search.unsettled) or search.plan_trial is not None
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
@@ -380,7 +380,7 @@ class Session:
             log_dir=self._log_dir,
             warning=self.warning,
             spent=self.state.time_spent.seconds,
-            outlook=None if self.is_over else self.state.search.outlook,
+            outlook=None if self.is_over else self.state.search.forecast,
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:

@@ -37,7 +37,7 @@ def state_of(tuning: SearchState) -> tuple[Any, ...]:
         tuning.has_trial,
         tuning.judged_run,
         tuning.planned_runs,
-        tuning.contexts.digest_text(),
+        tuning.digest_text(),
         dict(tuning.kernels.aliases),
     )
 
