@@ -27,11 +27,6 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def busy(what: str) -> contextlib.AbstractContextManager[object]:
-    """Say on standard error, if it is a terminal, that something takes time."""
-    return Console(stderr=True).status(f"{what} ...")
-
-
 def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
     """Print the list of all sessions, then the `shown` ones in full."""
     print_table(console, tables.sessions_table(history.sessions))
@@ -41,11 +36,9 @@ def print_history(console: Console, history: History, shown: Iterable[SessionHis
         print_text(console, f"\n{tables.session_heading(session)}", "bold")
         for note in tables.session_notes(session):
             print_text(console, note, "yellow")
-        for table in tables.session_tables(session):
+        of_contexts = [table for context in session.contexts for table in tables.context_tables(context)]
+        for table in tables.session_tables(session) + of_contexts:
             print_table(console, table)
-        for context in session.contexts:
-            for table in tables.context_tables(context):
-                print_table(console, table)
 
 
 def print_table(console: Console, table: Table) -> None:

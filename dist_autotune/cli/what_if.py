@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
@@ -16,15 +16,17 @@ from typing import Any
 
 from ..errors import InvalidOption
 from ..formatting import Table, columns, config_label, format_ms, format_percent
-from ..logs.history import ContextHistory, SessionHistory, of_kind, percent_over
-from ..logs.records import SessionOpened, Trial
+from ..logs.history import ContextHistory, SessionHistory, is_time, of_kind, percent_over
+from ..logs.records import ContextAdmitted, SessionOpened, Trial
 from ..search.budget import RUNS_ALLOWED
-from ..search.context_search import RunningFlow
+from ..search.running_flow import RunningFlow
 from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS
 from .replay import rules_of
 
 RankMs = dict[int, float]  # rank -> ms of one run
+REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "mean": fmean}
+ALLOWED: dict[str, Collection[str]] = {"search": STRATEGIES, "statistic": STATISTICS, "rank_reduce": REDUCE}
 
 
 @dataclass(frozen=True)
@@ -58,38 +60,30 @@ def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed
     found = []
     for session in sessions:
         for context in session.contexts:
+            usable = [candidate for candidate in context.candidates if not candidate.banned]
+            own = [trial for trial in of_kind(context.records, Trial) if trial.session == session.name]
             for judge in ("launch", "run"):
-                trials = [
-                    trial
-                    for trial in of_kind(context.records, Trial)
-                    if (trial.session, trial.judge) == (session.name, judge) and trial.kind != "incumbent"
-                ]
-                is_choice = sum(not candidate.banned for candidate in context.candidates) > 1
-                if session.opened and is_choice and any(trial.kind == "sample" for trial in trials):
+                trials = [trial for trial in own if trial.judge == judge and trial.kind != "incumbent"]
+                has_choice = len(usable) > 1 and any(trial.kind == "sample" for trial in trials)
+                if session.opened and has_choice and of_kind(context.records, ContextAdmitted):
                     found.append(_search(replace(session.opened, **options), context, trials, seed))
     return found
 
 
 def _search(opened: SessionOpened, context: ContextHistory, trials: Sequence[Trial], seed: int) -> WhatIf:
-    """Search a context anew on its recorded `trials`."""
-    if opened.search not in STRATEGIES:
-        raise InvalidOption(
-            f"session {opened.session} used a search of the user's own, {opened.search}, which its log "
-            f"does not hold: give --search, one of {', '.join(STRATEGIES)}"
-        )
+    """Search one context anew on `trials`, which were all judged in one way."""
+    for option, allowed in ALLOWED.items():
+        if (value := getattr(opened, option)) not in allowed:
+            name, expected = option.replace("_", "-"), ", ".join(allowed)
+            raise InvalidOption(f"--{name} {value}: expected one of {expected} (session {opened.session})")
     random = Random(f"{seed} {context.label} {trials[0].judge}")
-    decks = [
-        _Deck([trial for trial in trials if trial.config_id == candidate.config_id], opened, random)
-        for candidate in context.candidates
-    ]
-    banned = {index for index, candidate in enumerate(context.candidates) if candidate.banned}
-    all_ms = [None if index in banned else deck.agreed_ms() for index, deck in enumerate(decks)]
-    best_ms = min((ms for ms in all_ms if ms is not None), default=None)
-    picks = [
-        Pick(candidate.config, ms, percent_over(ms, best_ms))
-        for candidate, ms in zip(context.candidates, all_ms, strict=True)
-    ]
+    decks = [_Deck(each.config_id, trials, random) for each in context.candidates]
+    banned = {each.config_id for each in context.candidates if each.banned}
     winner, runs = _run_flow(opened, decks, banned)
+    all_ms = [_agreed_ms([] if i in banned else deck.runs["sample"], opened) for i, deck in enumerate(decks)]
+    best_ms = min((ms for ms in all_ms if ms is not None), default=None)
+    timed = zip(context.candidates, all_ms, strict=True)
+    picks = {each.config_id: Pick(each.config, ms, percent_over(ms, best_ms)) for each, ms in timed}
     sampled = f" {opened.n_warmup}+{opened.n_repeat}" if opened.search == "exhaustive" else ""
     return WhatIf(
         session=opened.session,
@@ -102,7 +96,7 @@ def _search(opened: SessionOpened, context: ContextHistory, trials: Sequence[Tri
         recorded_runs=len({trial.run for trial in trials}),
         resampled=sum(deck.resampled for deck in decks),
         pick=picks[winner],
-        recorded=picks[context.candidates.index(context.winner)] if context.winner else None,
+        recorded=picks.get(context.settled.config_id),
     )
 
 
@@ -111,59 +105,53 @@ def _run_flow(opened: SessionOpened, decks: Sequence[_Deck], banned: set[int]) -
     rules, runs = rules_of(opened), 0
     flow = RunningFlow(rules, len(decks))
     incumbent = min(set(range(len(decks))) - banned)
-    known_ms = {incumbent: math.inf}
     winner = flow.resume(None, banned)
     while winner is None and runs < RUNS_ALLOWED * max(rules.planned_runs(len(decks)), 1):
         assert flow.index is not None
         runs += 1
-        ms = decks[flow.index].deal(is_warmup=flow.is_warmup)
-        if ms is not None:
-            known_ms[flow.index] = ms
+        ms = _agreed_ms(decks[flow.index].deal("warm-up" if flow.is_warmup else "sample"), opened)
         winner = flow.resume(math.nan if ms is None else ms, banned)
-    if winner is None:
-        winner = min(known_ms, key=lambda index: known_ms[index])
+    if winner is None:  # stopped: the best so far
+        known = [(_agreed_ms(deck.dealt, opened) or math.inf, index) for index, deck in enumerate(decks)]
+        winner = min(each for each in known if each[1] not in banned)[1]
     return incumbent if isinstance(winner, Winner) and incumbent in winner.tied else winner, runs
 
 
 class _Deck:
-    """The recorded runs of one candidate, dealt in their order, then again at random."""
+    """The recorded runs of one candidate, dealt in their order, then at random."""
 
-    def __init__(self, trials: Iterable[Trial], opened: SessionOpened, random: Random) -> None:
-        self.resampled = 0
-        self._opened, self._random = opened, random
+    def __init__(self, config_id: int, trials: Iterable[Trial], random: Random) -> None:
         by_run: defaultdict[tuple[int, str], RankMs] = defaultdict(dict)
         for trial in trials:
-            if trial.ms is not None and math.isfinite(trial.ms):
+            if trial.config_id == config_id and is_time(trial.ms):
                 by_run[trial.run, trial.kind][trial.rank] = trial.ms
-        runs = sorted(by_run.items(), key=lambda item: item[0])
-        self._warmups = [ms for (_, kind), ms in runs if kind == "warm-up"]
-        self._samples = [ms for (_, kind), ms in runs if kind == "sample"]
-        self._left = {True: self._warmups[::-1], False: self._samples[::-1]}  # by whether it is a warm-up
-        self._dealt: list[RankMs] = []  # samples
+        in_order = sorted(by_run.items(), key=lambda run: run[0])
+        kinds = "sample", "warm-up"
+        self.runs = {kind: [ms for (_, its_kind), ms in in_order if its_kind == kind] for kind in kinds}
+        self.dealt: list[RankMs] = []  # samples
+        self.resampled = 0
+        self._left = {kind: iter(runs) for kind, runs in self.runs.items()}
+        self._random = random
 
-    def deal(self, *, is_warmup: bool) -> float | None:
-        """Return the agreed time after one more run; None: nothing is recorded."""
-        recorded = (self._warmups or self._samples) if is_warmup else (self._samples or self._warmups)
-        if self._left[is_warmup]:
-            ms = self._left[is_warmup].pop()
-        else:
+    def deal(self, kind: str) -> list[RankMs]:
+        """Deal another run; return the samples so far, or a first warm-up."""
+        run = next(self._left[kind], None)
+        if run is None:
             self.resampled += 1
-            ms = self._random.choice(recorded or [{}])
-        self._dealt += [] if is_warmup else [ms]
-        return self._agreed_ms(self._dealt or [ms])
+            run = self._random.choice(self.runs[kind] or self.runs["sample"] or self.runs["warm-up"] or [{}])
+        if kind == "sample":
+            self.dealt.append(run)
+        return self.dealt or [run]
 
-    def agreed_ms(self) -> float | None:
-        """Return the agreed time by all samples; None: there is none."""
-        return self._agreed_ms(self._samples)
 
-    def _agreed_ms(self, runs: Iterable[RankMs]) -> float | None:
-        by_rank: defaultdict[int, list[float]] = defaultdict(list)
-        for run in runs:
-            for rank, ms in run.items():
-                by_rank[rank].append(ms)
-        times = [STATISTICS[self._opened.statistic](samples) for samples in by_rank.values()]
-        reduce = max if self._opened.rank_reduce == "max" else fmean
-        return reduce(times) if times else None
+def _agreed_ms(runs: Iterable[RankMs], opened: SessionOpened) -> float | None:
+    """Return each rank's statistic, reduced over the ranks; None without any run."""
+    by_rank: defaultdict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        for rank, ms in run.items():
+            by_rank[rank].append(ms)
+    times = [STATISTICS[opened.statistic](samples) for samples in by_rank.values()]
+    return REDUCE[opened.rank_reduce](times) if times else None
 
 
 def what_if_table(found: Iterable[WhatIf]) -> Table:
@@ -178,10 +166,7 @@ def what_if_table(found: Iterable[WhatIf]) -> Table:
         "session", "context", ">candidates", "search", ">runs", ">resampled", ">recorded runs",
         "pick", ">ms", ">regret %", "recorded pick", ">ms", ">regret %",
     )  # fmt: skip
-    note = (
-        "ms and regret: by all recorded samples of the config. resampled: runs for which the log holds no "
-        "further run of that config; one of those it holds was drawn again."
-    )
+    note = "ms, regret: by all recorded samples of the config. resampled: runs that were drawn again."
     return Table("Another search on the recorded samples", names, tuple(rows), note)
 
 

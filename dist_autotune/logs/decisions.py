@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..search.context_search import Context, Outcome
+from ..search.context import Context, Outcome
 from ..search.messages import Part
 from ..search.state import SearchState
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled

@@ -44,13 +44,14 @@ def load_filler(device: int) -> None:
         torch.cuda._sleep(0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Filler:
     """One filler, between two events."""
 
     before: torch.cuda.Event
     behind: torch.cuda.Event
-    cycles: int
+    is_idle: bool  # the stream, before it
+    cycles: int = 0
 
 
 class StreamFiller:
@@ -65,8 +66,8 @@ class StreamFiller:
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: _Filler | None = None  # the last one, until its rate is known
+        self._next: _Filler | None = None
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
-        self._ready: tuple[torch.cuda.Event, torch.cuda.Event, bool] | None = None  # and whether it is idle
         self._filled_ms = 0.0
         self._began_ns = 0
 
@@ -88,34 +89,30 @@ class StreamFiller:
         """Do what takes time before the length of the filler is known: that counts from one moment."""
         with as_launch_failed():
             is_loaded = torch.cuda.current_device() in self._fillable
-            self._measure_rate()
+            last = self._last
+            if last is not None and last.behind.query():  # how fast the device counts
+                self._last = None
+                took_ms = last.before.elapsed_time(last.behind)
+                if took_ms > 0:
+                    self._rates.append(last.cycles / took_ms)
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._ready = before, behind, is_loaded and torch.cuda.current_stream().query()
+            self._next = _Filler(before, behind, is_loaded and torch.cuda.current_stream().query())
 
     def begin(self, length_ms: float) -> None:
         """Keep the current stream busy for so long, if it is idle. Not for one that is being captured."""
-        if self._ready is None:
+        if self._next is None:
             self.prepare()
-        assert self._ready is not None
-        (before, behind, is_idle), self._ready = self._ready, None
+        assert self._next is not None
+        filler, self._next = self._next, None
         with as_launch_failed():
-            self._filled_ms = length_ms if is_idle else 0.0
+            self._filled_ms = length_ms if filler.is_idle else 0.0
             if self._filled_ms > 0:
-                cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
-                before.record()
-                torch.cuda._sleep(cycles)
-                self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
-            self._begin, self._began_ns = behind, time.perf_counter_ns()
-            behind.record()
-
-    def _measure_rate(self) -> None:
-        """Learn from the last filler, if the device is done with it, how fast the device counts."""
-        last = self._last
-        if last is not None and last.behind.query():
-            self._last = None
-            took_ms = last.before.elapsed_time(last.behind)
-            if took_ms > 0:
-                self._rates.append(last.cycles / took_ms)
+                filler.cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
+                filler.before.record()
+                torch.cuda._sleep(filler.cycles)
+                self._last = filler if self._filled_ms >= MEASURED_MS else None
+            self._begin, self._began_ns = filler.behind, time.perf_counter_ns()
+            filler.behind.record()
 
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.

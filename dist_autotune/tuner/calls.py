@@ -134,8 +134,7 @@ class Calls:
         """Log, once each, the keys that are new and are not tuned by this call."""
         for name in sorted(state.dispatcher.met - self._noted):
             self._noted.add(name)
-            title = state.contexts.by_name[name].title
-            self._note(f"{title} is new to {self._name} and {what_happens}")
+            self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
 
     def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""

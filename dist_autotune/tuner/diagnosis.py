@@ -41,7 +41,7 @@ class Diagnosis:
             return error
         state = self._state
         where = f"Rank {self._rank}: run {state.search.runs} of {state.function.name}"
-        text = diagnosis(error, where, state.contexts.launched(), self._own_log())
+        text = diagnosis(error, where, state.registry.launched(), self._own_log())
         if is_ours:
             error.args = (text,)
             return error
@@ -68,7 +68,7 @@ class Diagnosis:
 
     def whereabouts(self) -> str:
         """Return what the run under way is at; asked on another thread."""
-        return f"Not ended, or on trial: {listed(self._state.contexts.launched())}. {self._own_log()}"
+        return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
 
     def on_trial(self) -> str:
         """Return what the run under way tries, to follow its name in messages."""

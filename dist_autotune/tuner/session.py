@@ -16,7 +16,7 @@ from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
-from ..search.context_search import Outcome
+from ..search.context import Outcome
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
@@ -227,7 +227,7 @@ class Session:
             recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
         known = (context for name, context in search.contexts.items() if name in merged.parts)
-        recorder.record_contexts(run, known, self.state.contexts.by_name)
+        recorder.record_contexts(run, known, self.state.registry.by_name)
         for trial in result.trials:
             recorder.write(trial)
         for name, outcome in outcomes.items():
@@ -248,7 +248,7 @@ class Session:
     @property
     def _has_more_to_try(self) -> bool:
         search = self.state.search
-        return any(search.unsettled) or search.plan_trial is not None
+        return search.has_work
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
@@ -306,7 +306,7 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         self._run.retract()
-        known = self.state.contexts.by_name
+        known = self.state.registry.by_name
         self.state.registry.forget(
             [name for name, rank_context in known.items() if not rank_context.announced]
         )
@@ -384,4 +384,4 @@ class Session:
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
-        return tuned_contexts(self.state.search, self.state.contexts, self._run.launched)
+        return tuned_contexts(self.state.search, self.state.registry, self._run.launched)

@@ -253,7 +253,7 @@ class Ending:
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
         if error is None and rank.state is not None:
-            for name, known in rank.state.contexts.by_name.items():
+            for name, known in rank.state.registry.by_name.items():
                 context = rank.state.search.contexts.get(name)
                 if context is not None and context.settled and known.announced and not known.is_choice:
                     binding = known.bindings[0]

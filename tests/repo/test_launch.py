@@ -165,6 +165,14 @@ def test_help_is_the_head_of_the_script(machine):
     assert machine.run().returncode == 2
 
 
+def test_all_tests_have_several_workers_and_those_on_gpus_and_chosen_ones_none(machine):
+    lines = machine.run("test", "-x", "--gpu").stdout.splitlines()
+    worlds = [(line.rpartition("/")[2], "-n " in line, "--dist worksteal" in line) for line in lines]
+    assert worlds == [("tests -x", True, True), ("aot -x", True, True), ("tests -x", False, False)]
+    (line,) = machine.run("test", "program.py", "-k", "some").stdout.splitlines()
+    assert line.endswith("pyproject.toml program.py -k some")
+
+
 @pytest.mark.torchrun
 @pytest.mark.slow
 def test_torchrun_starts_two_cpu_ranks_and_a_failing_rank_fails_the_command(tmp_path):

@@ -174,7 +174,7 @@ def test_a_choice_is_tuned_with_the_kernels():
 
 
 def test_ranks_whose_states_differ_are_found(monkeypatch):
-    from dist_autotune.search.context_search import Context
+    from dist_autotune.search.context import Context
 
     genuine, calls = Context.advance, []
 

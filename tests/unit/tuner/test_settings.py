@@ -25,7 +25,7 @@ from dist_autotune import (
     settings,
 )
 from dist_autotune.cli import commands
-from dist_autotune.doctor import facts
+from dist_autotune.doctor import examination
 from dist_autotune.options import Options
 from dist_autotune.search.strategies import exhaustive
 from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
@@ -423,7 +423,7 @@ def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
     listed = CliRunner().invoke(commands.app, ["cache", "list"])
     assert listed.exit_code == 2
     assert "Set HOME, or DIST_AUTOTUNE_CACHE_DIR" in listed.output
-    assert facts.directories_in_force()[1] == settings.NO_HOME
+    assert examination.directories_in_force()[1] == settings.NO_HOME
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
