@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from ..errors import InvalidOption
-from ..formatting import Table, columns, config_label, format_ms, format_percent
+from ..formatting import Table, config_label, format_ms, format_percent
 from ..logs.history import ContextHistory, SessionHistory, is_time, of_kind, percent_over
 from ..logs.records import ContextAdmitted, SessionOpened, Trial
 from ..search.budget import RUNS_ALLOWED
@@ -162,12 +162,12 @@ def what_if_table(found: Iterable[WhatIf]) -> Table:
         judged = each.context if each.judge == "launch" else f"{each.context} by the whole run"
         picks = [*_cells(each.pick), *_cells(each.recorded)]
         rows.append((each.session, judged, str(each.candidates), each.search, *runs, *picks))
-    names = columns(
+    names = (
         "session", "context", ">candidates", "search", ">runs", ">resampled", ">recorded runs",
         "pick", ">ms", ">regret %", "recorded pick", ">ms", ">regret %",
     )  # fmt: skip
     note = "ms, regret: by all recorded samples of the config. resampled: runs that were drawn again."
-    return Table("Another search on the recorded samples", names, tuple(rows), note)
+    return Table("Another search on the recorded samples", names, rows, note)
 
 
 def _cells(pick: Pick | None) -> tuple[str, ...]:

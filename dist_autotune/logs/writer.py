@@ -19,11 +19,6 @@ from ..formatting import WALL_CLOCK, config_label, context_label, counted, forma
 from . import records
 from .records import Record
 
-FOLLOWED = (
-    records.ContextSettled | records.Banned | records.Preflighted | records.RunFailed | records.SessionClosed
-    | records.Note
-)  # fmt: skip
-
 logger = logging.getLogger("dist_autotune")
 
 
@@ -49,10 +44,12 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
         if os.getpid() != self._pid:
             return
         line = self._lines.line(record)
-        logger.log(_level(record), "%s", line)
+        logger.log(logging.WARNING if getattr(record, "warning", "") else record.level, "%s", line)
+        if not self._paths:
+            return
         try:
-            for path in self._paths:
-                self._append(path, to_json(record.as_dict()) if path.suffix == ".jsonl" else line)
+            for path, text in zip(self._paths, (to_json(record.as_dict()), line), strict=True):
+                self._append(path, text)
         except OSError as error:
             self.close()
             self._paths = ()  # before the warning, which raises where warnings are errors
@@ -75,16 +72,6 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
                 data = b"\n" + data
         if os.write(file, data) != len(data):
             raise OSError(errno.ENOSPC, "no space for a whole line", str(path))
-
-
-def _level(record: Record) -> int:
-    """Return INFO for what a user may want to follow, WARNING for a session that ends with one.
-
-    A ban is INFO: a config too large for the device is an everyday answer to a trial.
-    """
-    if isinstance(record, records.SessionClosed) and record.warning:
-        return logging.WARNING
-    return logging.INFO if isinstance(record, FOLLOWED) else logging.DEBUG
 
 
 @dataclass

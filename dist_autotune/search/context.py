@@ -40,6 +40,7 @@ class Context:
         self.status = ""  # "": under way
         self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
+        self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet

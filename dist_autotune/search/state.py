@@ -1,14 +1,14 @@
 """How what all ranks said of a run becomes the next plan.
 
 First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
-time is searched from the winners so far: as plans (`whole_run`), or one context after another (`turns`) where
+time is searched from the winners so far: as plans (`whole_run`), or one context after another (`Turns`) where
 the strategy is not racing. With `objective="thunk"` the plan that results must beat the default plan, and the
 plan by launch times, in a final comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from . import budget
@@ -19,7 +19,6 @@ from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport
 from .plan_trial import PlanTrial
 from .rules import BY_LAUNCH, BY_RUN, Rules
-from .turns import Turns
 from .whole_run import WholeRun
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
@@ -45,9 +44,10 @@ class SearchState:
         self.remark = ""
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
-        self._comparison = PlanComparison(rules)  # of the plan that results with the default one
+        self._comparison = PlanComparison(
+            self.contexts, rules
+        )  # of the plan that results with the default one
         self._turns = Turns()
-        self._searches: dict[str, int] = {}  # of this session, and the run they began in, from 0
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
@@ -114,33 +114,27 @@ class SearchState:
         return context.name, context.digests[context.trial]
 
     @property
-    def searches(self) -> budget.Searches:
-        """Return the searches of this session, and the run that each began in. Any thread may ask."""
-        began = tuple(self._searches.items())
-        return [(context, run) for name, run in began if (context := self.contexts.get(name)) is not None]
+    def _searched(self) -> list[Context]:
+        """Return the contexts that this session searches. Any thread may ask."""
+        return [context for context in tuple(self.contexts.values()) if context.began is not None]
 
     @property
     def planned_runs(self) -> int:
         """Return how many runs the search plans, the final one included."""
-        return budget.planned_runs(self.rules, self.searches)
+        return budget.planned_runs(self.rules, self._searched)
 
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        return budget.forecast(self.rules, self.searches, self._spent)
+        return budget.forecast(self.rules, self._searched, self._spent)
 
     # -- results -------------------------------------------------------------------------------------------
 
-    @property
-    def _undecided(self) -> list[Context]:
-        """Return the contexts whose winners have yet to beat the default plan."""
-        return self._comparison.undecided(context for context, _ in self.searches)
-
     def is_final(self, context: Context) -> bool:
         """Return whether the context's result stands: no whole run is still to judge it."""
-        if not context.settled or context in self._undecided:
+        if not context.settled or context in self._comparison.undecided:
             return False
-        is_searched = self.rules.races and context.name in self._searches and not context.is_decided
+        is_searched = self.rules.races and context.began is not None and not context.is_decided
         return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
 
     def newly_final(self) -> list[Context]:
@@ -163,10 +157,10 @@ class SearchState:
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
-        self.remark, self._spent, self._admitting, self._searches = "", RunsSpent(), set(), {}
+        self.remark, self._spent, self._admitting = "", RunsSpent(), set()
         self._comparison.duel, self.whole_run, self._turns = None, None, Turns()
         for context in self.contexts.values():
-            context.last_run = 0
+            context.last_run, context.began = 0, None
             if not context.provisional:
                 self._comparison.defaults.pop(context.name, None)
             elif not self.closing:
@@ -178,10 +172,9 @@ class SearchState:
     def drop_unsettled(self) -> set[str]:
         """Drop searches under way, and what nothing works for, on all ranks alike; return their names."""
         spent = [context for context in self.contexts.values() if context.is_spent]
-        dropped = {context.name for context in (*self.unsettled, *self._undecided, *spent)}
+        dropped = {context.name for context in (*self.unsettled, *self._comparison.undecided, *spent)}
         for name in dropped:
             del self.contexts[name]
-            self._searches.pop(name, None)
             self._comparison.defaults.pop(name, None)
         self._comparison.drop()
         self.whole_run, self._turns = None, Turns()
@@ -189,7 +182,7 @@ class SearchState:
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle what is under way, for now, when the next run must be the last."""
-        self.closing |= budget.is_spent(self.rules, self.searches, self.runs, elapsed_s)
+        self.closing |= budget.is_spent(self.rules, self._searched, self.runs, elapsed_s)
         if not self.closing:
             return
         if self.whole_run is not None:
@@ -197,7 +190,7 @@ class SearchState:
             self.whole_run = None
         for context in self.unsettled:
             context.settle("partial")
-        self._comparison.leave(context for context, _ in self.searches)
+        self._comparison.leave()
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -312,7 +305,7 @@ class SearchState:
 
     def _begin(self, context: Context, run: int) -> None:
         """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""
-        self._searches[context.name] = run
+        context.began = run
         if self._comparison.enter(context):
             return
         context.status = ""
@@ -330,9 +323,8 @@ class SearchState:
             self._search_plans()
         else:
             self._turns.pass_on(self.contexts)
-        is_over = not (self.closing or any(self.unsettled))
-        if is_over and self._comparison.begin(context for context, _ in self.searches):
-            self._searches = {}
+        if not (self.closing or any(self.unsettled)):
+            self._comparison.begin()
 
     def _search_plans(self) -> None:
         """Let a search for the fastest plan begin, when all kernels are tuned by their launches, or end."""
@@ -341,6 +333,44 @@ class SearchState:
         while self.whole_run is None and not self.closing and any(self.unsettled) and not self._tunes_kernels:
             search = WholeRun(self.contexts, self.rules)
             self.whole_run = None if search.is_over else search
+
+
+class Turns:
+    """One context after another: kernels, then choices of the host, each in the order of first launch.
+
+    A context that was not launched in the run of the best plan so far gets no turn: none of its candidates
+    would make a difference there. It waits for a run that launches it, of a later winner or because the
+    function does so now and then, as long as a context that is under way would, and is starved then.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None  # of the context whose turn it is
+        self._launched: dict[int, frozenset[str]] = {}  # its candidate -> contexts of the last run with it
+        self._last: frozenset[str] | None = None  # contexts of the last run; None: there was none
+
+    def record_launches(self, merged: RunReport, context: Context | None) -> None:
+        """Keep what a run launched. context: whose turn it was, unless the report is of an earlier run."""
+        self._last = merged.launched
+        if context is not None and (ran := merged.ran(context.name)) in context.digests:
+            self._launched[context.digests.index(str(ran))] = self._last
+
+    def pass_on(self, contexts: Mapping[str, Context]) -> None:
+        """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""
+        turn = contexts.get(self.name or "")
+        if turn is not None and not turn.settled:
+            return
+        of_plan = self._last  # what the best plan so far launches; None: not known
+        if turn is not None and turn.status == "tuned":
+            of_plan = self._launched.get(turn.incumbent)
+        self.name, self._launched = None, {}
+        if any(context.is_tuned_by_launches for context in contexts.values()):
+            return
+        waiting = [context for context in contexts.values() if not context.settled]
+        able = [context for context in waiting if of_plan is None or context.name in of_plan]
+        following = min(able, key=lambda context: context.is_choice, default=None)
+        if following is not None:
+            self.name = following.name
+            following.start()
 
 
 def _with_late_hosts(merged: RunReport) -> RunReport:

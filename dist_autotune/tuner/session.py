@@ -248,7 +248,7 @@ class Session:
     @property
     def _has_more_to_try(self) -> bool:
         search = self.state.search
-        return any(search.unsettled) or search.plan_trial is not None
+        return search.has_work
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)

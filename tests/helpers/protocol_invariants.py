@@ -153,8 +153,9 @@ class Witness:
         if options["max_runs"] is not None:
             assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
         elif options["mode"] == "replay":
-            searches = [(context, 0) for context in tuning.contexts.values()]
-            bound = RUNS_ALLOWED * (ADMISSION_RUNS + planned_runs(tuning.rules, searches))
+            bound = RUNS_ALLOWED * (
+                ADMISSION_RUNS + planned_runs(tuning.rules, list(tuning.contexts.values()))
+            )
             assert made <= bound, f"{made} runs of a session that plans at most {bound}"
 
     # -- launches ------------------------------------------------------------------------------------------
