@@ -117,7 +117,11 @@ class _Pool:
 
     def run(self) -> Tally:
         try:
-            self._finish_cached()
+            for task in list(self._waiting):
+                if self._binaries.has(task.key):
+                    self._waiting.remove(task)
+                    self._tally.cached += 1
+                    task.finish()
             pause_s = _FIRST_PAUSE_S
             while self._waiting or self._running:
                 if self._collect() or self._begin():
@@ -134,13 +138,6 @@ class _Pool:
         self._tally.remark = why_here or self._binaries.remark
         return self._tally
 
-    def _finish_cached(self) -> None:
-        for task in list(self._waiting):
-            if self._binaries.has(task.key):
-                self._waiting.remove(task)
-                self._tally.cached += 1
-                task.finish()
-
     def _begin(self) -> bool:
         """Start or end what can be now; return whether there was anything."""
         before = len(self._waiting)
@@ -152,9 +149,13 @@ class _Pool:
                 self._refuse(task, "not compiled: the candidates together took longer than the peers wait")
             elif (claim := self._claim(task)) is None:
                 self._waiting.append(task)
+            elif self._binaries.has(task.key):
+                self._tally.from_peers += 1
+                self._finish(task, claim)
+            elif claim.verdict:
+                self._refuse(task, claim.verdict, claim)
             else:
-                self._claims.add(claim)
-                self._begin_claimed(task, claim)
+                self._start(task, claim)
         return len(self._waiting) < before
 
     def _claim(self, task: Task) -> CompileClaim | None:
@@ -163,20 +164,11 @@ class _Pool:
         if claim is None:
             now = time.monotonic()
             task.refused_at = task.refused_at or now
-            if now - task.refused_at >= 2 * self._terms.limit_s + CLAIM_GRACE_S:
-                return CompileClaim(
-                    self._terms.session
-                )  # the owner is stopped: this rank compiles for itself
+            if now - task.refused_at < 2 * self._terms.limit_s + CLAIM_GRACE_S:
+                return None
+            claim = CompileClaim(self._terms.session)  # its owner is stopped: this rank compiles for itself
+        self._claims.add(claim)
         return claim
-
-    def _begin_claimed(self, task: Task, claim: CompileClaim) -> None:
-        if self._binaries.has(task.key):
-            self._tally.from_peers += 1
-            self._finish(task, claim)
-        elif claim.verdict:
-            self._refuse(task, claim.verdict, claim)
-        else:
-            self._start(task, claim)
 
     def _start(self, task: Task, claim: CompileClaim) -> None:
         if not self._why_here:

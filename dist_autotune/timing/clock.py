@@ -164,7 +164,12 @@ class EventCost:
         self._ms: float | None = None
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(int(LEAD_MS * CYCLES_PER_MS))
-            self._pairs = [self._pair() for _ in range(PAIRS)]
+            self._pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(PAIRS)]
+            for begin, end in self._pairs:
+                torch.cuda._sleep(int(BETWEEN_MS * CYCLES_PER_MS))
+                begin.record()
+                torch.cuda._sleep(0)
+                end.record()
 
     def ms(self) -> float:
         """Return the cost in ms, 0 if the device does not come to measuring it within `PATIENCE_S`."""
@@ -175,12 +180,3 @@ class EventCost:
             readings = [begin.elapsed_time(end) for begin, end in self._pairs] if is_done else [0.0]
             self._ms = max(0.0, statistics.median(readings) - EMPTY_KERNEL_MS)
         return self._ms
-
-    @staticmethod
-    def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(BETWEEN_MS * CYCLES_PER_MS))
-        begin.record()
-        torch.cuda._sleep(0)
-        end.record()
-        return begin, end
