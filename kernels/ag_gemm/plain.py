@@ -59,7 +59,7 @@ def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
     c_ptr,  # out [M, N], rows stride_cm apart
-    words_ptr,  # int32 [WORDS, WORLD], of the lane that the call takes
+    words_ptr,  # int32 [WORDS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
@@ -71,7 +71,7 @@ def all_gather_gemm(
     rank,
     epoch,
     base,  # what ARRIVED was before this call
-    pushed,  # 1 in the lane where chunks are pushed; no constexpr: what is loaded serves both
+    pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
     patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,

@@ -166,7 +166,7 @@ def specialized_all_gather_gemm(
     rank,
     epoch,
     base,  # what ARRIVED was before this call
-    pushed,  # 1 in the lane of captured calls; no constexpr: what is loaded serves both
+    pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
     patience_ticks,
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell

@@ -81,12 +81,12 @@ import torch.distributed as dist
 import triton
 
 from ..exchange.operation import Operation, PeerTimeout
+from ..exchange.push import Permits, SumPusher
 from ..signals import read_failure
 from ..symm import SymmetricMemoryError
 from ..tensors import check_no_gradient, check_tensor
-from .kernel import NO_PERMIT, OTHER_ROWS
+from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS
 from .launch import Held, ProductLauncher
-from .pusher import SumPusher
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -129,7 +129,15 @@ class GemmReduceScatter(Operation):
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
-        self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
+        memory, stream, words = self._memory, self._memory.side_stream(), self._words
+        risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
+        self._permits = Permits(memory, stream, words, free=FREE.value, risen=risen, after=after)
+        self._pusher = SumPusher(
+            *(memory, stream, self._partial, self._staged, words),
+            done=DONE.value,
+            arrived=ARRIVED.value,
+            permits=self._permits,
+        )
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -145,7 +153,7 @@ class GemmReduceScatter(Operation):
         )
 
     def _forget(self) -> None:
-        del self._staged, self._words, self._partial, self._counts, self._pusher, self._product
+        del self._staged, self._words, self._partial, self._counts, self._permits, self._pusher, self._product
 
     # ---- what the caller may use
 
@@ -167,23 +175,24 @@ class GemmReduceScatter(Operation):
         self._check_arguments(a, weight, out)
         self._check_device()
         rows = a.shape[0] // self.world_size
+        for_each = (rows,) * self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
         self._calls += 1
         try:
-            self._pusher.permit()
+            self._permits.give()
             if in_steps:
                 for step in range(self.world_size - 1):
                     self._launch(a, weight, out, step)
-                    self._pusher.push_one(step, rows)
+                    self._pusher.push_one(step, for_each, arrived=rows)
                 self._launch(a, weight, out, self.world_size - 1)
             elif self.device.type == "cpu":
-                self._pusher.push(rows)
+                self._pusher.push(for_each, arrived=rows)
                 self._launch(a, weight, out)
             else:
                 self._launch(a, weight, out)
-                self._pusher.push(rows)
-            self._pusher.finish()
+                self._pusher.push(for_each, arrived=rows)
+            self._permits.finish()
         except BaseException as error:
             if not self._is_capturing():
                 self._broken_by = f"call {self._calls} was not carried out: {error!r}"

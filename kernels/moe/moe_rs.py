@@ -74,6 +74,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..exchange.push import SumPusher
 from ..signals import Failure
 from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_tensor
@@ -81,8 +82,7 @@ from .launch import GroupedLauncher
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan
-from .pusher import SumPusher
-from .words import NOT_COMPUTED
+from .words import ARRIVED, DONE, NOT_COMPUTED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -132,7 +132,11 @@ class MoEReduceScatter(ExpertOperation):
         slots = max(1, self.world_size - 1)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
-        self._pusher = SumPusher(self._memory, self._stream, self._partial, self._staged, self._words)
+        self._pusher = SumPusher(
+            *(self._memory, self._stream, self._partial, self._staged, self._words),
+            done=DONE.value,
+            arrived=ARRIVED.value,
+        )
 
     def _lists(self) -> tuple[SymmetricTensor, ...]:
         self._weights = self._memory.allocate(tuple(self._ids.local.shape), torch.float32)
@@ -194,14 +198,14 @@ class MoEReduceScatter(ExpertOperation):
             if in_steps:
                 for step in range(self.world_size - 1):
                     launch(step)
-                    self._pusher.push_one(step, counts)
+                    self._pusher.push_one(step, counts, arrived=1)
                 launch(self.world_size - 1)
             elif self.device.type == "cpu":
-                self._pusher.push(counts)
+                self._pusher.push(counts, arrived=1)
                 launch()
             else:
                 launch()
-                self._pusher.push(counts)
+                self._pusher.push(counts, arrived=1)
             self._announcer.finish()
         return out
 
