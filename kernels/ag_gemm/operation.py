@@ -22,13 +22,20 @@ import torch.distributed as dist
 from ..exchange.operation import Operation
 from ..exchange.pull import ChunkProducer
 from ..exchange.push import ChunkPusher
-from ..exchange.words import WORDS
-from ..signals import as_epoch
+from ..exchange.words import (
+    NOT_COPIED,
+    NOT_FETCHED,
+    NOT_PUSHED,
+    NOT_READY,
+    OTHER_ROWS,
+    OTHER_ROWS_PUSHED,
+    WORDS,
+)
+from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, keep, place_of
+from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, keep, place_of
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
-from .errors import check_tensors, failure_error
 from .matmul import MatmulConsumer, wait_for_all
 from .operands import Call, Consumer, KnownOperands, Operands
 from .plain import PlainConsumer
@@ -57,6 +64,9 @@ class AllGatherGemm(Operation):
     Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
     shard again, which `graphs=False` saves where chunks are pulled.
     """
+
+    _wrong_calls = (OTHER_ROWS.value, OTHER_ROWS_PUSHED.value)
+    _mend_calls = "Every rank must pass as many rows. "
 
     def __init__(
         self,
@@ -117,8 +127,20 @@ class AllGatherGemm(Operation):
         del self._gather, self._shard, self._gathered, self._words
         del self._producer, self._pusher, self._operands
 
-    def _failure(self) -> Exception | None:
-        return failure_error(self._error_words, self.rank, self._calls)
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == NOT_PUSHED.value:
+            return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
+        if failure.kind == OTHER_ROWS_PUSHED.value:
+            return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
+        call = self._calls - (self._calls - failure.epoch) % 2**28
+        if failure.kind == NOT_READY.value:
+            last = f"its last: call {failure.seen}"
+            return f"rank {peer} did not offer chunk {peer} of call {call} in time ({last})"
+        if failure.kind == NOT_COPIED.value:
+            return f"chunk {peer} of call {call} was offered by rank {peer} and not copied in time"
+        if failure.kind == NOT_FETCHED.value:
+            return f"rank {peer} did not fetch chunk {self.rank} of call {call} in time"
+        return f"in call {call} rank {peer} passed {failure.seen} rows, not as many as this rank"
 
     # ---- what the caller may use
 
@@ -140,7 +162,7 @@ class AllGatherGemm(Operation):
         places = given = place_of(a_shard), place_of(weight), place_of(out)
         operands = self._known.get(places)
         if operands is None:
-            check_tensors(a_shard, weight, out, self._shard, self.world_size)
+            self._check_tensors(a_shard, weight, out)
         self._check_device()
         if pushed and self._pusher is None:
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
@@ -233,6 +255,22 @@ class AllGatherGemm(Operation):
         return self._gathered
 
     # ---- one call
+
+    def _check_tensors(self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+        check_tensor("a_shard", a_shard, self._dtype, self.device)
+        check_tensor("weight", weight, self._dtype, self.device)
+        rows = a_shard.shape[0]
+        if not 1 <= rows <= self._capacity:
+            raise ValueError(
+                f"a_shard has {rows} rows; this operation takes 1 to m_per_rank={self._capacity}"
+            )
+        if a_shard.shape[1] != self._k or weight.shape[1] != self._k:
+            given = f"a_shard {list(a_shard.shape)} and weight {list(weight.shape)}"
+            raise ValueError(f"{given} must both have K={self._k} columns; the weight is [N, K], not [K, N]")
+        if weight.shape[0] == 0:
+            raise ValueError("weight has no rows; there is nothing to compute")
+        check_out(out, [self.world_size * rows, weight.shape[0]], self._dtype, self.device)
+        check_overlap("a_shard", a_shard, self._shard, "m")
 
     def _run(self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice) -> None:
         self._calls += 1

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..launch import SettledLaunches, launch
+from ..launch import SettledLaunches
 from .kernel import gemm_reduce_scatter
 
 
@@ -41,19 +41,18 @@ class Shape(NamedTuple):
     tma_legal: bool
     upcasts: bool
 
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k}
+
     def constants(self) -> dict[str, Any]:
-        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
         return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run under a config."""
         rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
         return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(
-    gemm_reduce_scatter, lambda constants: {}, operation="GemmReduceScatter"
-)
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
 class ProductLauncher:
@@ -111,11 +110,4 @@ class ProductLauncher:
         )
         tensors = (a.detach(), weight.detach(), out, *self._held)
         scalars = (*shape[:7], first, chunks, self._rank, patience_ticks)
-        settled = _SETTLED.find(shape)
-        if settled is not None:
-            launch(settled.launch, (), *tensors, *scalars)
-            return
-        constants = shape.constants()
-        compiled = launch(gemm_reduce_scatter[shape.grid], *tensors, *scalars, **constants)
-        sizes = {"M": m, "N": shape.n, "K": k}
-        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, tuple(str(t.dtype) for t in tensors))
+        _SETTLED.launch(shape, tensors, scalars)

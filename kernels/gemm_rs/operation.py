@@ -80,11 +80,11 @@ import torch
 import torch.distributed as dist
 import triton
 
-from ..exchange.operation import Operation, PeerTimeout
+from ..exchange.operation import Operation
 from ..exchange.push import Permits, SumPusher
-from ..signals import read_failure
+from ..signals import Failure
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, check_tensor
+from ..tensors import check_no_gradient, check_out, check_tensor
 from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS
 from .launch import Held, ProductLauncher
 
@@ -105,6 +105,9 @@ class GemmReduceScatter(Operation):
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
+
+    _wrong_calls = (OTHER_ROWS.value,)
+    _mend_calls = "Every rank must pass as many rows. "
 
     def __init__(
         self,
@@ -219,37 +222,16 @@ class GemmReduceScatter(Operation):
         if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
             given = f"a {list(a.shape)} and weight {list(weight.shape)}"
             raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
-        if out is not None:
-            check_tensor("out", out, self._dtype, self.device)
-            wanted = [rows // world, self._n]
-            if list(out.shape) != wanted:
-                raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
+        check_out(out, [rows // world, self._n], self._dtype, self.device)
 
     def _launch(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
     ) -> None:
         self._product.launch(a, weight, out, self._patience_ticks, step)
 
-    def _failure(self) -> Exception | None:
-        """Return the exception for what the kernels wrote to the error words."""
-        texts, lost = [], False
-        for peer, word in enumerate(self._error_words):
-            failure = read_failure(int(word))
-            if failure is None:
-                continue
-            if failure.kind == OTHER_ROWS.value:
-                texts.append(f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank")
-            elif failure.kind == NO_PERMIT.value:
-                lost = True
-                texts.append(f"rank {peer}, or one that it waits for, did not come to the call in time")
-            else:
-                lost = True
-                sums = f"its sums for chunk {self.rank}"
-                texts.append(f"rank {peer}, or one that it waits for, did not push {sums} in time")
-        if not texts:
-            return None
-        text = f"GemmReduceScatter, rank {self.rank}: {'; '.join(texts)}"
-        next_step = "Close it on all ranks and open another"
-        if lost:
-            return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
-        return ValueError(f"{text}. Every rank must pass as many rows. {next_step}")
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == OTHER_ROWS.value:
+            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
+        if failure.kind == NO_PERMIT.value:
+            return f"rank {peer}, or one that it waits for, did not come to the call in time"
+        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

@@ -67,18 +67,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_tensor
+from ..tensors import check_no_gradient, check_overlap, check_tensor
 from .ag_moe_kernel import all_gather_moe
 from .candidates import HEIGHTS
-from .launch import GroupedLauncher
+from .launch import Shape
 from .operation import ExpertOperation, check_experts
 from .plan import Plan
 from .words import ARRIVED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(all_gather_moe, "AllGatherMoE", HEIGHTS=HEIGHTS)
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
 
 
 class AllGatherMoE(ExpertOperation):
@@ -190,10 +191,7 @@ class AllGatherMoE(ExpertOperation):
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
-        offset = x_shard.data_ptr() - self._shard.data_ptr()
-        inside = 0 <= offset < self._shard.numel() * self._shard.element_size() and len(x_shard) > 0
-        if inside and (offset > 0 or (x_shard.stride(0) != self._k and len(x_shard) > 1)):
-            raise ValueError("x_shard overlaps op.shard without being its first rows; pass op.shard[:T_r]")
+        check_overlap("x_shard", x_shard, self._shard, "T_r")
 
     def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:
         if out is not None and out.shape[0] != rows:
@@ -225,7 +223,7 @@ class AllGatherMoE(ExpertOperation):
         strides = (weight.stride(0), weight.stride(1), out.stride(0))
         shape = self._shape(out.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
         own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
-        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
+        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), HEIGHTS=HEIGHTS)
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..launch import SettledLaunches, launch
 from ..tensors import begin_at_16_bytes
 from .candidates import HIGHEST_HEIGHT
 
@@ -30,11 +29,9 @@ class Shape(NamedTuple):
     upcasts: bool
 
     def sizes(self) -> dict[str, int]:
-        """Return the arguments that are in the key of the tuning."""
         return {"size_class": self.size_class, "N": self.n, "K": self.k, "experts": self.experts}
 
     def constants(self) -> dict[str, Any]:
-        """Return the constexprs of any of the kernels that no config sets."""
         return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
@@ -60,24 +57,3 @@ def lies_for_tma(weight: torch.Tensor) -> bool:
     strides = (weight.stride(0), weight.stride(1))
     dense = experts == 1 or strides[0] == columns * strides[1]
     return dense and begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
-
-
-class GroupedLauncher:
-    """Launches one tuned kernel over experts; `constants`: constexprs that no other kernel has."""
-
-    def __init__(self, kernel: Any, operation: str, **constants: Any) -> None:
-        self._kernel, self._constants = kernel, constants
-        self._settled: SettledLaunches[Shape] = SettledLaunches(
-            kernel, lambda constants: {}, operation=operation
-        )
-
-    def launch(self, shape: Shape, tensors: tuple[torch.Tensor, ...], scalars: tuple[int, ...]) -> None:
-        """Enqueue the kernel with these arguments, in the order of its parameters."""
-        settled = self._settled.find(shape)
-        if settled is not None:
-            launch(settled.launch, (), *tensors, *scalars)
-            return
-        constants = {**shape.constants(), **self._constants}
-        compiled = launch(self._kernel[shape.grid], *tensors, *scalars, **constants)
-        dtypes = tuple(str(tensor.dtype) for tensor in tensors)
-        self._settled.remember(shape, compiled, shape.grid, shape.sizes(), constants, dtypes)

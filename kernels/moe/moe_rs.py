@@ -75,10 +75,11 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.push import SumPusher
+from ..launch import SettledLaunches
 from ..signals import Failure
 from ..symm import SymmetricTensor
-from ..tensors import check_no_gradient, check_tensor
-from .launch import GroupedLauncher
+from ..tensors import check_no_gradient, check_out, check_tensor
+from .launch import Shape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan
@@ -86,7 +87,7 @@ from .words import ARRIVED, DONE, NOT_COMPUTED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(moe_reduce_scatter, "MoEReduceScatter")
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -228,11 +229,7 @@ class MoEReduceScatter(ExpertOperation):
         if topk_weights.shape != topk_ids.shape:
             given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
             raise ValueError(f"{given} must be of one shape")
-        if out is not None:
-            check_tensor("out", out, self._dtype, self.device)
-            wanted = [topk_ids.shape[0], self._n]
-            if list(out.shape) != wanted:
-                raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
+        check_out(out, [topk_ids.shape[0], self._n], self._dtype, self.device)
 
     def _check_rows(self, y: torch.Tensor, tokens: tuple[int, ...], topk: int) -> None:
         rows = sum(tokens) * topk
@@ -279,7 +276,7 @@ class MoEReduceScatter(ExpertOperation):
         shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
         of_launch = (first_part, parts, self.rank, self._patience_ticks)
         own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
-        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
+        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_COMPUTED.value:

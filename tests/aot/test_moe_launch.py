@@ -176,7 +176,7 @@ class World:
 
     name: str
     kernel: Any
-    launcher: Any
+    module: Any
     tiles: list[triton.Config]
     others: triton.Config
     device: LaunchingDevice
@@ -205,8 +205,8 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     tiles, others = TILES, OTHER_TILES
     if name == "ag":
         tiles, others = [ordered(each, by_arrival=True) for each in tiles], ordered(others, by_arrival=False)
-    with launching(monkeypatch, module._LAUNCHER, "_settled", kernel, tiles) as device:
-        yield World(name, kernel, module._LAUNCHER, tiles, others, device)
+    with launching(monkeypatch, module, "_SETTLED", kernel, tiles) as device:
+        yield World(name, kernel, module, tiles, others, device)
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_th
 
 def test_a_device_is_part_of_what_is_remembered(world):
     world.caller().call()
-    settled = world.launcher._settled
+    settled = world.module._SETTLED
     (shape,) = settled._of
     assert settled.find(shape) is not None
     assert settled.find(shape._replace(device=torch.device("cuda:1"))) is None
