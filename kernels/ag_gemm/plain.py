@@ -8,13 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import (
-    CPU_CANDIDATES,
-    INTERPRETED,
-    candidate,
-    prune_overlapped,
-    take_first,
-)
+from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..exchange.chunks import part_from, slot_of, wait_for_rows
 from ..exchange.products import multiply, multiply_tma
 from ..launch import SettledLaunches, load

@@ -36,9 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, reinterpret, tma_load
 from ..rings import ring_phase, ring_slot
-from .any_width import (
-    SWIZZLED_N,
-)
+from .any_width import SWIZZLED_N
 
 
 @gluon.jit

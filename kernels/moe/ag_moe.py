@@ -23,15 +23,14 @@ A call on rank r:
     fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
 
-All ids travel before any chunk, so sorting them, which takes a few programs, hides behind the chunks. Tiles
-come in the order of their last chunk (`routing`), those of the own chunk first.
-
-Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones.
+All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
+last chunk (`routing`). Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager
+ones.
 
 **It ends.** The side stream of a call waits for the peers' FREE alone, which follow their forks; nothing on
-it needs an SM, and it is enqueued before the kernels that wait for it, so it cannot be held up behind them.
-The kernels wait for the side streams of peers alone, none for another program of its own. So if all of call k
-- 1 ends, then all forks of k happen, all ids and chunks are pushed, and all kernels of k end.
+it needs an SM, and it is enqueued before the kernels that wait for it. The kernels wait for the side streams
+of peers alone. So if all of call k - 1 ends, then all forks of k happen, all ids and chunks are pushed, and
+all kernels of k end.
 
 **Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen our TOLD
 and ARRIVED of k, which follow our FREE[p] := 0 of k.
@@ -46,15 +45,13 @@ join.
 
 **No wait is unbounded.** A stream's wait has no limit of its own; the kernels' waits have. When one's
 patience ends it records the peer and sets AFTER[p], so that nothing waits for p a second time, and FREE[p],
-so that our side stream runs through; later calls and replays, in which p's words are still far ahead, set
-FREE[p] again. That is reported by the next call, by `check` and by `close`, and the operation is then good
-for nothing but closing.
+so that our side stream runs through, in later calls and replays too. The next call, `check` and `close`
+report it, and the operation can only be closed.
 
 **What the host must know.** The result has a row for each choice of all ranks, so its shape needs the number
 of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
 for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
-allocated, and compares both, and what the peers' hosts know: numbers that differ are an error on all ranks,
-which names who was given them.
+allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order, each on one stream at a time.
@@ -71,8 +68,7 @@ from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_overlap, check_tensor
 from .ag_moe_kernel import all_gather_moe
-from .candidates import HEIGHTS
-from .launch import Shape
+from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_experts
 from .plan import Plan
 from .words import ARRIVED

@@ -30,27 +30,21 @@ A call on rank r:
 **How a sum is made.** A product is weighted in float32 and rounded to `dtype` once; the topk products of a
 token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
 parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
-bits, with the same config. Adding into one float32 buffer by atomics would save storing the products, twice
-their bytes through the L2 cache while the tensor cores work, but not give the same bits twice, and write 4
-bytes an element, topk times.
+bits, with the same config. Atomics into one float32 buffer would save storing the products, but not give the
+same bits twice, and write 4 bytes an element, topk times.
 
 **It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
-`AllGatherMoE`. A push waits for DONE of our own kernel. In the kernel, an item of the list waits for items in
-front of it in the list of this rank, and, in the own chunk, behind all tiles and all chunks of peers, for
-peers' pushes. Programs claim the items one by one from a counter, so those in front of an item have been
-claimed by programs that have started; the foremost of them that is not done waits for nothing that is not,
-unless it is of the own chunk. An item is never left to a program that has not started. So as soon as one
-program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end.
-How many programs there are, and how many run at once, does not matter: in the interpreter it is one. A kernel
-of another stream that holds SMs until it has met its like on a peer, an all-reduce of another dimension of a
-mesh, for one, may keep programs out: nobody waits for those. It must leave room for one.
+`AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a list one by one; an
+item waits for items in front of it in the list of this rank, and, in the own chunk, behind all chunks of
+peers, for peers' pushes. Those in front of an item have been claimed by programs that have started. So as
+soon as one program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all
+kernels end. A kernel of another stream that holds SMs until it has met its like on a peer may keep programs
+out, as in `GemmReduceScatter`: it must leave room for one.
 
 The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
 from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
-has ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its
-edges: a captured call launches the kernel once for each stage, with the items of that stage, and what is
-pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE, as
-in `AllGatherMoE`: for forks of peers, which precede all kernels of their call.
+has ended, they are enqueued first, and the side stream is a thread.) A captured call launches the kernel once
+for each stage, and what is pushed stands behind the launch that computes it; nothing waits for DONE.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
 its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
@@ -61,9 +55,9 @@ follows DONE on its stream, or in a captured call the kernel, and ARRIVED follow
 behind the join, behind their copy. What p writes here in the next call it writes behind our fork of that
 call, behind the kernels that read it.
 
-**No wait is unbounded**, as in `AllGatherMoE`; DONE needs no rescue, for nothing of a peer's chunk waits for
-a peer. Candidates may differ between ranks in one call: ranks tell each other about chunks, never about
-tiles. Every rank must make the same calls in the same order, each on one stream at a time.
+**No wait is unbounded**, as in `AllGatherMoE`. Candidates may differ between ranks in one call: ranks tell
+each other about chunks, never about tiles. Every rank must make the same calls in the same order, each on one
+stream at a time.
 """
 
 from __future__ import annotations

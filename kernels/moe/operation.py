@@ -15,8 +15,7 @@ from ..exchange.operation import Operation, PeerTimeout
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
 from .announcer import Announcer
-from .candidates import HEIGHTS, size_class
-from .launch import Shape, counted, lies_for_tma
+from .launch import HEIGHTS, Shape, counted, lies_for_tma, size_class
 from .plan import Plan
 from .routing import digest_of
 from .words import (

@@ -30,8 +30,7 @@ from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.moe import ag_moe, moe_rs
 from dist_autotune.kernels.moe.ag_moe_kernel import all_gather_moe
-from dist_autotune.kernels.moe.candidates import GPU_TILES, HEIGHTS, HIGHEST_HEIGHT, ordered
-from dist_autotune.kernels.moe.launch import Shape, counted
+from dist_autotune.kernels.moe.launch import GPU_TILES, HEIGHTS, HIGHEST_HEIGHT, Shape, counted, ordered
 from dist_autotune.kernels.moe.moe_rs_kernel import moe_reduce_scatter
 
 pytestmark = pytest.mark.aot
