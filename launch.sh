@@ -106,7 +106,7 @@ project, pins = settings["project"], settings["tool"]["dist-autotune"]
 requirements = sum((project["optional-dependencies"][extra] for extra in extras), project["dependencies"])
 for requirement in requirements:
     name = re.match(r"[\w-]+", requirement)[0]
-    if importlib.util.find_spec(name.replace("-", "_")) is None:
+    if importlib.util.find_spec(name.replace("-", "_").removeprefix("pytest_")) is None:
         print(pins.get(name, requirement))
 try:
     origin = json.loads(importlib.metadata.distribution("dist-autotune").read_text("direct_url.json") or "{}")
@@ -201,7 +201,7 @@ sys.exit(not (version["cuda"] or version.get("hip")))'
 
 # Each world of tests/conftest.py is a pytest session. `status` is 5, pytest's "no tests", until one passed.
 run_tests() {
-  local cpu=yes gpu="" paths=() options=() status=5 argument
+  local cpu=yes gpu="" paths=() options=() workers=() status=5 argument
   if [[ ${DIST_AUTOTUNE_TEST_GPU:-} == 1 ]]; then
     cpu="" gpu=yes  # the variable, rather than --gpu: the GPU world alone
   fi
@@ -215,9 +215,14 @@ run_tests() {
     fi
   done
   set_up test
-  if [[ -n $cpu ]]; then
-    session "${paths[@]:-$root/tests}"
-    ((${#paths[@]})) || session "$root/tests/aot"
+  if [[ -n $cpu ]] && ((${#paths[@]})); then
+    session "${paths[@]}"
+  elif [[ -n $cpu ]]; then
+    if is_true 'importlib.util.find_spec("xdist")'; then  # many tests wait: one worker more than cores
+      workers=(-n "$(($(nproc) < 8 ? $(nproc) + 1 : 8))" --dist worksteal)
+    fi
+    session "${workers[@]}" "$root/tests"
+    session "${workers[@]}" "$root/tests/aot"
   fi
   if [[ -n $gpu ]]; then
     DIST_AUTOTUNE_TEST_GPU=1 session "${paths[@]:-$root/tests}"

@@ -45,7 +45,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from dist_autotune.doctor.facts import versions
+from dist_autotune.doctor.examination import versions
 from dist_autotune.settings import variables
 from dist_autotune.storage.device import Device
 

@@ -29,6 +29,7 @@ else:
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import tempfile
 import time
@@ -47,7 +48,8 @@ with contextlib.suppress(ImportError):
     import hypothesis
 
     # No deadline: a busy two-core machine is no property of the code. Derandomised: the same run everywhere.
-    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+    profile = {"deadline": None, "derandomize": True, "database": None, "max_examples": 40}
+    hypothesis.settings.register_profile("suite", **profile)
     hypothesis.settings.load_profile("suite")
 
 
@@ -106,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: collections, of which tests make many, take a fifth of the time
     if world(session.config) == "interpreter" and "triton" in sys.modules:
         import quick_interpreter
 

@@ -5,25 +5,22 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
 from ..formatting import counted
 from ..logs import reader
 from ..logs.history import History
-from ..logs.reader import describe_skipped
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from . import cache_commands, replay, terminal, what_if
 from .html import write_html
-
-NO_RECORDS = "no records (rank-N.jsonl)"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Reports, cache and doctor of dist_autotune."
@@ -43,31 +40,34 @@ LogDirectory = Annotated[
     Path | None,
     typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
 ]
+EverySession = Annotated[
+    bool, typer.Option("--all", help="Take every session, not the newest of each function.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 @app.command()
+@terminal.one_line_errors()
 def report(
     directory: LogDirectory = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead.")] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Show every session, not the newest of each function.")
-    ] = False,
+    every: EverySession = False,
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
-    with terminal.one_line_errors():
-        found = _read(directory)
-        shown = found.sessions if every else found.newest()
-        if html is None:
-            terminal.print_history(terminal.open_console(), found, shown)
-            return
-        try:
-            write_html(html, found, shown)
-        except ImportError as error:
-            terminal.fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
-        typer.echo(f"Wrote {html}")
+    found = _read(directory)
+    shown = found.sessions if every else found.newest()
+    if html is None:
+        terminal.print_history(terminal.open_console(), found, shown)
+        return
+    try:
+        write_html(html, found, shown)
+    except ImportError as error:
+        terminal.fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
+    typer.echo(f"Wrote {html}")
 
 
 @app.command("replay")
+@terminal.one_line_errors()
 def replay_logs(
     directory: LogDirectory = None,
     search: Annotated[
@@ -78,90 +78,65 @@ def replay_logs(
     statistic: Annotated[str | None, typer.Option(help="Over the samples of a rank.")] = None,
     rank_reduce: Annotated[str | None, typer.Option(help="Over ranks: max or mean.")] = None,
     seed: Annotated[int, typer.Option(help="For runs that are drawn again.")] = 0,
-    every: Annotated[
-        bool, typer.Option("--all", help="Try it on every session, not the newest of each function.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    every: EverySession = False,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute every decision of the logged sessions; with options, try another search on their samples.
 
     The exit code is 1 if something recorded does not follow from what was recorded before it.
     """
-    given = {
-        "search": search,
-        "n_repeat": n_repeat,
-        "n_warmup": n_warmup,
-        "statistic": statistic,
+    changes = {
+        "search": search, "n_repeat": n_repeat, "n_warmup": n_warmup, "statistic": statistic,
         "rank_reduce": rank_reduce,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
-    with terminal.one_line_errors():
-        _check_choice("--search", search, STRATEGIES)
-        _check_choice("--statistic", statistic, ("median", "mean", "min"))
-        _check_choice("--rank-reduce", rank_reduce, ("max", "mean"))
-        history = _read(directory)
-        unread = {name: describe_skipped(reasons) for name, reasons in history.skipped.items()}
-        verdicts = replay.verify(history.sessions)
-        searched = history.sessions if every else history.newest()
-        found = what_if.what_if(searched, options, seed) if options else []
-        if as_json:
-            data = {
-                "sessions": list(map(asdict, verdicts)),
-                "another_search": list(map(asdict, found)),
-                "unreadable": unread,
-            }
-            typer.echo(to_json(data, indent=True))
-        else:
-            _print_replay(verdicts, found, unread)
-        if unread or any(verdict.differences for verdict in verdicts):
-            raise typer.Exit(1)
+    }  # fmt: skip
+    options = {name: value for name, value in changes.items() if value is not None}
+    history = _read(directory)
+    verdicts = replay.verify(history.sessions)
+    searched = history.sessions if every else history.newest()
+    found = what_if.what_if(searched, options, seed) if options else []
+    unread = {name: reader.describe_skipped(reasons) for name, reasons in history.skipped.items()}
+    differ = any(verdict.differences for verdict in verdicts)
+    if as_json:
+        another = list(map(asdict, found))
+        data = {"sessions": list(map(asdict, verdicts)), "another_search": another, "unreadable": unread}
+        typer.echo(to_json(data, indent=True))
+    else:
+        console = terminal.open_console()
+        terminal.print_table(console, replay.verdicts_table(verdicts))
+        notes = [f"{name}: {what}" for name, what in unread.items()]
+        notes += [f"session {verdict.session}: {note}" for verdict in verdicts for note in verdict.notes]
+        for note in notes:
+            terminal.print_text(console, note, "yellow")
+        for table in (replay.differences_table(verdicts), what_if.what_if_table(found)):
+            if table.rows:
+                terminal.print_table(console, table)
+    if unread or differ:
+        raise typer.Exit(1)
 
 
 @app.command("doctor")
-def examine_machine(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-) -> None:
+@terminal.one_line_errors()
+def examine_machine(as_json: AsJson = False) -> None:
     """Look at versions, GPUs, links, symmetric memory, ranks and settings.
 
     The exit code is 1 if something that is needed does not work.
     """
-    from ..doctor import facts, findings  # they and what they import serve this command alone
+    from ..doctor import examination, findings  # they import torch, which serves this command alone
 
-    with terminal.one_line_errors():
-        with terminal.busy("Trying ranks, GPUs and links"):
-            seen = facts.examine()
-        found = findings.judge(seen)
-        if as_json:
-            typer.echo(to_json(findings.as_dict(seen, found), indent=True))
-        else:
-            console = terminal.open_console()
-            for table in findings.tables(seen, found):
-                terminal.print_table(console, table)
-            terminal.print_text(console, "")
-            for line in findings.next_steps(found):
-                terminal.print_text(console, line, "bold")
-        if not findings.is_healthy(found):
-            raise typer.Exit(1)
-
-
-def _print_replay(
-    verdicts: list[replay.Verdict], searches: list[what_if.WhatIf], unread: Mapping[str, str]
-) -> None:
-    console = terminal.open_console()
-    terminal.print_table(console, replay.verdicts_table(verdicts))
-    notes = [f"{name}: {what}" for name, what in unread.items()]
-    notes += [f"session {verdict.session}: {note}" for verdict in verdicts for note in verdict.notes]
-    for note in notes:
-        terminal.print_text(console, note, "yellow")
-    if any(verdict.differences for verdict in verdicts):
-        terminal.print_table(console, replay.differences_table(verdicts))
-    if searches:
-        terminal.print_table(console, what_if.what_if_table(searches))
-
-
-def _check_choice(option: str, given: str | None, allowed: Collection[str]) -> None:
-    if given is not None and given not in allowed:
-        terminal.fail(f"{option} {given}: expected one of {', '.join(allowed)}")
+    with Console(stderr=True).status("Trying ranks, GPUs and links ..."):
+        seen = examination.examine()
+    found = findings.judge(seen)
+    if as_json:
+        typer.echo(to_json(findings.as_dict(seen, found), indent=True))
+    else:
+        console = terminal.open_console()
+        for table in findings.tables(seen, found):
+            terminal.print_table(console, table)
+        terminal.print_text(console, "")
+        for line in findings.next_steps(found):
+            terminal.print_text(console, line, "bold")
+    if not findings.is_healthy(found):
+        raise typer.Exit(1)
 
 
 def _read(given: Path | None) -> History:
@@ -172,8 +147,9 @@ def _read(given: Path | None) -> History:
         terminal.fail(f"There is no directory {directory}. {advice}")
     history = reader.load(directory)
     if not history.sessions:
-        reasons = sum(history.skipped.values(), Counter[str]())
-        lines = counted(reasons.total(), "line")
-        what = f"only {lines} that cannot be read ({describe_skipped(reasons)})" if reasons else NO_RECORDS
+        what, reasons = "no records (rank-N.jsonl)", sum(history.skipped.values(), Counter[str]())
+        if reasons:
+            lines = counted(reasons.total(), "line")
+            what = f"only {lines} that cannot be read ({reader.describe_skipped(reasons)})"
         terminal.fail(f"{directory} holds {what}. {advice}")
     return history

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from ..codec import from_json
 from ..errors import TuningError
-from ..formatting import Table, columns, context_label, counted
+from ..formatting import Table, context_label, counted, one_line
 from ..logs import decisions
 from ..logs.history import SessionHistory, of_kind
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -18,7 +18,7 @@ from ..search.state import SearchState
 from ..search.strategies import STRATEGIES
 from ..version import __version__
 
-RESULT = ("status", "config_id", "config", "ms", "timings")
+LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
 # What a payload raises that somebody has changed.
 UNUSABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -78,8 +78,6 @@ def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict
         verdict.notes.append(f"written by version {written_by}, recomputed by {__version__}")
     if opened.own_search or opened.search not in STRATEGIES:
         verdict.notes.append(f"not recomputed: its search, {opened.search}, is none of {sorted(STRATEGIES)}")
-    elif opened.continues and opened.continues not in states:
-        verdict.compare(None, "session", "continues", opened.continues, "a session recomputed before it")
     else:
         state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
         state.open()
@@ -88,57 +86,47 @@ def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict
 
 
 def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: SearchState) -> None:
-    """Make the session's runs again; compare plans, results and how it ended."""
+    """Make the session's runs again; compare plans, results and that nothing was left to try at the end."""
     records: defaultdict[int, list[Record]] = defaultdict(list)
     for record in session.records:
         if isinstance(record, RunStarted | Merged | ContextSettled):
             records[record.run].append(record)
     closed = session.of_kind(SessionClosed)
     verdict.runs = max((merged.run for merged in session.of_kind(Merged)), default=-1) + 1
-    is_over = not records
-    if not verdict.runs and not is_over:
+    if records and not verdict.runs:
         verdict.compare(None, "session", "merged", "nothing", "what all ranks said of each run")
         return
     for run in range(verdict.runs):
-        if is_over:
-            verdict.compare(run, "session", "merged", "another run", "the session is over")
-            return
-        plan = decisions.plan_of(state)
+        plan, merged = decisions.plan_of(state), of_kind(records[run], Merged)
         for started in of_kind(records[run], RunStarted):
             verdict.compare(run, f"rank {started.rank}", "run_started: plan", started.plan, plan)
+        for other in merged[1:]:
+            verdict.compare(run, f"rank {other.rank}", "merged", other.payload, merged[0].payload)
         try:
-            _step(verdict, run, of_kind(records[run], Merged), state)
-            is_over = state.done if mode == "replay" else not state.has_work
+            report = from_json(RunReport, merged[0].payload)
+            state.step(state.kernels.unite(report, state.contexts)[0])
         except TuningError as error:
-            is_over = True
             for each in closed:
-                verdict.compare(run, "session", "session_closed: outcome", each.outcome, type(error).__name__)
+                what, outcome = "session_closed: outcome", type(error).__name__
+                verdict.compare(run, "session", what, each.outcome, outcome)
         except UNUSABLE as error:
-            recorded = f"cannot be used ({error!r})" if of_kind(records[run], Merged) else "nothing"
+            recorded = f"cannot be used ({error!r})" if merged else "nothing"
             verdict.compare(run, "session", "merged", recorded, "what all ranks said of this run")
             return
         _compare_results(verdict, run, of_kind(records[run], ContextSettled), state)
     if any(each.outcome not in ("settled", "partial") for each in closed):
-        state.contexts.drop_unsettled()  # as all ranks did
-    elif closed and not is_over and mode == "replay" and not session.of_kind(RunFailed):
-        verdict.compare(None, "session", "session_closed", closed[0].outcome, "more runs to make")
-
-
-def _step(verdict: Verdict, run: int, merged: Sequence[Merged], state: SearchState) -> None:
-    """Let `state` have what all ranks said of a run, of which each rank logged the same."""
-    for other in merged[1:]:
-        verdict.compare(run, f"rank {other.rank}", "merged", other.payload, merged[0].payload)
-    report = from_json(RunReport, merged[0].payload)
-    state.step(state.kernels.unite(report, state.contexts)[0])
+        state.drop_unsettled()  # as all ranks did
+    elif closed and verdict.runs and mode == "replay" and not session.of_kind(RunFailed):
+        verdict.compare(None, "session", "session_closed: nothing left to try", True, state.done)
 
 
 def _compare_results(
     verdict: Verdict, run: int, recorded: Sequence[ContextSettled], state: SearchState
 ) -> None:
-    results = {context.name: decisions.settled(run, context) for context in state.contexts.newly_final()}
+    results = {context.name: decisions.settled(run, context) for context in state.newly_final()}
     for record in recorded:
         about, what = context_label(record.kernel, record.key), f"context_settled of rank {record.rank}"
-        for name in RESULT:
+        for name in ("status", "config_id", "config", "ms", "timings"):
             recomputed = getattr(results.get(record.context), name, "nothing")
             verdict.compare(run, about, f"{what}: {name}", getattr(record, name), recomputed)
 
@@ -151,16 +139,17 @@ def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
         if each.differences:
             found = counted(len(each.differences), "difference")
         rows.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
-    names = columns("session", "function", "search", ">runs", ">compared", "recomputed")
-    return Table("Replay", names, tuple(rows), "compared: plans and values of results, over all ranks.")
+    names = ("session", "function", "search", ">runs", ">compared", "recomputed")
+    return Table("Replay", names, rows, "compared: plans and values of results, over all ranks.")
 
 
 def differences_table(verdicts: Iterable[Verdict]) -> Table:
     """Return one row per difference."""
-    names = columns("session", ">run", "context", "what", "recorded", "recomputed")
-    rows = (
-        (each.session, str(d.run), d.about, d.what, d.recorded, d.recomputed)
-        for each in verdicts
-        for d in each.differences
-    )
-    return Table("Differences", names, tuple(rows))
+    names = ("session", ">run", "context", "what", "recorded", "recomputed")
+    rows = []
+    for verdict in verdicts:
+        for each in verdict.differences:
+            run = "-" if each.run is None else str(each.run)
+            values = (one_line(value)[:LONGEST] for value in (each.recorded, each.recomputed))
+            rows.append((verdict.session, run, each.about, each.what, *values))
+    return Table("Differences", names, rows)

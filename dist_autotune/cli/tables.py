@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from ..formatting import (
     LAUNCH_BOUND_NOTE,
     WALL_CLOCK_NOTE,
     Table,
-    columns,
     counted,
     format_ms,
     format_percent,
@@ -22,31 +20,14 @@ from ..logs.records import Preflighted
 
 def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
     """Return one row per session of the directory."""
+    names = ("session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome")
     rows = []
-    for session in sessions:
-        opened = session.opened
-        search = f"{opened.search}, {opened.mode}" if opened else "?"
-        started = opened.started_at if opened else "?"
-        counts = str(len(session.ranks)), str(session.closed.runs), str(len(session.contexts))
-        rows.append((session.name, session.thunk, started, search, *counts, session.closed.outcome))
-    names = columns(
-        "session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome"
-    )
-    return Table("Sessions", names, tuple(rows))
-
-
-def session_tables(session: SessionHistory) -> list[Table]:
-    """Return the tables about a session as a whole: its contexts, then its ranks."""
-    tables = [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
-    return [table for table in tables if table.rows]
-
-
-def context_tables(context: ContextHistory) -> list[Table]:
-    """Return the tables about one context: its candidates, the bans, what each rank alone would choose."""
-    tables = [_candidates_table(context), _bans_table(context)]
-    if any(candidate.spread_percent is not None for candidate in context.candidates):
-        tables.append(_alone_table(context))
-    return [table for table in tables if table.rows]
+    for each in sessions:
+        opened, closed = each.opened, each.closed
+        how = (opened.started_at, f"{opened.search}, {opened.mode}") if opened else ("?", "?")
+        counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
+        rows.append((each.name, each.thunk, *how, *counts, closed.outcome))
+    return Table("Sessions", names, rows)
 
 
 def session_heading(session: SessionHistory) -> str:
@@ -71,36 +52,45 @@ def session_notes(session: SessionHistory) -> list[str]:
     return notes + session.remarks()
 
 
+def session_tables(session: SessionHistory) -> list[Table]:
+    """Return the tables about a session as a whole: its contexts, then its ranks."""
+    tables = [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
+    return [table for table in tables if table.rows]
+
+
+def context_tables(context: ContextHistory) -> list[Table]:
+    """Return the tables about one context: its candidates, the bans, what each rank alone would choose."""
+    tables = [_candidates_table(context), _bans_table(context)]
+    if any(candidate.spread_percent is not None for candidate in context.candidates):
+        tables.append(_alone_table(context))
+    return [table for table in tables if table.rows]
+
+
 def _contexts_table(session: SessionHistory) -> Table:
-    names = columns("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
+    names = ("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
     rows = []
     for context in session.contexts:
         winner, settled = context.winner, context.settled
         costs = [percent_over(choice.agreed_ms, settled.ms) for choice in context.choices_alone().values()]
-        cost_percent = max((cost for cost in costs if cost is not None), default=None)
-        rows.append(
-            (
-                context.label,
-                winner.config if winner else "-",
-                format_ms(settled.ms),
-                status_label(settled.status, launch_bound=settled.launch_bound),
-                str(sum(candidate.agreed_ms is not None for candidate in context.candidates)),
-                str(sum(bool(candidate.banned) for candidate in context.candidates)),
-                format_percent(winner.spread_percent if winner else None),
-                format_percent(cost_percent if len(session.ranks) > 1 else None),
-            )
-        )
+        worst = max((cost for cost in costs if cost is not None), default=None)
+        timed = sum(candidate.agreed_ms is not None for candidate in context.candidates)
+        banned = sum(bool(candidate.banned) for candidate in context.candidates)
+        found = (winner.config if winner else "-", format_ms(settled.ms))
+        status = status_label(settled.status, launch_bound=settled.launch_bound)
+        spread = format_percent(winner.spread_percent if winner else None)
+        cost = format_percent(worst if len(session.ranks) > 1 else None)
+        rows.append((context.label, *found, status, str(timed), str(banned), spread, cost))
     note = (
         "ms: agreed over the ranks. spread: slowest rank over fastest, of the winner. "
         "cost alone: what the worst choice of a single rank would have cost all of them."
     )
     if any(context.settled.launch_bound for context in session.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
-    return Table("Contexts", names, tuple(rows), note)
+    return Table("Contexts", names, rows, note)
 
 
 def _stragglers_table(session: SessionHistory) -> Table:
-    names = columns("rank", ">slowest in", ">of samples", ">median behind fastest %")
+    names = ("rank", ">slowest in", ">of samples", ">median behind fastest %")
     rows = tuple(
         (str(s.rank), str(s.slowest_samples), str(s.compared_samples), format_percent(s.behind_percent))
         for s in session.stragglers()
@@ -109,56 +99,40 @@ def _stragglers_table(session: SessionHistory) -> Table:
 
 
 def _compiling_table(session: SessionHistory) -> Table:
-    names = columns("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
+    names = ("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
     records = session.of_kind(Preflighted)
     rows = []
     for rank in sorted({record.rank for record in records}):
-        own = [record for record in records if record.rank == rank]
-        counts = (
-            str(sum(getattr(record, name) for record in own))
-            for name in ("compiled", "from_peers", "cached", "failed")
-        )
-        rows.append((str(rank), *counts, f"{sum(record.seconds for record in own):.1f}"))
+        own = [(r.compiled, r.from_peers, r.cached, r.failed, r.seconds) for r in records if r.rank == rank]
+        *counts, seconds = map(sum, zip(*own, strict=True))
+        rows.append((str(rank), *map(str, counts), f"{seconds:.1f}"))
     note = "Candidates compiled and loaded before trials. By peers: by another process of the same host."
-    return Table("Compiling", names, tuple(rows), note)
+    return Table("Compiling", names, rows, note)
 
 
 def _candidates_table(context: ContextHistory) -> Table:
-    names = columns(
+    names = (
         ">id", "config", ">agreed ms", ">over best %", ">fastest (rank)", ">slowest (rank)",
         ">spread %", ">samples", "remark",
     )  # fmt: skip
-    times = [candidate.agreed_ms for candidate in context.candidates if candidate.agreed_ms is not None]
-    best_ms = min(times, default=None)
-    fastest_first = sorted(
-        context.candidates, key=lambda each: math.inf if each.agreed_ms is None else each.agreed_ms
-    )
-    rows = tuple(_candidate_row(context, candidate, best_ms) for candidate in fastest_first)
+    in_order = sorted(context.candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
+    rows = tuple(_candidate_row(each, in_order[0].agreed_ms, context.winner) for each in in_order)
     return Table(f"{context.label}: candidates", names, rows, _convergence(context))
 
 
 def _candidate_row(
-    context: ContextHistory, candidate: CandidateHistory, best_ms: float | None
+    candidate: CandidateHistory, best_ms: float | None, winner: CandidateHistory | None
 ) -> tuple[str, ...]:
     extremes = ["-", "-"]
     if candidate.spread_percent is not None:
         times = sorted((ms, rank) for rank, ms in candidate.rank_ms.items())
         extremes = [f"{format_ms(ms)} ({rank})" for ms, rank in (times[0], times[-1])]
-    return (
-        str(candidate.config_id),
-        candidate.config,
-        format_ms(candidate.agreed_ms),
-        format_percent(percent_over(candidate.agreed_ms, best_ms)),
-        *extremes,
-        format_percent(candidate.spread_percent),
-        str(candidate.samples),
-        "banned" if candidate.banned else "winner" if candidate is context.winner else "",
-    )
-
-
-def _bans_table(context: ContextHistory) -> Table:
-    rows = tuple((str(c.config_id), c.config, one_line(c.banned)) for c in context.candidates if c.banned)
-    return Table(f"{context.label}: banned on all ranks", columns(">id", "config", "by"), rows)
+    over_best = format_percent(percent_over(candidate.agreed_ms, best_ms))
+    agreed = format_ms(candidate.agreed_ms), over_best
+    remark = "banned" if candidate.banned else "winner" if candidate is winner else ""
+    spread = format_percent(candidate.spread_percent)
+    name = str(candidate.config_id), candidate.config
+    return (*name, *agreed, *extremes, spread, str(candidate.samples), remark)
 
 
 def _convergence(context: ContextHistory) -> str:
@@ -171,20 +145,19 @@ def _convergence(context: ContextHistory) -> str:
     return f"{known}, {format_ms(best_ms[best])} ms after run {best}; last trial in run {last}."
 
 
+def _bans_table(context: ContextHistory) -> Table:
+    rows = tuple((str(c.config_id), c.config, one_line(c.banned)) for c in context.candidates if c.banned)
+    return Table(f"{context.label}: banned on all ranks", (">id", "config", "by"), rows)
+
+
 def _alone_table(context: ContextHistory) -> Table:
+    names = ("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
     choices = context.choices_alone()
-    names = columns("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
-    rows = tuple(
-        (
-            str(rank),
-            str(choice.config_id),
-            choice.config,
-            format_ms(choice.rank_ms[rank]),
-            format_ms(choice.agreed_ms),
-            format_percent(percent_over(choice.agreed_ms, context.settled.ms)),
-        )
-        for rank, choice in choices.items()
-    )
+    rows = []
+    for rank, choice in choices.items():
+        cost = format_percent(percent_over(choice.agreed_ms, context.settled.ms))
+        times = format_ms(choice.rank_ms[rank]), format_ms(choice.agreed_ms)
+        rows.append((str(rank), str(choice.config_id), choice.config, *times, cost))
     different = len({choice.config_id for choice in choices.values()})
     note = "Each would choose the same." if different == 1 else f"Alone they would run {different} configs."
     return Table(f"{context.label}: each rank alone", names, rows, note)

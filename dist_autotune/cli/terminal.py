@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,11 +27,6 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def busy(what: str) -> contextlib.AbstractContextManager[object]:
-    """Say on standard error, if it is a terminal, that something takes time."""
-    return Console(stderr=True).status(f"{what} ...")
-
-
 def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
     """Print the list of all sessions, then the `shown` ones in full."""
     print_table(console, tables.sessions_table(history.sessions))
@@ -41,20 +36,17 @@ def print_history(console: Console, history: History, shown: Iterable[SessionHis
         print_text(console, f"\n{tables.session_heading(session)}", "bold")
         for note in tables.session_notes(session):
             print_text(console, note, "yellow")
-        for table in tables.session_tables(session):
+        of_contexts = [table for context in session.contexts for table in tables.context_tables(context)]
+        for table in tables.session_tables(session) + of_contexts:
             print_table(console, table)
-        for context in session.contexts:
-            for table in tables.context_tables(context):
-                print_table(console, table)
 
 
 def print_table(console: Console, table: Table) -> None:
     print_text(console, f"\n{table.title}", "bold")
     rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in table.columns:
-        rich_table.add_column(
-            Text(column.name), justify="right" if column.is_figure else "left", overflow="fold"
-        )
+    for name in table.columns:
+        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        rich_table.add_column(Text(name.removeprefix(">")), justify=justify, overflow="fold")
     for row in table.rows:
         rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
     console.print(rich_table)

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
 from typing import Any
 
 from ..errors import InvalidOption
-from ..formatting import Table, columns, config_label, format_ms, format_percent
-from ..logs.history import ContextHistory, SessionHistory, of_kind, percent_over
-from ..logs.records import SessionOpened, Trial
+from ..formatting import Table, config_label, format_ms, format_percent
+from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, is_time, percent_over
+from ..logs.records import SessionOpened
 from ..search.budget import RUNS_ALLOWED
-from ..search.context_search import RunningFlow
+from ..search.running_flow import RunningFlow
 from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS
 from .replay import rules_of
 
 RankMs = dict[int, float]  # rank -> ms of one run
+REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "mean": fmean}
+ALLOWED: dict[str, Collection[str]] = {"search": STRATEGIES, "statistic": STATISTICS, "rank_reduce": REDUCE}
 
 
 @dataclass(frozen=True)
@@ -59,111 +61,94 @@ def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed
     for session in sessions:
         for context in session.contexts:
             for judge in ("launch", "run"):
-                trials = [
-                    trial
-                    for trial in of_kind(context.records, Trial)
-                    if (trial.session, trial.judge) == (session.name, judge) and trial.kind != "incumbent"
-                ]
-                is_choice = sum(not candidate.banned for candidate in context.candidates) > 1
-                if session.opened and is_choice and any(trial.kind == "sample" for trial in trials):
-                    found.append(_search(replace(session.opened, **options), context, trials, seed))
+                random = Random(f"{seed} {context.label} {judge}")
+                decks = [_Deck(each, session.name, judge, random) for each in context.candidates]
+                is_choice = sum(not each.banned for each in context.candidates) > 1
+                if session.opened and is_choice and any(deck.runs["sample"] for deck in decks):
+                    found.append(_search(replace(session.opened, **options), context, judge, decks))
     return found
 
 
-def _search(opened: SessionOpened, context: ContextHistory, trials: Sequence[Trial], seed: int) -> WhatIf:
-    """Search a context anew on its recorded `trials`."""
-    if opened.search not in STRATEGIES:
-        raise InvalidOption(
-            f"session {opened.session} used a search of the user's own, {opened.search}, which its log "
-            f"does not hold: give --search, one of {', '.join(STRATEGIES)}"
-        )
-    random = Random(f"{seed} {context.label} {trials[0].judge}")
-    decks = [
-        _Deck([trial for trial in trials if trial.config_id == candidate.config_id], opened, random)
-        for candidate in context.candidates
-    ]
-    banned = {index for index, candidate in enumerate(context.candidates) if candidate.banned}
-    all_ms = [None if index in banned else deck.agreed_ms() for index, deck in enumerate(decks)]
+def _search(opened: SessionOpened, context: ContextHistory, judge: str, decks: Sequence[_Deck]) -> WhatIf:
+    for option, allowed in ALLOWED.items():
+        if (value := getattr(opened, option)) not in allowed:
+            name, expected = option.replace("_", "-"), ", ".join(allowed)
+            raise InvalidOption(f"--{name} {value}: expected one of {expected} (session {opened.session})")
+    winner, runs = _run_flow(opened, decks)
+    all_ms = [None if deck.banned else _agreed_ms(deck.runs["sample"], opened) for deck in decks]
     best_ms = min((ms for ms in all_ms if ms is not None), default=None)
-    picks = [
-        Pick(candidate.config, ms, percent_over(ms, best_ms))
-        for candidate, ms in zip(context.candidates, all_ms, strict=True)
-    ]
-    winner, runs = _run_flow(opened, decks, banned)
+    timed = zip(context.candidates, all_ms, strict=True)
+    picks = [Pick(each.config, ms, percent_over(ms, best_ms)) for each, ms in timed]
     sampled = f" {opened.n_warmup}+{opened.n_repeat}" if opened.search == "exhaustive" else ""
     return WhatIf(
         session=opened.session,
         thunk=opened.thunk,
         context=context.label,
-        judge=trials[0].judge,
+        judge=judge,
         candidates=len(decks),
         search=opened.search + sampled,
         runs=runs,
-        recorded_runs=len({trial.run for trial in trials}),
+        recorded_runs=sum(len(own) for deck in decks for own in deck.runs.values()),
         resampled=sum(deck.resampled for deck in decks),
         pick=picks[winner],
         recorded=picks[context.candidates.index(context.winner)] if context.winner else None,
     )
 
 
-def _run_flow(opened: SessionOpened, decks: Sequence[_Deck], banned: set[int]) -> tuple[int, int]:
+def _run_flow(opened: SessionOpened, decks: Sequence[_Deck]) -> tuple[int, int]:
     """Return the winner's index, and after how many runs."""
     rules, runs = rules_of(opened), 0
     flow = RunningFlow(rules, len(decks))
+    banned = {index for index, deck in enumerate(decks) if deck.banned}
     incumbent = min(set(range(len(decks))) - banned)
-    known_ms = {incumbent: math.inf}
     winner = flow.resume(None, banned)
     while winner is None and runs < RUNS_ALLOWED * max(rules.planned_runs(len(decks)), 1):
         assert flow.index is not None
         runs += 1
-        ms = decks[flow.index].deal(is_warmup=flow.is_warmup)
-        if ms is not None:
-            known_ms[flow.index] = ms
+        ms = _agreed_ms(decks[flow.index].deal("warm-up" if flow.is_warmup else "sample"), opened)
         winner = flow.resume(math.nan if ms is None else ms, banned)
-    if winner is None:
-        winner = min(known_ms, key=lambda index: known_ms[index])
+    if winner is None:  # stopped: the best so far
+        known = [(_agreed_ms(deck.dealt, opened) or math.inf, index) for index, deck in enumerate(decks)]
+        winner = min(each for each in known if each[1] not in banned)[1]
     return incumbent if isinstance(winner, Winner) and incumbent in winner.tied else winner, runs
 
 
 class _Deck:
-    """The recorded runs of one candidate, dealt in their order, then again at random."""
+    """The recorded runs of one candidate, dealt in their order, then at random."""
 
-    def __init__(self, trials: Iterable[Trial], opened: SessionOpened, random: Random) -> None:
+    def __init__(self, candidate: CandidateHistory, session: str, judge: str, random: Random) -> None:
+        self.banned = bool(candidate.banned)
+        self.runs: dict[str, list[RankMs]] = {}
+        for kind in ("sample", "warm-up"):
+            by_run: defaultdict[int, RankMs] = defaultdict(dict)
+            for trial in candidate.trials:
+                if (trial.session, trial.judge, trial.kind) == (session, judge, kind) and is_time(trial.ms):
+                    by_run[trial.run][trial.rank] = trial.ms
+            self.runs[kind] = [by_run[run] for run in sorted(by_run)]
+        self.dealt: list[RankMs] = []  # samples
         self.resampled = 0
-        self._opened, self._random = opened, random
-        by_run: defaultdict[tuple[int, str], RankMs] = defaultdict(dict)
-        for trial in trials:
-            if trial.ms is not None and math.isfinite(trial.ms):
-                by_run[trial.run, trial.kind][trial.rank] = trial.ms
-        runs = sorted(by_run.items(), key=lambda item: item[0])
-        self._warmups = [ms for (_, kind), ms in runs if kind == "warm-up"]
-        self._samples = [ms for (_, kind), ms in runs if kind == "sample"]
-        self._left = {True: self._warmups[::-1], False: self._samples[::-1]}  # by whether it is a warm-up
-        self._dealt: list[RankMs] = []  # samples
+        self._left = {kind: iter(runs) for kind, runs in self.runs.items()}
+        self._random = random
 
-    def deal(self, *, is_warmup: bool) -> float | None:
-        """Return the agreed time after one more run; None: nothing is recorded."""
-        recorded = (self._warmups or self._samples) if is_warmup else (self._samples or self._warmups)
-        if self._left[is_warmup]:
-            ms = self._left[is_warmup].pop()
-        else:
+    def deal(self, kind: str) -> list[RankMs]:
+        """Deal another run; return the samples so far, or a first warm-up."""
+        run = next(self._left[kind], None)
+        if run is None:
             self.resampled += 1
-            ms = self._random.choice(recorded or [{}])
-        self._dealt += [] if is_warmup else [ms]
-        return self._agreed_ms(self._dealt or [ms])
+            run = self._random.choice(self.runs[kind] or self.runs["sample"] or self.runs["warm-up"] or [{}])
+        if kind == "sample":
+            self.dealt.append(run)
+        return self.dealt or [run]
 
-    def agreed_ms(self) -> float | None:
-        """Return the agreed time by all samples; None: there is none."""
-        return self._agreed_ms(self._samples)
 
-    def _agreed_ms(self, runs: Iterable[RankMs]) -> float | None:
-        by_rank: defaultdict[int, list[float]] = defaultdict(list)
-        for run in runs:
-            for rank, ms in run.items():
-                by_rank[rank].append(ms)
-        times = [STATISTICS[self._opened.statistic](samples) for samples in by_rank.values()]
-        reduce = max if self._opened.rank_reduce == "max" else fmean
-        return reduce(times) if times else None
+def _agreed_ms(runs: Iterable[RankMs], opened: SessionOpened) -> float | None:
+    """Return each rank's statistic, reduced over the ranks; None without any run."""
+    by_rank: defaultdict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        for rank, ms in run.items():
+            by_rank[rank].append(ms)
+    times = [STATISTICS[opened.statistic](samples) for samples in by_rank.values()]
+    return REDUCE[opened.rank_reduce](times) if times else None
 
 
 def what_if_table(found: Iterable[WhatIf]) -> Table:
@@ -174,15 +159,12 @@ def what_if_table(found: Iterable[WhatIf]) -> Table:
         judged = each.context if each.judge == "launch" else f"{each.context} by the whole run"
         picks = [*_cells(each.pick), *_cells(each.recorded)]
         rows.append((each.session, judged, str(each.candidates), each.search, *runs, *picks))
-    names = columns(
+    names = (
         "session", "context", ">candidates", "search", ">runs", ">resampled", ">recorded runs",
         "pick", ">ms", ">regret %", "recorded pick", ">ms", ">regret %",
     )  # fmt: skip
-    note = (
-        "ms and regret: by all recorded samples of the config. resampled: runs for which the log holds no "
-        "further run of that config; one of those it holds was drawn again."
-    )
-    return Table("Another search on the recorded samples", names, tuple(rows), note)
+    note = "ms, regret: by all recorded samples of the config. resampled: runs that were drawn again."
+    return Table("Another search on the recorded samples", names, rows, note)
 
 
 def _cells(pick: Pick | None) -> tuple[str, ...]:

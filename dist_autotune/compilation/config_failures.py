@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,26 +24,20 @@ def config_failure(error: BaseException, grid: Any = None, hook: Any = None) -> 
     What `grid` raised, the grid function of the launch, is the user's. So is running out of memory inside
     `hook`, the config's own; a compiler's failure there is the config's.
     """
-    if isinstance(error, (OutOfResources, PTXASError, CompilationError)):
-        return _first_line(error)
-    text = str(error) if type(error) is RuntimeError else ""
-    if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text):
-        users = [grid, hook]
-    elif _COMPILER_FAILURE.search(text):
-        users = [grid]
-    else:
+    users: Sequence[Any] = ()
+    if not isinstance(error, (OutOfResources, PTXASError, CompilationError)):
+        text = str(error) if type(error) is RuntimeError else ""
+        if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text):
+            users = grid, hook
+        elif _COMPILER_FAILURE.search(text):
+            users = (grid,)
+        else:
+            return None
+    codes = {_code_of(function) for function in users} - {None}
+    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
         return None
-    return None if _passed_through(error, users) else _first_line(error)
-
-
-def _passed_through(error: BaseException, functions: Sequence[Any]) -> bool:
-    codes = {_code_of(function) for function in functions} - {None}
-    trace = error.__traceback__
-    while trace is not None and codes:
-        if trace.tb_frame.f_code in codes:
-            return True
-        trace = trace.tb_next
-    return False
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
 
 def _code_of(function: Any) -> Any:
@@ -52,8 +47,3 @@ def _code_of(function: Any) -> Any:
     if callable(function) and not hasattr(function, "__code__"):
         function = type(function).__call__
     return getattr(function, "__code__", None)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

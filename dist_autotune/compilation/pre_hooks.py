@@ -1,13 +1,12 @@
-"""What a config's `pre_hook` makes of a launch's arguments, found out without calling it in this process.
+"""Finds out, without calling it in this process, what a config's `pre_hook` makes of a launch's arguments.
 
 The hooks of a context run one after another in a forked child, each on stand-ins of its own, and without a
-file or a socket: what they count, log or zero is gone with the child. The child tells what they changed; this
-process makes the same changes to copies, and compiles for those and for the tensors themselves.
+file or a socket: what they count, log or zero is gone with the child. The child reports what they changed;
+this process makes the same changes to copies, and compiles for those and for the tensors themselves.
 
 What a hook raises on stand-ins says nothing about the launch, OutOfResources and its like included: only a
 launch's own hook bans a config. A hook that ends well has seen no stand-in differ from the original, so what
-the compiler says of the outcome holds, if the hook does the same for the same arguments every time, in any
-process.
+the compiler says of the outcome holds, if the hook does the same for the same arguments in any process.
 """
 
 from __future__ import annotations
@@ -21,23 +20,20 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..formatting import counted
 from ..triton_api.launch import Launch
-from .process import CompilerChild, Ending
+from .compiler_child import CompilerChild
 
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
 _POLL_S = 1e-3
-_OF_A_HOOK = {  # instead of what is said of a compiler
-    "the compiler ended its process": "it ended the process",
-    "the compiler was": "it was",
-    "the compiler's process": "its process",
-    "did not compile": "it did not end",
-}
+
+Changes: TypeAlias = dict[int, dict[str, Any]]
+"""The changed attributes of each argument that has any, by its place in `holders`."""
 
 
 @dataclass(frozen=True)
@@ -58,65 +54,44 @@ class Rehearsal:
 
 
 def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehearsal:
-    """Find out what the hooks of `configs` do to a launch; `limit_s` is the longest that may take.
+    """Find out what the hooks of `configs` do to a launch, within `limit_s`.
 
     The tensors of `Rehearsal.launches` are those of the launch; nothing that is the caller's is changed.
     """
     if not configs:
         return Rehearsal()
-    told, why_none = _told_by_child(launch, configs, min(limit_s, LIMIT_S))
-    old = holders(launch.args, launch.kwargs)
-    launches: dict[str, Launch] = {}
-    left_out: dict[str, str] = {}
-    for digest in configs:
-        pickled, reason = told.get(digest, ("", why_none))
-        if not pickled:
-            left_out[digest] = reason
-            continue
-        new = with_changes(old, pickle.loads(base64.b64decode(pickled)))
-        kwargs = {name: exchanged(value, new) for name, value in launch.kwargs.items()}
-        launches[digest] = Launch(launch.tuner, exchanged(launch.args, new), kwargs)
-    return Rehearsal(launches, left_out)
-
-
-def _told_by_child(
-    launch: Launch, configs: Mapping[str, Any], limit_s: float
-) -> tuple[dict[str, tuple[str, str]], str]:
-    """Return by digest the pickled changes or the reason why there are none; and why digests are missing."""
     if limit_s <= 0:
-        return {}, "no child may be started"
+        return Rehearsal(left_out=dict.fromkeys(configs, "no child may be started"))
+
+    def work() -> str:
+        return json.dumps({digest: _rehearse_one(launch, config) for digest, config in configs.items()})
+
     try:
-        child = CompilerChild(lambda: _rehearse_all(launch, configs), limit_s, is_cut_off=True)
+        child = CompilerChild(work, min(limit_s, LIMIT_S), is_cut_off=True)
     except OSError as error:
-        return {}, f"no child ({error.strerror})"
+        return Rehearsal(left_out=dict.fromkeys(configs, f"no child ({error.strerror})"))
     try:
         while (ending := child.poll()) is None:
             time.sleep(_POLL_S)
     finally:
         child.close()
-    if ending.result:
-        return {digest: tuple(told) for digest, told in json.loads(ending.result).items()}, ""
-    return {}, _why_silent(ending)
-
-
-def _why_silent(ending: Ending) -> str:
-    reason = ending.reason or "it told nothing"
-    for words, of_a_hook in _OF_A_HOOK.items():
-        reason = reason.replace(words, of_a_hook)
-    return reason
+    if not ending.result:
+        return Rehearsal(left_out=dict.fromkeys(configs, ending.reason or "the hook told nothing"))
+    reports: dict[str, tuple[str, str]] = json.loads(ending.result)
+    changes = {digest: base64.b64decode(pickled) for digest, (pickled, _) in reports.items() if pickled}
+    return Rehearsal(
+        launches={digest: with_changes(launch, pickle.loads(each)) for digest, each in changes.items()},
+        left_out={digest: reason for digest, (pickled, reason) in reports.items() if not pickled},
+    )
 
 
 # ---- in the child
 
 
-def _rehearse_all(launch: Launch, configs: Mapping[str, Any]) -> str:
-    return json.dumps({digest: _rehearse_one(launch, config) for digest, config in configs.items()})
-
-
 def _rehearse_one(launch: Launch, config: Any) -> tuple[str, str]:
     try:
-        stand_ins = StandIns(launch.args, launch.kwargs)
-        config.pre_hook(Launch(launch.tuner, stand_ins.args, stand_ins.kwargs).hook_arguments(config))
+        stand_ins = StandIns(launch)
+        config.pre_hook(stand_ins.launch.hook_arguments(config))
         pickled = stand_ins.changes()
         pickle.loads(pickled)  # what fails here would fail in the rank
     except BaseException as error:  # SystemExit too: the next hook is to have its turn
@@ -124,12 +99,8 @@ def _rehearse_one(launch: Launch, config: Any) -> tuple[str, str]:
     return base64.b64encode(pickled).decode(), ""
 
 
-# The changed attributes of each argument that has any, by its place in `holders`.
-Changes = dict[int, dict[str, Any]]
-
-
-class NotTold(RuntimeError):
-    """A `pre_hook` did something whose effect on the launch cannot be told from stand-ins."""
+class NotReproducible(RuntimeError):
+    """A `pre_hook` did something whose effect on the launch stand-ins do not show."""
 
 
 class StandIn(torch.Tensor):
@@ -158,7 +129,7 @@ class StandIn(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         if type(result) is torch.Tensor and result.device.type == "meta":
             if not isinstance(args[0], StandIn):
-                raise NotTold(f"{getattr(func, '__name__', func)} was called with a tensor")
+                raise NotReproducible(f"{getattr(func, '__name__', func)} was called with a tensor")
             return _marked(result, args[0]._device, None)
         return result
 
@@ -171,12 +142,12 @@ def _marked(facts: torch.Tensor, device: torch.device, address: int | None) -> S
 
 def _address_of(stand_in: StandIn) -> int:
     if stand_in._address is None:
-        raise NotTold("the address of what was computed from a tensor was asked for")
+        raise NotReproducible("the address of what was computed from a tensor was asked for")
     return stand_in._address
 
 
 def _refuse(stand_in: StandIn) -> Any:
-    raise NotTold("the memory of a tensor was asked for")
+    raise NotReproducible("the memory of a tensor was asked for")
 
 
 _ANSWERS: dict[Any, Callable[[StandIn], Any]] = {
@@ -191,70 +162,45 @@ _ANSWERS: dict[Any, Callable[[StandIn], Any]] = {
 }
 
 
-def holders(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the distinct arguments whose attributes a hook may set, in the order of the launch."""
-    found = {id(value): value for value in _leaves((*args, *kwargs.values())) if _has_attributes(value)}
-    return list(found.values())
-
-
-def exchanged(value: Any, new: Mapping[int, Any]) -> Any:
-    """Return `value` with the objects in it exchanged for new ones, which are given by the id of the old."""
-    if isinstance(value, tuple):
-        parts = [exchanged(part, new) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return new.get(id(value), value)
-
-
-def with_changes(old: list[Any], changes: Changes) -> dict[int, Any]:
-    """Return copies of those of the holders `old` that have changes, made, by the id of the old one."""
-    copies = {}
-    for place, attributes in changes.items():
-        copies[id(old[place])] = made = copy.copy(old[place])
-        vars(made).update(attributes)
-    return copies
-
-
 class StandIns:
     """Stand-ins of the arguments of one launch, and what became of them."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        leaves = list(_leaves((*args, *kwargs.values())))
-        self._tensors = {id(leaf): StandIn.of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    def __init__(self, launch: Launch) -> None:
+        tensors = [leaf for leaf in _leaves(launch) if isinstance(leaf, torch.Tensor)]
+        self._tensors = {id(tensor): StandIn.of(tensor) for tensor in tensors}
         self._facts = {key: _facts(tensor) for key, tensor in self._tensors.items()}
-        self._copies = {id(holder): _copied(holder) for holder in holders(args, kwargs)}
-        self._before = {key: _snapshot(made) for key, made in self._copies.items()}
-        new = {**self._tensors, **self._copies}
-        self.args: tuple[Any, ...] = exchanged(args, new)
-        self.kwargs = {name: exchanged(value, new) for name, value in kwargs.items()}
+        self._copies = {id(holder): _copied(holder) for holder in holders(launch)}
+        self._before = [
+            {name: list(value) if isinstance(value, list) else value for name, value in vars(made).items()}
+            for made in self._copies.values()
+        ]
+        self.launch = _exchanged(launch, {**self._tensors, **self._copies})
 
     def changes(self) -> bytes:
-        """Return, pickled, the `Changes` of the holders; raises NotTold where they do not tell all."""
+        """Return, pickled, the `Changes` of the holders; raises NotReproducible where there is more."""
         if any(_facts(tensor) != self._facts[key] for key, tensor in self._tensors.items()):
-            raise NotTold("a tensor was given another shape")
+            raise NotReproducible("a tensor was given another shape")
         found: Changes = {}
-        for place, (key, made) in enumerate(self._copies.items()):
-            before, now = self._before[key], vars(made)
-            if before.keys() - now.keys():
-                raise NotTold("an attribute of an argument was deleted")
-            changed = {n: v for n, v in now.items() if n not in before or not _same(before[n], v)}
+        for place, (before, made) in enumerate(zip(self._before, self._copies.values(), strict=True)):
+            if before.keys() - vars(made).keys():
+                raise NotReproducible("an attribute of an argument was deleted")
+            changed = {n: v for n, v in vars(made).items() if n not in before or not _same(before[n], v)}
             if changed:
                 found[place] = changed
-        return _pickled(found)
+        file = io.BytesIO()
+        _Pickler(file).dump(found)
+        return file.getvalue()
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _leaves(value)
-        else:
-            yield value
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raise NotReproducible("an argument was given another tensor")
+        return NotImplemented
 
 
-def _has_attributes(value: Any) -> bool:
-    if callable(value) or isinstance(value, (torch.Tensor, types.ModuleType)):
-        return False
-    # The end of a copy must not be the end of what the original owns.
-    return hasattr(value, "__dict__") and not hasattr(value, "__del__")
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _copied(holder: Any) -> Any:
@@ -268,28 +214,55 @@ def _copied(holder: Any) -> Any:
     return made
 
 
-def _snapshot(made: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, list) else value for name, value in vars(made).items()}
-
-
 def _same(before: Any, now: Any) -> bool:
     if before is now or isinstance(now, torch.Tensor):
         return before is now
     return type(before) is type(now) and bool(before == now)
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+# ---- arguments of a launch
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            raise NotTold("an argument was given another tensor")
-        return NotImplemented
+def holders(launch: Launch) -> list[Any]:
+    """Return the distinct arguments whose attributes a hook may set, in the order of the launch."""
+    return list({id(value): value for value in _leaves(launch) if _has_attributes(value)}.values())
 
 
-def _pickled(found: Changes) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(found)
-    return file.getvalue()
+def with_changes(launch: Launch, changes: Changes) -> Launch:
+    """Return the launch with the changes made to copies."""
+    old, new = holders(launch), {}
+    for place, attributes in changes.items():
+        new[id(old[place])] = made = copy.copy(old[place])
+        vars(made).update(attributes)
+    return _exchanged(launch, new)
+
+
+def _exchanged(launch: Launch, new: Mapping[int, Any]) -> Launch:
+    """Return the launch with the objects in it exchanged for `new` ones, given by the id of the old."""
+
+    def exchange(value: Any) -> Any:
+        if isinstance(value, tuple):
+            parts = map(exchange, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return new.get(id(value), value)
+
+    kwargs = {name: exchange(value) for name, value in launch.kwargs.items()}
+    return Launch(launch.tuner, exchange(launch.args), kwargs)
+
+
+def _leaves(launch: Launch) -> Iterator[Any]:
+    def leaves(values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            if isinstance(value, tuple):
+                yield from leaves(value)
+            else:
+                yield value
+
+    return leaves((*launch.args, *launch.kwargs.values()))
+
+
+def _has_attributes(value: Any) -> bool:
+    if callable(value) or isinstance(value, (torch.Tensor, types.ModuleType)):
+        return False
+    # The end of a copy must not be the end of what the original owns.
+    return hasattr(value, "__dict__") and not hasattr(value, "__del__")

@@ -1,4 +1,4 @@
-"""Compiling and loading configs before they are timed, and telling their failures from the user's.
+"""Compiles and loads configs before they are timed, and tells their failures from the user's.
 
 A launch that compiles inside its timed interval would be charged seconds for it, so a config is loaded
 before its first sample; and a config that does not load on some rank must be known before it is tried.
@@ -6,9 +6,9 @@ before its first sample; and a config that does not load on some rank must be kn
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from ..triton_api import interception
 from ..triton_api.launch import Launch, finished, load
 from .config_failures import config_failure
-from .pool import NotCompiled, Tally, Task, Terms, compile_all
+from .pool import NotCompiled, Pool, Tally, Terms
 from .pre_hooks import rehearse
 
 
@@ -44,75 +44,44 @@ def preflight(
 ) -> Preflight:
     """Compile all `configs` in child processes, together with the other ranks of this host; load each here.
 
-    Loading happens in this process: `loading` is entered for each candidate.
-
-    A config with a `pre_hook`, which may change what the kernel is compiled for, is compiled for what the
-    hook makes of the arguments in a child: in this process it runs only for a launch. Where that is not to be
-    found out, the config is left to its first launch, and the tally's remark says why.
+    loading: entered around the loading of each candidate. A config with a `pre_hook`, which may change what
+    the kernel is compiled for, is compiled for what the hook makes of the arguments in a child. Where that
+    cannot be found out, the config is left to its first launch, and the tally's remark says why.
     """
     if interception.is_interpreted() or not configs:
         return Preflight()
     began = time.monotonic()
     hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
-    limit_s = min(terms.limit_s, terms.until - began)
-    rehearsal = rehearse(launch, hooked, limit_s)
+    rehearsal = rehearse(launch, hooked, min(terms.limit_s, terms.until - began))
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
-    queue = _Queue()
-    # The queue is left first: the mode, when it is left, waits for every compilation that it has asked for.
-    with AsyncCompileMode(queue, ignore_errors=True), queue:
+    pool = Pool(terms)
+    # The pool is left first: the mode, when it is left, waits for every compilation that it has asked for.
+    with AsyncCompileMode(pool, ignore_errors=True), pool:
         for digest, config in configs.items():
             if digest not in rehearsal.left_out:
-                with Reasons(reasons, digest):
+                with _keeping_reason(reasons, digest):
                     kernels[digest] = rehearsal.launches.get(digest, launch).compile(config)
-        tally = compile_all(queue.tasks, terms)
+        tally = pool.run()
         for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
-            with Reasons(reasons, digest):
+            with _keeping_reason(reasons, digest):
                 kernels[digest] = finished(kernel)
     for digest, kernel in kernels.items():
         if digest not in reasons:
-            with Reasons(reasons, digest), loading(digest):
+            with _keeping_reason(reasons, digest), loading(digest):
                 load(kernel)
     tally.seconds = time.monotonic() - began
     tally.remark = "; ".join(filter(None, (tally.remark, rehearsal.remark)))
     return Preflight(reasons, tally)
 
 
-class _Queue:
-    """Stands in for an executor: keeps the compilations that Triton asks for, to be done later."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        self.tasks.append(Task(work, Future()))
-        return self.tasks[-1].future
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        for task in self.tasks:
-            if not task.future.done():  # something is on its way out, Ctrl-C for one
-                task.future.set_exception(NotCompiled("given up"))
-
-
-class Reasons:
-    """Swallows the failure of one config and notes why; other exceptions pass."""
-
-    def __init__(self, reasons: dict[str, str], digest: str) -> None:
-        self._reasons = reasons
-        self._digest = digest
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if isinstance(error, NotCompiled):
-            reason: str | None = str(error)
-        else:
-            reason = None if error is None else config_failure(error)
+@contextlib.contextmanager
+def _keeping_reason(reasons: dict[str, str], digest: str) -> Iterator[None]:
+    """Swallow the failure of one config and keep why; other exceptions pass."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, NotCompiled) else config_failure(error)
         if reason is None:
-            return False
-        self._reasons[self._digest] = reason
-        return True
+            raise
+        reasons[digest] = reason

@@ -1,7 +1,7 @@
 """Helper processes that may crash or hang, each with a time limit; what they report survives them.
 
-A helper is a new interpreter that runs one probe of `dist_autotune.doctor.probes`. It appends a line to a
-file of its own when a stage begins and when it ends, so what came before a crash or a hang is known.
+A helper is a new interpreter that runs one probe of `dist_autotune.doctor.probes`. It saves its report when a
+stage begins and when it ends, so what came before a crash or a hang is known.
 """
 
 from __future__ import annotations
@@ -33,29 +33,32 @@ class Helper:
     """What one helper reported, and how it ended."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each stage that ended well
-    stage: str = ""  # in which it ended early
-    problem: str = ""  # why; empty: it ran to its end
+    stage: str = STARTUP  # the latest
+    problem: str = ""  # why it ended early; empty: it ran to its end
 
     @property
     def ending(self) -> str:
         """Return how it ended early, and where."""
         return f"{self.problem} (in {self.stage})"
 
+    def of(self, stage: str) -> dict[str, Any]:
+        """Return the facts of one stage."""
+        return self.facts.get(stage, {})
+
 
 def run_helpers(
     probe: str, count: int, limit_s: float, environment: Mapping[str, str | None], **arguments: Any
-) -> list[Helper]:
+) -> tuple[Helper, ...]:
     """Run `probe` in `count` processes and return how each ended, after `limit_s` or a little more.
 
-    `environment`: variables that differ from this process's; None takes one out. No process is left
-    that can be killed.
+    `environment`: variables that differ from this process's; None takes one out.
     """
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="dist-autotune-", ignore_cleanup_errors=True) as directory:
-        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(count):
                 place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
-                with Path(directory, f"rank-{rank}.out").open("wb") as output:
+                with Path(directory, f"{rank}.out").open("wb") as output:
                     process = subprocess.Popen(
                         command(probe, {**place, **arguments}),
                         stdin=subprocess.DEVNULL,
@@ -65,11 +68,11 @@ def run_helpers(
                         start_new_session=True,  # one signal ends it and its children; Ctrl-C reaches only us
                     )
                 processes.append(process)
-            ends = _wait(processes, limit_s)
+            endings = _wait(processes, limit_s)
         finally:
             for process in processes:
                 _kill(process)
-        return [_read(Path(directory), rank, ends[rank]) for rank in range(count)]
+        return tuple(_read(directory, rank, ending) for rank, ending in enumerate(endings))
 
 
 def first_problem(helpers: Sequence[Helper]) -> Helper | None:
@@ -85,32 +88,29 @@ def command(probe: str, arguments: dict[str, Any]) -> list[str]:
     return [sys.executable, "-c", program, json.dumps([sys.path, probe, arguments])]
 
 
-def report_path(directory: str | Path, rank: int) -> Path:
-    """Return the file in which the helper `rank` reports, one JSON object a line."""
-    return Path(directory) / f"rank-{rank}.jsonl"
+def report_path(directory: str, rank: int) -> Path:
+    """Return the file in which the helper `rank` reports: one JSON object."""
+    return Path(directory, f"{rank}.json")
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> dict[int, str]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[str]:
     """Return how each process ended, as text that is empty where it ended well."""
     began = time.monotonic()
     deadline = began + limit_s
-    ends: dict[int, str] = {}
-    while len(ends) < len(processes):
-        late = time.monotonic() > deadline
-        for rank, process in enumerate(processes):
-            code = process.poll()
-            if rank in ends or (code is None and not late):
-                continue
-            if code is None:
-                ends[rank] = f"{_CUT_OFF} {time.monotonic() - began:.0f} s"
-            elif code < 0:
-                ends[rank] = f"ended by {signal.Signals(-code).name}"
-            else:
-                ends[rank] = f"ended with exit code {code}" if code else ""
-            if ends[rank]:
-                deadline = min(deadline, time.monotonic() + PEERS_GRACE_S)
+    grace_s = PEERS_GRACE_S
+    while None in [process.poll() for process in processes] and time.monotonic() < deadline:
+        if any(process.returncode for process in processes):
+            deadline, grace_s = min(deadline, time.monotonic() + grace_s), limit_s
         time.sleep(POLL_S)
-    return ends
+    return [_ending(process.poll(), time.monotonic() - began) for process in processes]
+
+
+def _ending(code: int | None, after_s: float) -> str:
+    if code is None:
+        return f"{_CUT_OFF} {after_s:.0f} s"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code else ""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -121,23 +121,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.wait(REAP_S)
 
 
-def _read(directory: Path, rank: int, end: str) -> Helper:
+def _read(directory: str, rank: int, ending: str) -> Helper:
     """Return what a helper that ended so has reported."""
-    facts: dict[str, dict[str, Any]] = {}
-    stage, error = STARTUP, ""
     path = report_path(directory, rank)
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # the line that a killed process was writing
-            record = json.loads(line)
-            stage, error = record.get("stage", stage), record.get("error", "")
-            if "facts" in record:
-                facts[stage] = record["facts"]
-    if not end:
-        return Helper(facts=facts)
-    if error and not end.startswith(_CUT_OFF):
-        return Helper(facts=facts, stage=stage, problem=error)
-    output = (directory / f"rank-{rank}.out").read_text(errors="replace")
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return Helper(
-        facts=facts, stage=stage, problem=f"{end}; its last words: {lines[-1][:300]}" if lines else end
-    )
+    report = json.loads(path.read_text()) if path.exists() else {}
+    if error := report.pop("error", ""):
+        return Helper(**report, problem=error)
+    words = Path(directory, f"{rank}.out").read_text(errors="replace").strip()
+    if ending and words:
+        ending += f"; its last words: {words.splitlines()[-1].strip()[:300]}"
+    return Helper(**report, problem=ending)

@@ -1,4 +1,4 @@
-"""What the doctor tries out, in helper processes: directories, two CPU ranks, GPUs, symmetric memory.
+"""What the doctor tries out in helper processes: directories, two CPU ranks, GPUs, symmetric memory.
 
 A probe is a function that reports stage by stage. It may crash, hang or end its process: see `helpers`.
 """
@@ -10,13 +10,12 @@ import datetime
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +24,43 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from ..ranks.group import ProcessGroup
-from ..search.messages import RunReport, merge
+from ..search.messages import Vote, merge
 from ..storage.device import Device
 from .helpers import report_path
 
-EXCHANGES, WARM_UPS = 50, 5
+EXCHANGES = 20
 EXCHANGE_LIMIT_S = 20.0
 LOCK_LIMIT_S = 5.0
-WORDS = 1024  # int32, what each rank writes to each other in a trial of symmetric memory
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which helper this is, and where it reports."""
+    """Which helper this is, and what it has found so far."""
 
     rank: int
     world_size: int
     directory: str
     limit_s: float
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
         """Give a dict for the facts of one stage; they are reported when the block ends well."""
-        self.report(stage=name)
+        self._report(stage=name)
         facts: dict[str, Any] = {}
-        yield facts
-        self.report(stage=name, facts=facts)
+        try:
+            yield facts
+        except BaseException as error:
+            self._report(stage=name, error=f"{type(error).__name__}: {error}"[:2000])
+            raise
+        self.facts[name] = facts
+        self._report(stage=name)
 
-    def report(self, **record: Any) -> None:
-        with report_path(self.directory, self.rank).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    def _report(self, **about: str) -> None:
+        path = report_path(self.directory, self.rank)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps({"facts": self.facts, **about}))
+        unfinished.replace(path)
 
 
 def main(probe: str, arguments: dict[str, Any]) -> None:
@@ -63,9 +69,8 @@ def main(probe: str, arguments: dict[str, Any]) -> None:
     signal.alarm(int(place.limit_s) + 30)  # should the process that started this one be killed
     try:
         PROBES[probe](place, **arguments)
-    except BaseException as error:
+    except BaseException:
         traceback.print_exc()
-        place.report(error=f"{type(error).__name__}: {error}"[:2000])
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)
@@ -75,18 +80,16 @@ def ranks(place: Place, *, directories: dict[str, str]) -> None:
     """Try the directories that the tuner writes to, then the exchange between ranks and their memory."""
     if place.rank == 0:
         with place.stage("directories") as facts:
-            for name, path in directories.items():
-                facts[name] = why_unwritable(Path(path))
+            facts.update({name: why_unwritable(Path(path)) for name, path in directories.items()})
     with place.stage("gloo"):
         _join("gloo", place)
     with place.stage("exchange") as facts:
-        agreement, payload = ProcessGroup(dist.group.WORLD), RunReport(place.rank).encode()
-        times_ms = []
-        for _ in range(WARM_UPS + EXCHANGES):
+        group, times_ms = ProcessGroup(dist.group.WORLD), []
+        for _ in range(EXCHANGES):
             began = time.perf_counter()
-            agreement.exchange(payload, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
+            group.exchange(Vote(place.rank).encode(), merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
             times_ms.append((time.perf_counter() - began) * 1e3)
-        facts["median_ms"] = statistics.median(times_ms[WARM_UPS:])
+        facts["median_ms"] = sorted(times_ms)[EXCHANGES // 2]
     with place.stage("shm") as facts:
         facts.update(_try_memory("shm", place))
 
@@ -98,8 +101,8 @@ def why_unwritable(directory: Path) -> str:
         made += [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=directory) as scratch:
-            (Path(scratch) / "file").write_text("written")
-            with FileLock(Path(scratch) / "lock", timeout=LOCK_LIMIT_S):
+            Path(scratch, "file").write_text("written")
+            with FileLock(Path(scratch, "lock"), timeout=LOCK_LIMIT_S):
                 pass
     except (OSError, NotImplementedError) as error:  # the latter: a filesystem without locks
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -113,25 +116,16 @@ def why_unwritable(directory: Path) -> str:
 def gpus(place: Place) -> None:
     """Describe the GPUs that torch sees, and which can read which."""
     with place.stage("devices") as facts:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        facts["gpus"] = [_describe(index) for index in range(count)]
-        facts["why_none"] = "" if count else _why_no_gpu()
+        every = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        facts["names"] = [torch.cuda.get_device_name(each) for each in every]
+        facts["why_none"] = "" if every else _why_no_gpu()
         facts["device_files"] = len(list(Path("/dev").glob("nvidia[0-9]*")))
         facts["driver"] = Device.current().driver
     with place.stage("links") as facts:
-        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-        facts["peer_access"] = [[*pair, torch.cuda.can_device_access_peer(*pair)] for pair in pairs]
-
-
-def _describe(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "index": index,
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "sms": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-    }
+        pairs = [(a, b) for a in every for b in every if a != b]
+        facts["pairs"] = [
+            {"from": a, "to": b, "peer_access": torch.cuda.can_device_access_peer(a, b)} for a, b in pairs
+        ]
 
 
 def _why_no_gpu() -> str:
@@ -142,13 +136,13 @@ def _why_no_gpu() -> str:
     return "torch counts no devices"
 
 
-def memory(place: Place, *, backend: str) -> None:
-    """Try a backend of symmetric memory, with a GPU for each rank."""
+def memory(place: Place) -> None:
+    """Try the symmetric memory of a GPU for each rank."""
     with place.stage("gloo and NCCL"):
         torch.cuda.set_device(place.rank)
         _join("cpu:gloo,cuda:nccl", place)
     with place.stage("memory") as facts:
-        facts.update(_try_memory(backend, place))
+        facts.update(_try_memory("auto", place))
 
 
 def _join(backend: str, place: Place) -> None:
@@ -169,16 +163,15 @@ def _try_memory(backend: str, place: Place) -> dict[str, str]:
         return {"absent": str(error)}
     device = "cpu" if backend == "shm" else None
     with open_symmetric_memory(None, backend, device, timeout_s=EXCHANGE_LIMIT_S) as opened:
-        box = opened.allocate((place.world_size, WORDS), torch.int32)
-        mine = torch.full((WORDS,), place.rank + 1, dtype=torch.int32, device=opened.device)
+        box = opened.allocate((place.world_size,), torch.int32)
+        mine = torch.full((1,), place.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
         stream.fork()
         for peer in range(place.world_size):
-            opened.copy(box.peers[peer][place.rank], mine, stream)
+            opened.copy(box.peers[peer][place.rank : place.rank + 1], mine, stream)
         stream.join()
         opened.barrier()
-        wanted = torch.arange(1, place.world_size + 1, dtype=torch.int32)[:, None].expand(-1, WORDS)
-        if not torch.equal(box.local.cpu(), wanted):
+        if box.local.tolist() != list(range(1, place.world_size + 1)):
             raise RuntimeError(f"rank {place.rank} did not see what its peers wrote")
         return {"backend": opened.name, "reason": opened.reason}
 

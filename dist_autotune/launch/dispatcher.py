@@ -21,7 +21,6 @@ from ..triton_api.launch import Key, Launch, load
 from .fast_path import FastPath
 from .kernel_names import KernelNames
 from .rank_context import Binding, RankContext
-from .rank_contexts import RankContexts
 from .registry import Registry
 from .tunable import KnownChoices, texts_of
 
@@ -37,7 +36,6 @@ class Dispatcher:
     def __init__(
         self,
         names: KernelNames,
-        contexts: RankContexts,
         registry: Registry,
         clock: Clock,
         guard: CrashGuard,
@@ -53,7 +51,6 @@ class Dispatcher:
         self.new: list[tuple[Binding, Launch]] = []
         self._known_choices = KnownChoices()
         self._names = names
-        self._contexts = contexts
         self._registry = registry
         self._clock = clock
         self._guard = guard
@@ -161,7 +158,7 @@ class Dispatcher:
             return False
         with self._lock:  # threads may launch it at once; what stands in for it since then has not failed
             if candidate not in context.bans:
-                self._contexts.ban(context, {candidate: reason})
+                self._registry.ban(context, {candidate: reason})
             if context.choice in (candidate, None):
                 context.choice = context.stand_in()
         self.settled.clear()
@@ -196,19 +193,19 @@ class Dispatcher:
         """Forget the last run. `tunes`: launches may be trials."""
         self._names.begin_run()
         self.settled.begin_call()
-        if not tunes and not self.tunes and not self._contexts.has_news:
+        if not tunes and not self.tunes and not self._registry.has_news:
             return  # one settled call after another: the choices stand
         self.tunes = tunes
         self.settled.clear()
         self._known_choices.clear()
-        self._contexts.begin_run()
+        self._registry.begin_run()
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
 
     def abandon_run(self) -> None:
         """Drop what the run under way has measured: it raised."""
         self.new.clear()
-        self._contexts.abandon_run()
+        self._registry.abandon_run()
 
     def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
         """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
@@ -223,4 +220,4 @@ class Dispatcher:
             found = preflight.preflight(launch, untried, terms, loading)
             if found.tally is not None:
                 yield context, found.tally
-            self._contexts.ban(context, found.reasons)
+            self._registry.ban(context, found.reasons)

@@ -10,21 +10,12 @@ from triton.runtime.autotuner import Autotuner
 
 from ..errors import NoValidConfig
 from ..formatting import context_label
-from ..search.context_search import Context
-from ..search.messages import Part
+from ..search.context import Context
+from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..triton_api.identity import KernelSource
 from ..triton_api.launch import Key
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A result that a context already has when this rank first launches it."""
-
-    rank: int
-    candidate: str  # digest
-    ms: float | None = None
 
 
 @dataclass(eq=False)
@@ -50,11 +41,10 @@ class RankContext:
     texts: dict[str, str]  # of the candidates, by digest
     samples: Samples
     rank: int
-    family: str  # of Autotuners of the same function and keys
-    slot: str
-    constants: str = ""
+    slot: str  # what tells it from other contexts of the kernel
+    constants: str
     is_choice: bool = False  # of a `tunable`
-    claim: Claim | None = None
+    claim: Claim | None = None  # a result that it had when this rank first launched it
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -82,11 +72,6 @@ class RankContext:
             return self.claim is None and not self.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether a peer has not read its sample yet: this run's launches are no part of the trial."""
-        return self.search is not None and self.search.waiting
-
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""
         if len(self.texts) == 1 or candidate not in self.texts:
@@ -99,8 +84,6 @@ class RankContext:
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
-            return None
-        if not self.measures and not self.is_waiting:
             return None
         return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
 
@@ -129,7 +112,7 @@ class RankContext:
             incumbent = self.search.digests[self.search.incumbent]
             banned |= {self.search.digests[index] for index in self.search.banned}
         else:
-            incumbent = next(iter(self.texts)) if self.claim is None else self.claim.candidate
+            incumbent = next(iter(self.texts)) if self.claim is None else self.claim[1]
         for candidate in (incumbent, *self.texts, *known):
             if candidate not in banned and candidate in known:
                 return candidate

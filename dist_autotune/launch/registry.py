@@ -1,49 +1,55 @@
-"""Which context a launch belongs to: the known one of its kernel and key, or a new one."""
+"""The contexts that this rank has launched: found by a launch, reported to the peers run by run."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..search.state import context_name
+from ..options import Options
+from ..search.context import Context, Outcome
+from ..search.kernel_families import context_name
+from ..search.messages import MIXED, Announcement, Claim, Part
+from ..search.rules import BY_LAUNCH
 from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity
 from ..triton_api.identity import KernelSource
 from ..triton_api.launch import Key, Launch, texts_of
 from .kernel_names import KernelNames, family_of
-from .rank_context import Binding, Claim, RankContext
-from .rank_contexts import RankContexts
+from .rank_context import Binding, RankContext
 
 
 class Registry:
-    """Finds the context of a launch, and makes it at the first one. Not for several threads at once.
+    """The contexts of this rank, by name. Not for several threads at once.
 
-    find_claim: the result that memory or disk has for a new context. recall: gives a new context what the
-    ranks share of it, and returns what it must not launch, with reasons.
+    recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
+    find_claim: the result that memory or disk has for it. on_ban: called with each candidate that failed.
     """
 
     def __init__(
         self,
-        contexts: RankContexts,
         names: KernelNames,
+        options: Options,
         clock: Clock,
-        statistic: str,
         rank: int,
-        find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
         recall: Callable[[RankContext], Mapping[str, str]],
+        find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
+        on_ban: Callable[[RankContext, str, str], None],
     ) -> None:
-        self._contexts = contexts
+        self.by_name: dict[str, RankContext] = {}
+        self.has_news = False  # the ranks have agreed on something since the last run began
         self._names = names
+        self._options = options
         self._clock = clock
-        self._statistic = statistic
         self._rank = rank
-        self._find_claim = find_claim
         self._recall = recall
+        self._find_claim = find_claim
+        self._on_ban = on_ban
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -53,91 +59,195 @@ class Registry:
 
     def admit(self, launch: Launch) -> Binding:
         """Return the binding of a launch that `find` does not know, from now on known."""
-        binding = self._bound(launch, admits=True)
+        binding = self.look(launch, admits=True)
         context = binding.rank_context
-        self._contexts.by_name[context.name] = context
+        self.by_name[context.name] = context
         context.bindings = [binding, *(known for known in context.bindings if known.tuner() is not None)]
         self._bindings.setdefault(launch.tuner, {})[binding.key] = binding
         return binding
 
-    def look(self, launch: Launch) -> Binding:
+    def look(self, launch: Launch, *, admits: bool = False) -> Binding:
         """Return what `admit` would, and admit nothing."""
-        binding = self._bound(launch, admits=False)
-        binding.rank_context.bindings = binding.rank_context.bindings or [binding]
-        return binding
+        configs, kernel = launch.candidates(), self._names.name_of(launch.tuner, launches=admits)
+        texts = dict(zip(configs, texts_of(list(configs.values())), strict=True))
+        source = identity.kernel_source(launch.tuner.base_fn)
+        context = self._context(kernel, launch.key(), source, configs, texts, launch)
+        return Binding(weakref.ref(launch.tuner), launch.key(), configs, context)
 
     def choice(self, name: str, key: Key, options: dict[str, Any]) -> RankContext:
         """Return the context of a `tunable`, whose options are given by their texts."""
-        kernel, key_text = self._names.name_of_choice(name, options), identity.key_text(key)
-        known, slot = self._contexts.find(kernel, key_text)
-        if known is not None:
-            return known
-        configs = {digest(text): option for text, option in options.items()}
-        context = RankContext(
-            name=self._name(kernel, slot),
-            kernel=kernel,
-            source=KernelSource(name, digest=""),
-            key=key,
-            key_text=key_text,
-            texts={digest(text): text for text in options},
-            samples=Samples(self._clock, self._statistic),
-            rank=self._rank,
-            family=family_of(kernel),
-            slot=slot,
-            is_choice=True,
+        kernel, configs = (
+            self._names.name_of_choice(name, options),
+            {digest(t): o for t, o in options.items()},
         )
-        context.bindings.append(Binding(lambda: None, key, configs, context))
-        self._introduce(context, None, configs)
-        self._contexts.by_name[context.name] = context
+        texts = {digest(text): text for text in options}
+        context = self._context(kernel, key, KernelSource(name, digest=""), configs, texts, None)
+        if not context.bindings:
+            context.bindings.append(Binding(lambda: None, key, configs, context))
+            self.by_name[context.name] = context
         return context
+
+    def _context(
+        self,
+        kernel: str,
+        key: Key,
+        source: KernelSource,
+        configs: dict[str, Any],
+        texts: dict[str, str],
+        launch: Launch | None,
+    ) -> RankContext:
+        """Return the context of a kernel's key; a new one has a slot of its own among those of the kernel.
+
+        A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
+        """
+        key_text, tuner = identity.key_text(key), None if launch is None else launch.tuner
+        own = {context.key_text: context for context in self.by_name.values() if context.kernel == kernel}
+        if key_text in own:
+            return own[key_text]
+        slot, taken = key_text, {context.slot for context in own.values()}
+        if self._options.agree == "ordinal":
+            slot = next(free for n in range(len(own) + 1) if (free := f"@{n}") not in taken)
+        name = context_name(self._names.alias(kernel), slot)
+        if name in self.by_name:  # of another Autotuner, one that shares its contexts with peers'
+            name = context_name(f"{kernel}!", slot)
+        samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
+        constants = "" if launch is None else launch.constants_text()
+        context = RankContext(
+            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants
+        )
+        context.is_choice = launch is None
+        bans, claim = self._recall(context), self._find_claim(context, tuner)
+        if claim is not None and claim[1] not in configs:
+            cached = None if tuner is None else tuner.cache.get(key)
+            if cached is not None and identity.candidate_digest(cached.all_kwargs()) == claim[1]:
+                configs[claim[1]], texts[claim[1]] = cached, str(cached)
+            else:
+                claim = None
+        context.claim = claim
+        self.ban(context, bans)
+        return context
+
+    def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
+        """Keep which candidates failed here, and why; the peers hear of it at the end of the run."""
+        for candidate, reason in bans.items():
+            context.bans[candidate] = reason
+            self._on_ban(context, candidate, reason)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call contexts as the peers do: their kernels are one, though their candidates differ."""
+        for old, new in names.items():
+            context = self.by_name.pop(old, None)
+            if context is not None:
+                context.name = new
+                self.by_name[new] = context
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop contexts; the next launch admits them anew."""
         gone = set(names)
-        self._contexts.forget(gone)
+        self.has_news = True
+        self.by_name = {name: context for name, context in self.by_name.items() if name not in gone}
         for tuner, known in list(self._bindings.items()):
             self._bindings[tuner] = {key: b for key, b in known.items() if b.rank_context.name not in gone}
 
-    def _bound(self, launch: Launch, *, admits: bool) -> Binding:
-        tuner, key, configs = launch.tuner, launch.key(), launch.candidates()
-        kernel, key_text = self._names.name_of(tuner, launches=admits), identity.key_text(key)
-        context, slot = self._contexts.find(kernel, key_text)
-        if context is None:
-            context = RankContext(
-                name=self._name(kernel, slot),
-                kernel=kernel,
-                source=identity.kernel_source(tuner.base_fn),
-                key=key,
-                key_text=key_text,
-                texts=dict(zip(configs, texts_of(list(configs.values())), strict=True)),
-                samples=Samples(self._clock, self._statistic, flags_gaps=True),
-                rank=self._rank,
-                family=f"{family_of(kernel)}{kernel.partition('#')[2]}",
-                slot=slot,
-                constants=launch.constants_text(),
-            )
-            self._introduce(context, tuner, configs)
-        return Binding(weakref.ref(tuner), key, configs, context)
+    # -- one run -------------------------------------------------------------------------------------------
 
-    def _introduce(self, context: RankContext, tuner: Autotuner | None, configs: dict[str, Any]) -> None:
-        """Give a new context what is known of it: its search, its claim, its bans.
+    def begin_run(self) -> None:
+        """Forget the last run."""
+        self.has_news = False
+        for context in self.by_name.values():
+            context.begin_run()
 
-        A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
+    def abandon_run(self) -> None:
+        """Drop what the run under way has measured: it raised."""
+        for context in self.by_name.values():
+            context.samples.abandon_run()
+            context.begin_run()
+
+    def launched(self) -> list[str]:
+        """Return what this run has launched, as `kernel[key] with config`; any thread may ask.
+
+        Only what runs on the device at this moment, or is being launched, where the clock can tell; else only
+        what is on trial, if anything is.
         """
-        bans = self._recall(context)
-        claim = context.claim = self._find_claim(context, tuner)
-        if tuner is not None and claim is not None and claim.candidate not in configs:
-            cached = tuner.cache.get(context.key)
-            if cached is not None and identity.candidate_digest(cached.all_kwargs()) == claim.candidate:
-                configs[claim.candidate] = cached
-                context.texts[claim.candidate] = str(cached)
-            else:
-                context.claim = None
-        self._contexts.ban(context, bans)
+        chosen = []
+        for context in list(self.by_name.values()):
+            report = context.samples.report  # of the run that is waited for, which may be an earlier one
+            candidate = report.ran if report is not None and report.pending else context.choice
+            if candidate is not None:
+                text = context.texts.get(candidate, "several configs")
+                chosen.append((context, f"{context.title} with {text}"))
+        running = [text for context, text in chosen if context.samples.is_running]
+        trials = [text for context, text in chosen if context.search is None or context.search.is_on_trial]
+        return running or trials or [text for _, text in chosen]
 
-    def _name(self, kernel: str, slot: str) -> str:
-        """Return what a new context is called."""
-        name = context_name(self._names.alias(kernel), slot)
-        if name in self._contexts.by_name:  # of another Autotuner, one that shares its contexts with peers'
-            name = context_name(f"{kernel}!", slot)
-        return name
+    def report_run(self, *, waits: bool) -> dict[str, Part]:
+        """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
+        reports = {}
+        for place, context in enumerate(self.by_name.values()):
+            earlier = context.report_earlier_runs()
+            bans = {
+                c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
+            }
+            is_repeated = context.samples.report is not None
+            if not (context.ran or is_repeated or bans or earlier is not None):
+                continue
+            # While a peer has not read its sample yet, this run's launches are no part of the trial.
+            is_waiting = context.search is not None and context.search.waiting
+            if is_repeated or (context.ran and not is_waiting):
+                ran = None if not context.ran else MIXED if len(context.ran) > 1 else next(iter(context.ran))
+                part = context.samples.report_run(ran, waits=waits)
+            else:
+                part = earlier or Part()
+            announcement = None if context.announced else self._announcement(context, place)
+            context.report = reports[context.name] = replace(part, bans=bans, announcement=announcement)
+        return reports
+
+    def _announcement(self, context: RankContext, place: int) -> Announcement:
+        kernel = context.kernel
+        return Announcement(
+            rank=context.rank,
+            kernel=context.source.short_name,
+            key=context.key_text,
+            order=tuple(context.texts.items()),
+            shared=tuple(sorted(context.texts)),
+            is_choice=context.is_choice,
+            kernel_id=self._names.alias(kernel),
+            family=f"{family_of(kernel)}{kernel.partition('#')[2]}",
+            siblings=self._names.siblings(kernel),
+            place=place,
+            slot=context.slot,
+            claim=context.claim,
+        )
+
+    def reported(self) -> list[RankContext]:
+        """Return the contexts of which the peers hear at the end of this run."""
+        return [context for context in self.by_name.values() if context.report is not None]
+
+    def announced_now(self) -> list[RankContext]:
+        """Return the contexts that this run announces to the peers."""
+        return [context for context in self.reported() if context.report and context.report.announcement]
+
+    def new_sources(self) -> dict[str, str]:
+        """Return the source digests of the functions in the kernels that this run announces, by name."""
+        new = {name for context in self.announced_now() for name, _ in context.source.texts}
+        texts: dict[str, set[str]] = {}
+        for context in self.by_name.values():
+            for name, text in context.source.texts:
+                texts.setdefault(name, set()).add(text)
+        return {name: " ".join(sorted(digests)) for name, digests in texts.items() if name in new}
+
+    def apply_outcomes(
+        self, searches: Mapping[str, Context], outcomes: Mapping[str, Outcome], *, late_ms: float
+    ) -> None:
+        """Keep or drop the samples of the reported run; `late_ms`: see `Samples.apply_outcome`."""
+        self.has_news = True
+        for context in self.by_name.values():
+            if context.report is None:
+                # Met in a settled call and not launched since: peers may have announced it meanwhile.
+                context.search = context.search or searches.get(context.name)
+                continue
+            search, outcome = searches[context.name], outcomes[context.name]
+            context.search, context.announced = search, True
+            context.reported_bans.update(context.report.bans)
+            counts = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
+            context.samples.apply_outcome(waiting=search.waiting, counts=counts, late_ms=late_ms)

@@ -81,13 +81,12 @@ def texts_of(name: str, options: Sequence[Any]) -> list[str]:
     """Return the text of each option of a `tunable`, which tells them apart; raises InvalidOption."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
-    return [_text(name, option) for option in options]
-
-
-def _text(name: str, option: Any) -> str:
-    try:
-        return json.dumps(option, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidOption(
-            f"tunable({name!r}): option {option!r} is not JSON-representable ({error})"
-        ) from None
+    texts = []
+    for option in options:
+        try:
+            texts.append(json.dumps(option, sort_keys=True, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InvalidOption(
+                f"tunable({name!r}): option {option!r} is not JSON-representable ({error})"
+            ) from None
+    return texts

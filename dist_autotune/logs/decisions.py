@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..search.context_search import Context, Outcome
+from ..search.context import Context, Outcome
 from ..search.messages import Part
 from ..search.state import SearchState
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
@@ -12,7 +12,7 @@ from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 def plan_of(search: SearchState) -> dict[str, int]:
     """Return what the next run tries: context -> index of the candidate on trial."""
-    return {context.name: context.planned for context in search.contexts.unsettled if context.is_on_trial}
+    return {context.name: context.planned for context in search.unsettled if context.is_on_trial}
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:

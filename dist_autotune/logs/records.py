@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 SCHEMA_VERSION = 1
 RECORD_TYPES: dict[str, type[Record]] = {}  # by the name of the event
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Fields that every event carries."""
+    """Fields that every event carries. What inherits from it is a frozen dataclass too."""
 
     event: ClassVar[str] = ""
+    level: ClassVar[int]  # INFO: what a user may want to follow
     session: str = ""  # the same text on every rank of one session
     rank: int = 0
     elapsed_s: float = 0.0  # since the session opened, on this rank's monotonic clock
 
-    def __init_subclass__(cls, event: str = "") -> None:
-        cls.event = event
+    def __init_subclass__(cls, event: str = "", level: int = logging.DEBUG) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+        cls.event, cls.level = event, level
         if event:
             RECORD_TYPES[event] = cls
 
@@ -28,7 +32,6 @@ class Record:
         return {"schema": SCHEMA_VERSION, "event": self.event, **vars(self)}
 
 
-@dataclass(frozen=True, kw_only=True)
 class SessionOpened(Record, event="session_opened"):
     thunk: str
     world_size: int
@@ -52,7 +55,6 @@ class SessionOpened(Record, event="session_opened"):
     tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ContextRecord(Record):
     """Fields that every event about one (kernel, key) carries."""
 
@@ -62,7 +64,6 @@ class ContextRecord(Record):
     key: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class ConfigRecord(ContextRecord):
     """Fields that every event about one config carries."""
 
@@ -70,14 +71,12 @@ class ConfigRecord(ContextRecord):
     config: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class ContextAdmitted(ContextRecord, event="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunStarted(Record, event="run_started"):
     """Written and flushed before the run, so that a crash leaves what was being tried."""
 
@@ -85,7 +84,6 @@ class RunStarted(Record, event="run_started"):
     plan: dict[str, int]  # context -> config id on trial
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trial(ConfigRecord, event="trial"):
     kind: str  # "warm-up" | "sample" | "incumbent" (not on trial in this run)
     k: int  # 1-based: sample or warm-up k ...
@@ -97,7 +95,6 @@ class Trial(ConfigRecord, event="trial"):
     judge: str = "launch"  # what `ms` is the time of: the kernel's launches, or the whole "run"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunTimed(Record, event="run_timed"):
     """A run that was timed as a whole on this rank: `objective="thunk"`, tunables."""
 
@@ -108,7 +105,6 @@ class RunTimed(Record, event="run_timed"):
     statistic_ms: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Merged(Record, event="merged"):
     """What all ranks together said of a run: the next plan follows from this and nothing else."""
 
@@ -116,7 +112,6 @@ class Merged(Record, event="merged"):
     payload: dict[str, Any]  # a `RunReport` without facts and offers; fields at defaults are left out
 
 
-@dataclass(frozen=True, kw_only=True)
 class Agreed(ConfigRecord, event="agreed"):
     ms: float | None  # reduced over ranks; None: a rank that launched it has no sample
     fastest_rank_ms: float | None
@@ -124,14 +119,12 @@ class Agreed(ConfigRecord, event="agreed"):
     gap_ms: float = 0.0  # how much of `ms` may be a host's
 
 
-@dataclass(frozen=True, kw_only=True)
-class Banned(ConfigRecord, event="banned"):
+class Banned(ConfigRecord, event="banned", level=logging.INFO):
     by_rank: int
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preflighted(Record, event="preflighted"):
+class Preflighted(Record, event="preflighted", level=logging.INFO):
     """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
 
     run: int
@@ -146,7 +139,6 @@ class Preflighted(Record, event="preflighted"):
     remark: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Exchanged(Record, event="exchanged"):
     run: int  # -1: the exchange that opens the session
     sent_bytes: int
@@ -154,29 +146,25 @@ class Exchanged(Record, event="exchanged"):
     ms: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextSettled(ConfigRecord, event="context_settled"):
+class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     status: str  # "tuned" | "cached" | "starved" | "partial"
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFailed(Record, event="run_failed"):
+class RunFailed(Record, event="run_failed", level=logging.INFO):
     run: int
     by_rank: int
     error: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionClosed(Record, event="session_closed"):
+class SessionClosed(Record, event="session_closed", level=logging.INFO):
     runs: int
     contexts: int
     outcome: str  # "settled" | "partial" | the error's class name
     warning: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Note(Record, event="note"):
+class Note(Record, event="note", level=logging.INFO):
     text: str

@@ -1,17 +1,18 @@
-"""How far a session has come and how long it may still take; from the state that all ranks hold alike."""
+"""How far a session has come and how long it may still take; the same on all ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from ..formatting import counted
 from . import whole_run
-from .context_search import Context
+from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
+
+RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,11 @@ class RunsSpent:
 
     runs: int = 0
     trials: int = 0
-    waits: int = 0  # online: until the device was done with a trial, and its time was read on all ranks
+    waits: int = 0  # online: until a trial's time was read on all ranks
 
     def after(self, *, trial: bool, wait: bool) -> RunsSpent:
         """Return what they were for after one more."""
-        if trial:
-            return replace(self, runs=self.runs + 1, trials=self.trials + 1)
-        if wait:
-            return replace(self, runs=self.runs + 1, waits=self.waits + 1)
-        return replace(self, runs=self.runs + 1)
+        return RunsSpent(self.runs + 1, self.trials + trial, self.waits + (wait and not trial))
 
 
 @dataclass(frozen=True)
@@ -50,52 +47,44 @@ class Forecast:
         spent = self.spent
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
         trials = f"{spent.trials} of at most {counted(max(self.planned_trials, spent.trials), 'trial')}"
-        of_runs = f" ({spent.waits} waited for the device)" if spent.waits else ""
-        runs = f"in {counted(spent.runs, 'run')}{of_runs}"
-        return f"{made}, {trials} {runs}; about {counted(self.more_runs, 'run')} to go"
+        waits = f" ({spent.waits} waited for the device)" if spent.waits else ""
+        runs = f"in {counted(spent.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
+        return f"{made}, {trials} {runs}"
 
 
-RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
-
-Searches: TypeAlias = Sequence[tuple[Context, int]]
-
-
-def planned_runs(rules: Rules, searches: Searches) -> int:
-    """Return how many runs the session plans, the final one included."""
+def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
+    """Return how many runs the session plans for these contexts, the final one included."""
     together, in_turn, kernels = 0, 0, 0
-    choices = []
-    for context, first_run in searches:
-        runs = rules.planned_runs(len(context.digests))
+    for context in searched:
+        runs, first_run = rules.planned_runs(len(context.digests)), context.began or 0
         judges = rules.judges(is_choice=context.is_choice)
-        together = max(together, first_run + runs if BY_LAUNCH in judges else first_run + 1)
+        together = max(together, first_run + (runs if BY_LAUNCH in judges else 1))
         if BY_RUN in judges:
             in_turn += runs
             kernels += not context.is_choice
-        if context.is_choice:
-            choices.append(len(context.digests))
     if rules.races and in_turn:
+        choices = [len(context.digests) for context in searched if context.is_choice]
         in_turn = whole_run.runs_at_most(choices, kernels)
     if rules.objective == "thunk":  # a third plan needs a third candidate, or a second context
-        plans = math.prod(len(context.digests) for context, _ in searches)
+        plans = math.prod(len(context.digests) for context in searched)
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
     return together + in_turn + 1
 
 
-def outlook(rules: Rules, searches: Searches, spent: RunsSpent) -> Forecast:
+def forecast(rules: Rules, searched: Sequence[Context], spent: RunsSpent) -> Forecast:
     """Return how far the session has come. Any thread may ask."""
     return Forecast(
-        timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context, _ in searches),
-        candidates=sum(len(context.digests) for context, _ in searches),
-        planned_trials=planned_runs(rules, searches) - 1,
+        timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
+        candidates=sum(len(context.digests) for context in searched),
+        planned_trials=planned_runs(rules, searched) - 1,
         spent=spent,
     )
 
 
-def is_spent(rules: Rules, searches: Searches, runs: int, elapsed_s: float) -> bool:
+def is_spent(rules: Rules, searched: Sequence[Context], runs: int, elapsed_s: float) -> bool:
     """Return whether the run after the `runs` made so far must be the last."""
     allowed = rules.max_runs
-    if allowed is None and searches and rules.mode == "replay":
-        allowed = RUNS_ALLOWED * planned_runs(rules, searches)
+    if allowed is None and searched and rules.mode == "replay":
+        allowed = RUNS_ALLOWED * planned_runs(rules, searched)
     out_of_runs = allowed is not None and runs + 1 >= allowed
-    out_of_time = rules.budget_s is not None and elapsed_s >= rules.budget_s
-    return out_of_runs or out_of_time
+    return out_of_runs or (rules.budget_s is not None and elapsed_s >= rules.budget_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from .context_search import Context
+from .context import Context
 from .messages import RunReport
 from .plan_trial import Plan, PlanTrial
 from .rules import Rules
@@ -97,15 +97,12 @@ class FinalComparison(PlanTrial):
 
 
 class PlanComparison:
-    """The final comparison of a function, over the sessions that it takes.
+    """The final comparison of a function, over the sessions that it takes."""
 
-    `searched`, where a method takes it: the contexts searched since the last comparison began.
-    """
-
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         self.duel: FinalComparison | None = None  # under way
         self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
-        self._rules = rules
+        self._contexts, self._rules = contexts, rules
         self._left: FinalComparison | None = None  # by an earlier session, unfinished
 
     def enter(self, context: Context) -> bool:
@@ -117,31 +114,33 @@ class PlanComparison:
         context.settle("tuned", None if winner in context.banned else winner)
         return True
 
-    def undecided(self, searched: Iterable[Context]) -> list[Context]:
+    @property
+    def undecided(self) -> list[Context]:
         """Return the contexts whose winners have yet to beat the default plan, or that by launches."""
         if self.duel is not None:
             return self.duel.contested
         if self._rules.objective != "thunk":
             return []
-        return [c for c in searched if c.status == "tuned" and self._is_contested(c)]
+        tuned = (c for c in self._contexts.values() if c.began is not None and c.status == "tuned")
+        return [c for c in tuned if not self._rivals(c) <= c.banned.keys()]
 
-    def _is_contested(self, context: Context) -> bool:
-        rivals = {self.defaults.get(context.name), context.launch_winner} - {None, context.winner}
-        return not rivals <= context.banned.keys()
+    def _rivals(self, context: Context) -> set[int | None]:
+        return {self.defaults.get(context.name), context.launch_winner} - {None, context.winner}
 
-    def begin(self, searched: Iterable[Context]) -> bool:
-        """Compare the plans where they differ; return whether there was anything to decide."""
+    def begin(self) -> None:
+        """Compare the plans of what was searched, where they differ."""
         if self._rules.objective != "thunk" or not self.defaults:
-            return False
-        duel = self._compared(searched)
+            return
+        duel = self._compared()
         if self._left is not None:
             duel.resume_from(self._left)
         self._left, self.defaults = None, {}
         self.duel = None if duel.is_over else duel
-        return True
+        for context in self._contexts.values():
+            context.began = None
 
-    def _compared(self, searched: Iterable[Context]) -> FinalComparison:
-        return FinalComparison(self.undecided(searched), self.defaults, self._rules.rank_reduce)
+    def _compared(self) -> FinalComparison:
+        return FinalComparison(self.undecided, self.defaults, self._rules.rank_reduce)
 
     def apply_run(self, merged: RunReport, *, patience: int) -> str:
         """Record one run of all ranks; return a remark for the log, if the tuned plan is not kept."""
@@ -153,9 +152,9 @@ class PlanComparison:
         remark, self.duel = self.duel.settle(), None
         return remark
 
-    def leave(self, searched: Iterable[Context]) -> None:
+    def leave(self) -> None:
         """Leave what is not decided to the next session."""
-        left = self.duel or self._compared(searched)
+        left = self.duel or self._compared()
         if not left.is_over:
             self._left = left
             self.defaults.update(left.defaults)

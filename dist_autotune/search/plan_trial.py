@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Mapping
 
-from .context_search import Context
+from .context import Context
 from .messages import RunReport
 from .strategies import interval
 

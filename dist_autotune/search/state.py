@@ -1,28 +1,25 @@
-"""How what all ranks said of a run becomes the next plan. No torch, no I/O, no clock.
-
-`SearchState` is the state that every rank holds alike: fed the same merged payloads, it yields the same
-plans, so every rank makes the same number of runs.
+"""How what all ranks said of a run becomes the next plan.
 
 First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
-time is searched from the winners so far: as plans (`whole_run`), or one context after another (`turns`) where
+time is searched from the winners so far: as plans (`whole_run`), or one context after another (`Turns`) where
 the strategy is not racing. With `objective="thunk"` the plan that results must beat the default plan, and the
 plan by launch times, in a final comparison.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from ..codec import digest
 from . import budget
 from .budget import Forecast, RunsSpent
-from .context_search import Context, Outcome
-from .contexts import Contexts
-from .messages import CrashBans, Part, RunReport
+from .context import Context, Outcome
+from .final_comparison import PlanComparison
+from .kernel_families import KernelFamilies
+from .messages import Announcement, Ban, CrashBans, Part, RunReport
 from .plan_trial import PlanTrial
 from .rules import BY_LAUNCH, BY_RUN, Rules
+from .whole_run import WholeRun
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
@@ -30,12 +27,16 @@ IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks s
 
 
 class SearchState:
-    """The state of one tuned function. `step(merged)` after each run; `done` ends the session."""
+    """The state of one tuned function: fed the same merged reports, it yields the same plans on all ranks.
+
+    `step(merged)` after each run; `done` ends the session.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.contexts = Contexts(rules)
+        self.contexts: dict[str, Context] = {}  # by name, in the order in which they were admitted
         self.kernels = KernelFamilies()
+        self.whole_run: WholeRun | None = None  # the search for the fastest plan, under way
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
@@ -43,18 +44,27 @@ class SearchState:
         self.remark = ""
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
+        self._comparison = PlanComparison(
+            self.contexts, rules
+        )  # of the plan that results with the default one
+        self._turns = Turns()
+        self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
         self._is_judging = True  # the run under way may judge what is judged by the whole run
         self._bringing_runs = 0  # in a row that announced kernels
         self._spent = RunsSpent()
 
-    # -- the state -----------------------------------------------------------------------------------------
+    # -- the next run --------------------------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> Iterator[Context]:
+        return (context for context in self.contexts.values() if not context.settled)
 
     @property
     def plan_trial(self) -> PlanTrial | None:
         """Return what judges whole runs of plans: the search for one, or the final comparison."""
-        return self.contexts.comparison.duel or self.contexts.whole_run
+        return self._comparison.duel or self.whole_run
 
     @property
     def has_trial(self) -> bool:
@@ -64,106 +74,210 @@ class SearchState:
     @property
     def has_work(self) -> bool:
         """Return whether anything is left to try or to compare."""
-        return self.plan_trial is not None or any(self.contexts.unsettled)
+        return self.plan_trial is not None or any(self.unsettled)
 
     @property
     def tries(self) -> bool:
         """Return whether something that the next run launches may be timed."""
-        if not self.contexts:
-            return self.rules.tunes
-        return self._purpose.tries
+        return self._is_trying if self.contexts else self.rules.tunes
 
     @property
-    def _purpose(self) -> Purpose:
-        return Purpose.of(self.contexts.unsettled, self.plan_trial)
+    def _is_trying(self) -> bool:
+        if self.plan_trial is not None:
+            return not self.plan_trial.waiting
+        return any(context.is_on_trial for context in self.contexts.values())
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Return whether the sample of an earlier run is not read yet."""
+        if self.plan_trial is not None:
+            return self.plan_trial.waiting
+        return any(context.waiting for context in self.contexts.values())
+
+    @property
+    def _tunes_kernels(self) -> bool:
+        return any(context.is_tuned_by_launches for context in self.contexts.values())
+
+    @property
+    def _on_turn(self) -> Context | None:
+        """Return the context whose turn it is to be judged by the whole run."""
+        return self.contexts.get(self._turns.name or "")
 
     @property
     def judged_run(self) -> tuple[str, str] | None:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
         if self.plan_trial is not None:
             return None if self.plan_trial.holds else ("", self.plan_trial.label)
-        context = self.contexts.on_turn
+        context = self._on_turn
         if context is None or context.trial is None or not context.is_on_trial:
             return None
         return context.name, context.digests[context.trial]
 
     @property
-    def planned_runs(self) -> int:
-        """Return how many runs the search plans, the final one included."""
-        return budget.planned_runs(self.rules, self.contexts.searches)
+    def _searched(self) -> list[Context]:
+        """Return the contexts that this session searches. Any thread may ask."""
+        return [context for context in tuple(self.contexts.values()) if context.began is not None]
 
     @property
-    def outlook(self) -> Forecast:
-        """Return how far the session has come."""
-        return budget.outlook(self.rules, self.contexts.searches, self._spent)
+    def planned_runs(self) -> int:
+        """Return how many runs the search plans, the final one included."""
+        return budget.planned_runs(self.rules, self._searched)
 
-    # -- what happens to it --------------------------------------------------------------------------------
+    @property
+    def forecast(self) -> Forecast:
+        """Return how far the session has come. Any thread may ask."""
+        return budget.forecast(self.rules, self._searched, self._spent)
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def is_final(self, context: Context) -> bool:
+        """Return whether the context's result stands: no whole run is still to judge it."""
+        if not context.settled or context in self._comparison.undecided:
+            return False
+        is_searched = self.rules.races and context.began is not None and not context.is_decided
+        return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
+
+    def newly_final(self) -> list[Context]:
+        """Return the contexts whose result stands and is new since this was last asked."""
+        new = []
+        for context in self.contexts.values():
+            result = (context.status, context.winner)
+            if self.is_final(context) and self._reported.get(context.name) != result:
+                self._reported[context.name] = result
+                new.append(context)
+        return new
+
+    def digest_text(self) -> str:
+        """Return the settled state as text: equal on ranks that have lived through the same."""
+        settled = [(name, c) for name, c in sorted(self.contexts.items()) if c.settled]
+        return ";".join(f"{name}={c.status}:{c.digests[c.incumbent]}" for name, c in settled)
+
+    # -- sessions ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
-        self.remark, self._spent = "", RunsSpent()
-        self._admitting = set()
-        self.contexts.open(begins=not self.closing)
-        if not any(self.contexts.unsettled):
-            self.contexts.take_turns(closing=self.closing)
+        self.remark, self._spent, self._admitting = "", RunsSpent(), set()
+        self._comparison.duel, self.whole_run, self._turns = None, None, Turns()
+        for context in self.contexts.values():
+            context.last_run, context.began = 0, None
+            if not context.provisional:
+                self._comparison.defaults.pop(context.name, None)
+            elif not self.closing:
+                self._begin(context, 0)
+        if not any(self.unsettled):
+            self._begin_next()
         self._close_if_spent(0.0)
 
+    def drop_unsettled(self) -> set[str]:
+        """Drop searches under way, and what nothing works for, on all ranks alike; return their names."""
+        spent = [context for context in self.contexts.values() if context.is_spent]
+        dropped = {context.name for context in (*self.unsettled, *self._comparison.undecided, *spent)}
+        for name in dropped:
+            del self.contexts[name]
+            self._comparison.defaults.pop(name, None)
+        self._comparison.drop()
+        self.whole_run, self._turns = None, Turns()
+        return dropped
+
+    def _close_if_spent(self, elapsed_s: float) -> None:
+        """Settle what is under way, for now, when the next run must be the last."""
+        self.closing |= budget.is_spent(self.rules, self._searched, self.runs, elapsed_s)
+        if not self.closing:
+            return
+        if self.whole_run is not None:
+            self.whole_run.leave()
+            self.whole_run = None
+        for context in self.unsettled:
+            context.settle("partial")
+        self._comparison.leave()
+
+    # -- one run -------------------------------------------------------------------------------------------
+
     def step(self, merged: RunReport) -> dict[str, Outcome]:
-        """Take in one run of all ranks; return what it was for each context."""
-        had_trial, was_closing = self.has_trial, self.closing
-        purpose, plan = self._purpose, self.plan_trial
-        self.contexts.ran(merged)
-        self.runs += 1
+        """Apply one run of all ranks; return what it was for each context."""
+        had_trial, was_closing, plan_trial = self.has_trial, self.closing, self.plan_trial
         is_new = any(part.announcement for part in merged.parts.values())
-        self._spent = self._spent.after(trial=purpose.tries or is_new, wait=purpose.waits)
+        self._spent = self._spent.after(trial=self._is_trying or is_new, wait=self._is_waiting)
+        turn = self._on_turn
+        self._turns.record_launches(merged, None if turn is None or turn.waiting else turn)
+        self.runs += 1
         merged = _with_late_hosts(merged)
         self._is_judging = not self._brings_kernels(merged)
-        outcomes = {name: self._take(name, merged) for name in merged.in_order(self.contexts)}
-        had_trial = had_trial or self.has_trial  # a search that begins with this run, and may end with it
+        outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
+        had_trial |= self.has_trial  # a search that begins with this run, and may end with it
         patience = STARVED_RUNS[self.rules.mode]
-        if self.contexts.whole_run is not None:
-            self.contexts.whole_run.apply_run(merged, patience=patience)
-        remark = self.contexts.comparison.apply_run(merged, patience=patience)
-        self.remark = remark or self.remark
-        self.has_counted_run = (plan is not None and plan.has_counted) or any(
+        if self.whole_run is not None:
+            self.whole_run.apply_run(merged, patience=patience)
+        self.remark = self._comparison.apply_run(merged, patience=patience) or self.remark
+        self.has_counted_run = (plan_trial is not None and plan_trial.has_counted) or any(
             outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
         )
-        self.contexts.starve(self.runs, patience)
+        self._starve(patience)
         self._close_if_spent(merged.elapsed_s)
-        self.contexts.take_turns(closing=self.closing)
-        if had_trial or self.has_trial or any(self.contexts.unsettled):
-            self._idle_runs = 0
-            return outcomes
-        self._idle_runs += 1
-        as_settled = all(
-            part.ran in (None, self.contexts.winner_digest(name)) for name, part in merged.parts.items()
-        )
-        self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
+        self._begin_next()
+        is_idle = not (had_trial or self.has_trial or any(self.unsettled))
+        self._idle_runs = self._idle_runs + 1 if is_idle else 0
+        if is_idle:
+            launched = [context for name, context in self.contexts.items() if name in merged.launched]
+            as_settled = all(merged.ran(c.name) == c.digests[c.incumbent] for c in launched)
+            self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
         return outcomes
 
-    def _take(self, name: str, merged: RunReport) -> Outcome:
+    def _apply_part(self, name: str, merged: RunReport) -> Outcome:
         part, context = merged.parts[name], self.contexts.get(name)
         if context is None:
             if part.announcement is None:
                 return Outcome()
-            context = self.contexts.admit(name, part.announcement, part.bans, self.runs)
-            if context.adopt(part.announcement.claim):
-                context.settle("cached", context.winner)
-            else:
-                self._search_or_leave(context)
+            context = self._admit(name, part.announcement, part.bans)
         elif part.announcement is not None:
             context.narrow(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
-        if context.judge == BY_LAUNCH:
-            outcome = context.advance(part, part)
-        else:
-            outcome = context.advance(part, merged.run, counts=self._is_judging)
+        by_launch = context.judge == BY_LAUNCH
+        outcome = context.advance(
+            part, part if by_launch else merged.run, counts=by_launch or self._is_judging
+        )
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
         return outcome
+
+    def _brings_kernels(self, merged: RunReport) -> bool:
+        """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""
+        announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
+        is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
+        self._bringing_runs = self._bringing_runs + 1 if is_new else 0
+        return is_new or self._tunes_kernels
+
+    def _starve(self, patience: int) -> None:
+        """Settle what no rank has launched for so many runs, unless it is for a plan that leaves it out."""
+        for context in self.unsettled:
+            if self.whole_run is not None and self.whole_run.explains_absence(context):
+                continue
+            if self.runs - context.last_run >= patience:
+                context.is_unasked = self._is_unasked(context)
+                context.settle("starved")
+
+    def _is_unasked(self, context: Context) -> bool:
+        """Return whether it is a winner's doing that the context is not launched: it has had no turn yet."""
+        defaults = self._comparison.defaults
+        others = (other for other in self.contexts.values() if other is not context)
+        has_changed = any(o.incumbent != defaults.get(o.name, o.incumbent) for o in others)
+        return context.judge == BY_RUN and context.name != self._turns.name and has_changed
+
+    # -- searches ------------------------------------------------------------------------------------------
+
+    def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
+        """Return a new context. Raises NoValidConfig when nothing works on every rank."""
+        context = self.contexts[name] = Context(name, announcement, self.rules, self.runs)
+        context.apply_bans(bans)
+        self._comparison.defaults[name] = context.incumbent
+        if context.adopt(announcement.claim):
+            context.settle("cached", context.winner)
+        else:
+            self._search_or_leave(context)
+        return context
 
     def _search_or_leave(self, context: Context) -> None:
         if len(context.digests) - len(context.banned) == 1:
@@ -172,7 +286,7 @@ class SearchState:
             context.settle("partial")
         else:
             self._admitting.add(self.runs)
-            self.contexts.begin(context, max(self.runs - 1, 0))
+            self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
         """Return whether the session leaves what is new to others.
@@ -180,29 +294,83 @@ class SearchState:
         Online, shapes come as the data does: what counts are the runs that brought any. What an option brings
         that is launched for the first time is never late.
         """
-        search, turn = self.contexts.whole_run, self.contexts.on_turn
+        is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
-        else:
-            is_late = self.runs > ADMISSION_RUNS
-        if search is not None:
-            return is_late and not search.admits
+        if self.whole_run is not None:
+            return is_late and not self.whole_run.admits
+        turn = self._on_turn
         is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS
         return is_late and not is_choosing
 
-    def _brings_kernels(self, merged: RunReport) -> bool:
-        """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""
-        announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
-        is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
-        self._bringing_runs = self._bringing_runs + 1 if is_new else 0
-        return is_new or any(context.is_tuned_by_launches for context in self.contexts.values())
+    def _begin(self, context: Context, run: int) -> None:
+        """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""
+        context.began = run
+        if self._comparison.enter(context):
+            return
+        context.status = ""
+        if context.judge == BY_LAUNCH:
+            context.start()
 
-    def _close_if_spent(self, elapsed_s: float) -> None:
-        """Settle what is under way when the next run must be the last."""
-        if budget.is_spent(self.rules, self.contexts.searches, self.runs, elapsed_s):
-            self.closing = True
-        if self.closing:
-            self.contexts.leave()
+    def _begin_next(self) -> None:
+        """Let the next search by the whole run begin, when all kernels are done; last comes the comparison.
+
+        What is new while plans are compared waits until that is over: a whole run is timed for one thing.
+        """
+        if self._comparison.duel is not None:
+            return
+        if self.rules.races:
+            self._search_plans()
+        else:
+            self._turns.pass_on(self.contexts)
+        if not (self.closing or any(self.unsettled)):
+            self._comparison.begin()
+
+    def _search_plans(self) -> None:
+        """Let a search for the fastest plan begin, when all kernels are tuned by their launches, or end."""
+        if self.whole_run is not None and self.whole_run.is_over:
+            self.whole_run = None
+        while self.whole_run is None and not self.closing and any(self.unsettled) and not self._tunes_kernels:
+            search = WholeRun(self.contexts, self.rules)
+            self.whole_run = None if search.is_over else search
+
+
+class Turns:
+    """One context after another: kernels, then choices of the host, each in the order of first launch.
+
+    A context that was not launched in the run of the best plan so far gets no turn: none of its candidates
+    would make a difference there. It waits for a run that launches it, of a later winner or because the
+    function does so now and then, as long as a context that is under way would, and is starved then.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None  # of the context whose turn it is
+        self._launched: dict[int, frozenset[str]] = {}  # its candidate -> contexts of the last run with it
+        self._last: frozenset[str] | None = None  # contexts of the last run; None: there was none
+
+    def record_launches(self, merged: RunReport, context: Context | None) -> None:
+        """Keep what a run launched. context: whose turn it was, unless the report is of an earlier run."""
+        self._last = merged.launched
+        if context is not None and (ran := merged.ran(context.name)) in context.digests:
+            self._launched[context.digests.index(str(ran))] = self._last
+
+    def pass_on(self, contexts: Mapping[str, Context]) -> None:
+        """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""
+        turn = contexts.get(self.name or "")
+        if turn is not None and not turn.settled:
+            return
+        of_plan = self._last  # what the best plan so far launches; None: not known
+        if turn is not None and turn.status == "tuned":
+            of_plan = self._launched.get(turn.incumbent)
+        self.name, self._launched = None, {}
+        if any(context.is_tuned_by_launches for context in contexts.values()):
+            return
+        waiting = [context for context in contexts.values() if not context.settled]
+        able = [context for context in waiting if of_plan is None or context.name in of_plan]
+        following = min(able, key=lambda context: context.is_choice, default=None)
+        if following is not None:
+            self.name = following.name
+            following.start()
 
 
 def _with_late_hosts(merged: RunReport) -> RunReport:
@@ -219,78 +387,3 @@ def _with_late_hosts(merged: RunReport) -> RunReport:
 
     parts = {name: widened(part) for name, part in merged.parts.items()}
     return replace(merged, parts=parts, run=widened(merged.run))
-
-
-@dataclass(frozen=True)
-class Purpose:
-    """What a run is for; several contexts may be at different points of their searches."""
-
-    tries: bool  # a candidate, the incumbent among them, or a plan
-    waits: bool  # for the sample of an earlier run
-
-    @staticmethod
-    def of(unsettled: Iterable[Context], plan: PlanTrial | None) -> Purpose:
-        """Return what the next run is for, or the one under way. `plan`: what is judged as a whole."""
-        if plan is not None:
-            return Purpose(not plan.waiting, plan.waiting)
-        contexts = list(unsettled)
-        return Purpose(
-            tries=any(context.is_on_trial for context in contexts),
-            waits=any(context.waiting for context in contexts),
-        )
-
-
-def context_name(kernel_id: str, slot: str) -> str:
-    """Return the name of a kernel's context, the same on all ranks."""
-    return digest(f"{kernel_id}|{slot}")
-
-
-@dataclass
-class _Family:
-    """The Autotuners of one function and keys, on all ranks."""
-
-    kernels: list[str] = field(default_factory=list)  # ids, that of the lowest rank first
-    siblings: int = 1  # on one rank, at most
-
-
-class KernelFamilies:
-    """What all ranks call each kernel: the same on all of them, as it follows from what they announced."""
-
-    def __init__(self) -> None:
-        self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
-        self._families: dict[str, _Family] = {}
-
-    def unite(self, merged: RunReport, known: Container[str]) -> tuple[RunReport, dict[str, str]]:
-        """Return the payload with one name for what is one context; and the new names by the old.
-
-        Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,
-        those of all ranks are one kernel, whose candidates meet in their intersection. `known`: contexts
-        whose names stand.
-        """
-        told = {
-            name: part.announcement
-            for name, part in sorted(merged.parts.items())
-            if part.announcement is not None and part.announcement.family
-        }
-        announced = {name: announcement for name, announcement in told.items() if name not in known}
-        for name, announcement in sorted(told.items(), key=lambda item: (item[1].rank, item[1].kernel_id)):
-            family = self._families.setdefault(announcement.family, _Family())
-            if name in known and announcement.kernel_id in family.kernels:
-                continue
-            family.siblings = max(family.siblings, announcement.siblings)
-            if announcement.kernel_id not in family.kernels:
-                family.kernels.append(announcement.kernel_id)
-        for family in self._families.values():
-            if family.siblings == 1:
-                self.aliases.update(dict.fromkeys(family.kernels[1:], family.kernels[0]))
-        names = {
-            name: context_name(self.aliases[announcement.kernel_id], announcement.slot)
-            for name, announcement in announced.items()
-            # On a rank that has both they are two kernels, though they were taken for one before.
-            if announcement.kernel_id in self.aliases and announcement.siblings == 1
-        }
-        parts: dict[str, Part] = {}
-        for name, part in sorted(merged.parts.items()):
-            name = names.get(name, name)
-            parts[name] = parts[name].merged(part) if name in parts else part
-        return dataclasses.replace(merged, parts=parts), names

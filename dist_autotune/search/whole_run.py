@@ -13,15 +13,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from . import screening
-from .context_search import Context
+from .context import Context
 from .messages import RunReport
-from .plan_space import MOST_PLANS, PlanSpace
 from .plan_trial import Plan, PlanTrial
 from .rules import BY_RUN, Rules
 from .strategies import racing_runs, rounds
@@ -30,6 +30,12 @@ EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses 
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
 NEAR = 1.08  # of the best plan: options that are raced again
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
+MOST_PLANS = 64  # of a race
+MOST_CANDIDATES = {"kernel": 4, "thunk": 16}  # of a kernel, by objective
+WITHIN = {"kernel": 1.05, "thunk": 1.5}  # of a kernel's fastest by launches
+FIRST_CANDIDATES = 2  # of a kernel, while options are chosen
+MOST_WIDER = 12  # of a kernel, when they have been ...
+WIDER = 1.15  # ... within so much of its fastest by launches, beside the first options
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Explore:
 
 
 Search: TypeAlias = Generator["Explore | Plan", float, Plan]
+Launched: TypeAlias = Mapping[tuple[str, int], frozenset[str]]  # (choice, option) -> contexts seen with it
 
 
 def runs_at_most(choices: Iterable[int], kernels: int) -> int:
@@ -228,7 +235,96 @@ class WholeRun(PlanTrial):
             if c.is_choice and c.judge == BY_RUN and not c.settled and len(c.digests) > 1
         ]
 
-    def _unexplored(self, launched: Mapping[tuple[str, int], frozenset[str]]) -> tuple[str, int] | None:
+    def _unexplored(self, launched: Launched) -> tuple[str, int] | None:
         options = ((name, i) for name in self._choices() for i in range(len(self._contexts[name].digests)))
         unbanned = ((name, i) for name, i in options if i not in self._contexts[name].banned)
         return next((option for option in unbanned if option not in launched), None)
+
+
+class PlanSpace:
+    """All plans that one search may race. `launched`: by choice and option, the contexts seen with it."""
+
+    def __init__(
+        self, contexts: Mapping[str, Context], objective: str, choices: list[str], launched: Launched
+    ) -> None:
+        self._objective = objective
+        seen = frozenset().union(*launched.values()) if launched else frozenset(contexts)
+        self._choices = [name for name in choices if name in seen]
+        self._contexts, self._launched = contexts, launched
+        kernels = (c for c in contexts.values() if not c.is_choice and c.launch_ms and not c.is_decided)
+        self._kernels = [kernel for kernel in kernels if kernel.name in seen]
+
+    def options_of(self, plan: Plan) -> Plan:
+        return {name: index for name, index in plan.items() if self._contexts[name].is_choice}
+
+    def plans(self, *, few: bool) -> list[Plan] | None:
+        """Return all plans, that of the incumbents first; `few`: with few candidates of each kernel.
+
+        With fewer, where those were too many plans; None: even then. That may be one where kernels are judged
+        by their launches, else what is worth a screening.
+        """
+        most = FIRST_CANDIDATES if few else MOST_CANDIDATES[self._objective]
+        least = 1 if self._objective == "kernel" else min(screening.MOST_LEVELS, most)
+        for candidates in range(most, least - 1, -1):
+            plans = list(itertools.islice(self._all(candidates), MOST_PLANS + 1))
+            if len(plans) <= MOST_PLANS:
+                return plans
+        return None
+
+    def wider(self, near: Iterable[tuple[float, Plan]]) -> list[Plan]:
+        """Return plans of these options with more candidates of their kernels, the most promising first.
+
+        What a plan promises is the time given with its options, times what its candidates take by launches
+        over what the fastest take.
+        """
+        promised: list[tuple[float, Plan]] = []
+        for options_ms, options in near:
+            kernels = self._launched_by(options)
+            most = MOST_WIDER if len(kernels) < 2 else FIRST_CANDIDATES
+            for plan in itertools.islice(self._with_kernels(options, most, WIDER), MOST_PLANS):
+                slower = math.prod(
+                    kernel.launch_ms.get(plan[kernel.name], math.inf) / min(kernel.launch_ms.values())
+                    for kernel in kernels
+                )
+                promised.append((options_ms * slower, plan))
+        promised.sort(key=lambda promise: promise[0])
+        return [plan for _, plan in promised]
+
+    def levels(self) -> dict[str, dict[int, float]]:
+        """Return the candidates of each context that could matter, with ms by their launches."""
+        levels = {name: dict.fromkeys(self._options(name), 0.0) for name in self._choices}
+        for kernel in self._kernels if self._objective == "thunk" else ():
+            shortlist = kernel.shortlist(screening.MOST_LEVELS, WITHIN[self._objective])
+            levels[kernel.name] = {index: kernel.launch_ms.get(index, 0.0) for index in shortlist}
+        return levels
+
+    def _all(self, most: int) -> Iterator[Plan]:
+        known: list[Plan] = []
+        for indices in itertools.product(*(self._options(name) for name in self._choices)):
+            combination = dict(zip(self._choices, indices, strict=True))
+            options = {name: i for name, i in combination.items() if self._is_launched(name, combination)}
+            if options not in known:
+                known.append(options)
+                yield from self._with_kernels(options, most, WITHIN[self._objective])
+
+    def _with_kernels(self, options: Plan, most: int, within: float) -> Iterator[Plan]:
+        """Yield the plans of these options with the best candidates of the kernels that they launch."""
+        kernels = self._launched_by(options)
+        for candidates in itertools.product(*(kernel.shortlist(most, within) for kernel in kernels)):
+            yield {**options, **{k.name: i for k, i in zip(kernels, candidates, strict=True)}}
+
+    def _launched_by(self, options: Plan) -> list[Context]:
+        return [kernel for kernel in self._kernels if self._is_launched(kernel.name, options)]
+
+    def _options(self, name: str) -> list[int]:
+        context = self._contexts[name]
+        options = [index for index in range(len(context.digests)) if index not in context.banned]
+        return sorted(options, key=lambda index: (index != context.incumbent, index))
+
+    def _is_launched(self, name: str, combination: Plan) -> bool:
+        """Return whether a context is launched under these options, as all choices that matter to it say."""
+        for choice, index in combination.items():
+            seen = {i: name in launched for (c, i), launched in self._launched.items() if c == choice}
+            if choice != name and len(set(seen.values())) > 1 and not seen.get(index, False):
+                return False
+        return True

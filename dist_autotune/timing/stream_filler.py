@@ -1,20 +1,14 @@
 """Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
 
-Where the stream is idle when a run with a trial begins, it gets a *filler* before the function is called:
-torch's spin kernel, one thread that counts clock cycles for somewhat longer than the host takes to enqueue
-the run. All that the function enqueues stands behind it, also on streams that it forks, so copies, peers'
-data and kernels keep the places that they have in a settled call behind other work. A filler directly before
-one launch would let the copies that a kernel waits for run under the filler.
+An idle stream gets a *filler* before a run with a trial: torch's spin kernel, one thread that counts clock
+cycles for somewhat longer than the host takes to enqueue the run. All that the function enqueues stands
+behind it, also on streams that it forks, as behind other work in a settled call; a filler directly before one
+launch would hide the copies that the kernel waits for.
 
-A spin kernel ends by itself. A gate that the host opens (cuStreamWaitValue32) would be exact, but a launch
-that blocks before the gate is open, on a full queue or in loading a module, would hang for ever. A memset or
-copy takes memory bandwidth from what runs beside it; the one thread takes one of thousands of warp slots. Its
-module is loaded beforehand (`load_filler`): lazy loading may wait for the whole device, and so for a kernel
-that waits for a peer.
-
-Ranks end their fillers at one moment (`synchronized_start`), so the length has to be right: the rate at which
-the device counts is measured on every filler, as clocks move with heat and power. A function whose host takes
-longer than the longest filler is timed as it comes.
+A spin kernel ends by itself: behind a gate that the host opens, a launch that blocks would hang for ever. It
+takes no memory bandwidth, and is loaded beforehand: lazy loading may wait for a kernel that waits for a peer.
+Ranks end their fillers at one moment (`synchronized_start`), so each filler measures the device's rate anew.
+A function whose host takes longer than the longest filler is timed as it comes.
 """
 
 from __future__ import annotations
@@ -44,13 +38,14 @@ def load_filler(device: int) -> None:
         torch.cuda._sleep(0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Filler:
     """One filler, between two events."""
 
     before: torch.cuda.Event
     behind: torch.cuda.Event
-    cycles: int
+    is_idle: bool  # the stream, before it
+    cycles: int = 0
 
 
 class StreamFiller:
@@ -65,8 +60,8 @@ class StreamFiller:
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: _Filler | None = None  # the last one, until its rate is known
+        self._next: _Filler | None = None
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
-        self._ready: tuple[torch.cuda.Event, torch.cuda.Event, bool] | None = None  # and whether it is idle
         self._filled_ms = 0.0
         self._began_ns = 0
 
@@ -88,34 +83,30 @@ class StreamFiller:
         """Do what takes time before the length of the filler is known: that counts from one moment."""
         with as_launch_failed():
             is_loaded = torch.cuda.current_device() in self._fillable
-            self._measure_rate()
+            last = self._last
+            if last is not None and last.behind.query():  # how fast the device counts
+                self._last = None
+                took_ms = last.before.elapsed_time(last.behind)
+                if took_ms > 0:
+                    self._rates.append(last.cycles / took_ms)
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._ready = before, behind, is_loaded and torch.cuda.current_stream().query()
+            self._next = _Filler(before, behind, is_loaded and torch.cuda.current_stream().query())
 
     def begin(self, length_ms: float) -> None:
         """Keep the current stream busy for so long, if it is idle. Not for one that is being captured."""
-        if self._ready is None:
+        if self._next is None:
             self.prepare()
-        assert self._ready is not None
-        (before, behind, is_idle), self._ready = self._ready, None
+        assert self._next is not None
+        filler, self._next = self._next, None
         with as_launch_failed():
-            self._filled_ms = length_ms if is_idle else 0.0
+            self._filled_ms = length_ms if filler.is_idle else 0.0
             if self._filled_ms > 0:
-                cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
-                before.record()
-                torch.cuda._sleep(cycles)
-                self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
-            self._begin, self._began_ns = behind, time.perf_counter_ns()
-            behind.record()
-
-    def _measure_rate(self) -> None:
-        """Learn from the last filler, if the device is done with it, how fast the device counts."""
-        last = self._last
-        if last is not None and last.behind.query():
-            self._last = None
-            took_ms = last.before.elapsed_time(last.behind)
-            if took_ms > 0:
-                self._rates.append(last.cycles / took_ms)
+                filler.cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
+                filler.before.record()
+                torch.cuda._sleep(filler.cycles)
+                self._last = filler if self._filled_ms >= MEASURED_MS else None
+            self._begin, self._began_ns = filler.behind, time.perf_counter_ns()
+            filler.behind.record()
 
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.

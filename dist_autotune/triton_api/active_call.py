@@ -6,6 +6,7 @@ import concurrent.futures
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pools
 from types import FrameType
@@ -54,8 +55,8 @@ class ActiveCall:
         """Return whether this thread has the turn, or works for the call that has it."""
         return self.is_mine or self.belongs()
 
-    def take(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:
-        """Wait for the turn and take it; False: this thread belongs to the active call, which waits for it.
+    def acquire(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:
+        """Wait for the turn and take it; False: the active call waits for this thread.
 
         Raises TuningError when the call that has it has not moved for `timeout_s`.
         """
@@ -72,7 +73,16 @@ class ActiveCall:
         if self._start is not None:  # a second Ctrl-C has left it so
             self.end()
         self._call, self._name, self._owner = object(), name, threading.get_ident()
-        self._watch_starts()
+        before, call, owner = threading.Thread.start, self._call, self._owner
+
+        def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+            """Mark what this call's threads start, as a part of it."""
+            if self._call is call and (threading.get_ident() == owner or self.belongs()):
+                setattr(thread, _MARK, call)
+            before(thread, *args, **kwargs)
+
+        self._start = start, before
+        threading.Thread.start = start  # type: ignore[method-assign,assignment]
         return True
 
     def end(self) -> None:
@@ -92,39 +102,13 @@ class ActiveCall:
         finally:
             setattr(thread, _MARK, before)
 
-    def leave_to_parent(self) -> None:
-        """Be free in a forked child."""
-        self.end()
-        self.lock = threading.RLock()
-
-    # -- threads that the call starts ----------------------------------------------------------------------
-
-    def _watch_starts(self) -> None:
-        """Mark what this call's threads start, as a part of it."""
-        before, call, owner = threading.Thread.start, self._call, self._owner
-
-        def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-            if self._call is call and (threading.get_ident() == owner or self.belongs()):
-                setattr(thread, _MARK, call)
-            before(thread, *args, **kwargs)
-
-        self._start = start, before
-        threading.Thread.start = start  # type: ignore[method-assign,assignment]
-
-    # -- threads that the call waits for -------------------------------------------------------------------
-
     def _is_awaited(self) -> bool:
         """Return whether a thread of the call waits for this one, or for the future that it works on."""
         me, call = threading.current_thread(), self._call
         of_call = {t.ident for t in threading.enumerate() if getattr(t, _MARK, None) is call} | {self._owner}
-        futures = {id(future) for future in _worked_on(sys._getframe())}
-        frames = sys._current_frames()
-        return any(
-            awaited is me or id(awaited) in futures
-            for ident, frame in frames.items()
-            if ident in of_call
-            for awaited in _awaited(frame)
-        )
+        mine = {id(me), *(id(future) for future in _worked_on(sys._getframe()))}
+        frames = [frame for ident, frame in sys._current_frames().items() if ident in of_call]
+        return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
 
     def _whereabouts(self) -> tuple[object, ...]:
         """Return where the call is: equal as long as it does not move."""
@@ -142,15 +126,9 @@ class ActiveCall:
         )
 
 
-def _calls_in(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _awaited(frame: FrameType) -> Iterator[object]:
     """Yield the threads and futures that the innermost waiting call of a stack waits for."""
-    for call in _calls_in(frame):
+    for call, _ in traceback.walk_stack(frame):
         code = call.f_code
         if code in (threading.Thread.join.__code__, concurrent.futures.Future.result.__code__):
             yield call.f_locals.get("self")
@@ -162,7 +140,6 @@ def _awaited(frame: FrameType) -> Iterator[object]:
 def _worked_on(frame: FrameType) -> Iterator[object]:
     """Yield the futures of the pools' work that a stack is in."""
     run = getattr(getattr(pools, "_WorkItem", None), "run", None)  # no public name of it
-    code = getattr(run, "__code__", None)
-    for call in _calls_in(frame):
-        if call.f_code is code:
+    for call, _ in traceback.walk_stack(frame):
+        if call.f_code is getattr(run, "__code__", None):
             yield getattr(call.f_locals.get("self"), "future", None)

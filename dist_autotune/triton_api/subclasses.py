@@ -23,10 +23,10 @@ _WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 
 def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
     """Return the classes whose `run` does not end up in `Autotuner.run`; that; and whether it benchmarks."""
-    if not type.__subclasses__(Autotuner):
-        return []
     found: list[tuple[type[Autotuner], Callable[..., Any], bool]] = []
-    for owner in _subclasses(Autotuner):
+    owners = type.__subclasses__(Autotuner)
+    for owner in owners:
+        owners += type.__subclasses__(owner)
         run = vars(owner).get("run")
         if isinstance(run, types.FunctionType):
             if owner not in _KINDS or _KINDS[owner][0] is not run:
@@ -39,8 +39,7 @@ def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
 
 def keeps_its_own_cache(tuner: Autotuner) -> bool:
     """Return whether the tuner's class looks results up itself, perhaps by other keys than stock Triton."""
-    kinds = (_KINDS.get(owner) for owner in type(tuner).__mro__ if owner in _KINDS)
-    return any(kind is not None and kind[1] for kind in kinds)
+    return any(_KINDS[owner][1] for owner in type(tuner).__mro__ if owner in _KINDS)
 
 
 def warning_once(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,13 +58,6 @@ def warning_once(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..
         return run(tuner, *args, **kwargs)
 
     return run_untuned
-
-
-def _subclasses(owner: type) -> Iterator[type]:
-    known: list[type] = type.__subclasses__(owner)
-    for subclass in known:
-        yield subclass
-        yield from _subclasses(subclass)
 
 
 def _kind(owner: type, run: types.FunctionType) -> bool | None:

@@ -41,7 +41,7 @@ class Diagnosis:
             return error
         state = self._state
         where = f"Rank {self._rank}: run {state.search.runs} of {state.function.name}"
-        text = diagnosis(error, where, state.contexts.launched(), self._own_log())
+        text = diagnosis(error, where, state.registry.launched(), self._own_log())
         if is_ours:
             error.args = (text,)
             return error
@@ -68,13 +68,13 @@ class Diagnosis:
 
     def whereabouts(self) -> str:
         """Return what the run under way is at; asked on another thread."""
-        return f"Not ended, or on trial: {listed(self._state.contexts.launched())}. {self._own_log()}"
+        return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
 
     def on_trial(self) -> str:
         """Return what the run under way tries, to follow its name in messages."""
         trials = [
             f"{context.title} with {context.texts[context.trial]}"
-            for context in self._state.search.contexts.unsettled
+            for context in self._state.search.unsettled
             if context.trial is not None
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
@@ -109,8 +109,8 @@ def warn_of_missing_is_dist(name: str) -> None:
         _warn_once(
             "is_dist",
             f"{name} is tuned without is_dist=True in a group of {ranks} ranks: each makes its own number of "
-            "runs and picks its own configs, and what waits for peers hangs. Pass is_dist=True; if each is "
-            "to tune for itself, ignore this warning by warnings.filterwarnings.",
+            "runs and picks its own configs, so kernels that wait for peers hang. Pass is_dist=True; if each "
+            "rank should tune alone, silence this with warnings.filterwarnings.",
         )
 
 
@@ -143,8 +143,8 @@ def warn_of_repeated_steps(name: str, stepped: list[str]) -> None:
 def warn_of_useless_clock(name: str, clock: object) -> str:
     """Warn once that a clock has given no time that can be used; return the text."""
     text = (
-        f"{name}: {type(clock).__name__} gave no time that can be used, only such as are not finite or "
-        "not above 0: every kernel keeps its first config. See dist_autotune.Clock for what it has to return."
+        f"{name}: {type(clock).__name__} returned only times that are not finite or not positive, "
+        "so every kernel keeps its first config. dist_autotune.Clock documents the return value."
     )
     _warn_once(f"clock of {name}", text)
     return text

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.rank_context import RankContext
-from ..launch.rank_contexts import RankContexts
 from ..launch.registry import Registry
 from ..ranks.group import SingleRank
 from ..search import strategies
-from ..search.context_search import Context
+from ..search.context import Context
 from ..search.messages import Message, Opening, RunReport, bans_for_crashes
 from ..search.rules import Rules
 from ..search.state import SearchState
@@ -38,7 +37,7 @@ class Opened:
 class FunctionState:
     """The lasting state of one tuned function on one group of ranks.
 
-    `search` is the same on all ranks; `contexts`, `registry` and `dispatcher` are this rank's.
+    `search` is the same on all ranks; `registry` and `dispatcher` are this rank's.
     """
 
     def __init__(self, function: TunedFunction) -> None:
@@ -72,19 +71,17 @@ class FunctionState:
             )
         )
         names = KernelNames(self.search.kernels.aliases)
-        self.contexts = RankContexts(names, options.agree, lambda *ban: self.on_ban(*ban))
         self.registry = Registry(
-            self.contexts,
             names,
+            options,
             function.clock,
-            options.statistic,
             function.group.rank,
-            find_claim=self.results.find_claim,
-            recall=self._recall,
+            self._recall,
+            self.results.find_claim,
+            lambda *ban: self.on_ban(*ban),
         )
         self.dispatcher = Dispatcher(
             names,
-            self.contexts,
             self.registry,
             function.clock,
             self.guard,
@@ -109,7 +106,7 @@ class FunctionState:
 
     def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
-        settled, forgets = self.search.contexts.digest_text(), self.results.ignores_known
+        settled, forgets = self.search.digest_text(), self.results.ignores_known
         return self.function.opening(state, settled, retunes=forgets)
 
     def opening_with_results(self) -> Opening:
@@ -128,7 +125,7 @@ class FunctionState:
         self.results.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
         differ = len(facts["settled"]) > 1
         if differ:
-            remarks.append("ranks remember different results of earlier sessions: all of them are dropped")
+            remarks.append("ranks hold different earlier results: dropped on all ranks")
         if differ or self.results.ignores_known:
             self._reset()
         devices = facts["device"]
@@ -138,7 +135,7 @@ class FunctionState:
         self.search.open()
         self.search.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.search.crash_bans)
-        for rank_context in self.contexts.by_name.values():
+        for rank_context in self.registry.by_name.values():
             if rank_context.search is None and rank_context.claim is None:  # met in a settled call
                 rank_context.claim = self.results.claim_on_disk(rank_context)
         return Opened(session, len(facts["clock"]) == 1, tuple(remarks))
@@ -152,19 +149,19 @@ class FunctionState:
     def drop_searches(self) -> None:
         """Forget the searches under way, on all ranks alike."""
         unshared = {
-            name for name, rank_context in self.contexts.by_name.items() if rank_context.search is None
+            name for name, rank_context in self.registry.by_name.items() if rank_context.search is None
         }
-        self.registry.forget(self.search.contexts.drop_unsettled() | unshared)
+        self.registry.forget(self.search.drop_unsettled() | unshared)
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
-        new = self.search.contexts.newly_final()
+        new = self.search.newly_final()
         for context in new:
-            rank_context = self.contexts.by_name.get(context.name)
+            rank_context = self.registry.by_name.get(context.name)
             if rank_context is not None:
                 self.results.publish(context, rank_context, seconds)
-        for rank_context in self.contexts.by_name.values():  # settled before they were launched here
+        for rank_context in self.registry.by_name.values():  # settled before they were launched here
             late = rank_context.search
-            if late is not None and not rank_context.is_published and self.search.contexts.is_final(late):
+            if late is not None and not rank_context.is_published and self.search.is_final(late):
                 self.results.publish(late, rank_context, seconds)
         return new

@@ -12,7 +12,7 @@ from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import RunStarted, RunTimed, Trial
 from ..ranks.watchdog import PATIENCE
-from ..search.context_search import Outcome
+from ..search.context import Outcome
 from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
@@ -99,14 +99,14 @@ class RankRun:
             with state.compiling(), state.guard.paused():
                 for rank_context, tally in state.dispatcher.preflight(self._terms()):
                     self._log.record_preflight(state.search.runs, rank_context, tally)
-        parts = state.contexts.report_run(waits=self._waits)
+        parts = state.registry.report_run(waits=self._waits)
         whole = Part()
         if self._judged is not None or self._whole.report is not None:
             whole = self._whole.report_run("|".join(self._judged or ()), waits=self._waits)
         state.guard.end_run()
         self.launched.update(parts)
         facts = function.point
-        for name, texts in state.contexts.new_sources().items():
+        for name, texts in state.registry.new_sources().items():
             facts |= function.fact(SOURCE_OF + name, texts)
         rank = function.group.rank
         report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
@@ -114,7 +114,7 @@ class RankRun:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return state.results.with_offers(report, state.contexts.announced_now())
+        return state.results.with_offers(report, state.registry.announced_now())
 
     def apply_reports(self, merged: RunReport) -> None:
         """Take up what all ranks reported, before anything follows from it."""
@@ -123,12 +123,12 @@ class RankRun:
 
     def rename(self, names: dict[str, str]) -> None:
         """Call contexts what all ranks call them."""
-        self._state.contexts.rename(names)
+        self._state.registry.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
     def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> RunResult:
         """Keep the samples that count, drop the others, and return what the run was."""
-        contexts, reported = self._state.search.contexts, self._state.contexts.reported()
+        contexts, reported = self._state.search.contexts, self._state.registry.reported()
         trials = tuple(
             recorder.trial(
                 run, contexts[rank_context.name], rank_context, outcomes[rank_context.name], self._whole
@@ -136,7 +136,7 @@ class RankRun:
             for rank_context in reported
             if rank_context.launches or rank_context.samples.is_read
         )
-        self._state.contexts.apply_outcomes(contexts, outcomes, late_ms=merged.late_ms)
+        self._state.registry.apply_outcomes(contexts, outcomes, late_ms=merged.late_ms)
         counts, waiting = self._state.search.has_counted_run, bool(merged.run.pending)
         whole = self._whole
         is_read = whole.report is not None and not waiting
@@ -149,7 +149,7 @@ class RankRun:
 
     def retract(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
-        for rank_context in self._state.contexts.by_name.values():
+        for rank_context in self._state.registry.by_name.values():
             rank_context.samples.apply_outcome(waiting=False, counts=False)
         self._whole.apply_outcome(waiting=False, counts=False)
         self.abandon()

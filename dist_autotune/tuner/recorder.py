@@ -26,7 +26,7 @@ from ..logs.records import (
     Trial,
 )
 from ..logs.writer import SessionLog
-from ..search.context_search import Context, Outcome
+from ..search.context import Context, Outcome
 from ..search.messages import RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples

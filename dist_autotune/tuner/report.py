@@ -21,7 +21,7 @@ from ..search.budget import Forecast
 from ..timing.time_spent import SecondsSpent
 
 if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
-    from ..launch.rank_contexts import RankContexts
+    from ..launch.registry import Registry
     from ..search.state import SearchState
 
 
@@ -101,13 +101,11 @@ class TuningReport:
         return "\n".join(lines)
 
 
-def tuned_contexts(
-    search: SearchState, rank_contexts: RankContexts, names: Iterable[str]
-) -> tuple[TunedContext, ...]:
+def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
     """Return the contexts among `names` in which there was a choice, as they stand."""
     contexts = []
     for name in sorted(names):
-        context, rank_context = search.contexts.get(name), rank_contexts.by_name.get(name)
+        context, rank_context = search.contexts.get(name), registry.by_name.get(name)
         if context is None or rank_context is None or len(context.digests) == 1:
             continue
         best = None if context.is_spent else context.incumbent

@@ -15,11 +15,11 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
-from ..launch.rank_context import Claim, RankContext
+from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
-from ..search.context_search import Context
-from ..search.messages import RunReport
+from ..search.context import Context
+from ..search.messages import Claim, RunReport
 from ..storage.winners import Entry, EntryKey, Winners
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
@@ -110,7 +110,7 @@ class Results:
         """Return the result that a context has in memory or on disk before its first launch here."""
         known = None if tuner is None or self.ignores_known else self._in_memory(tuner, rank_context.key)
         if known is not None:
-            return Claim(self._function.group.rank, identity.candidate_digest(known.all_kwargs()))
+            return self._function.group.rank, identity.candidate_digest(known.all_kwargs()), None
         return self.claim_on_disk(rank_context)
 
     def claim_on_disk(self, rank_context: RankContext) -> Claim | None:
@@ -119,11 +119,11 @@ class Results:
             return None
         key = self._entry_key(rank_context)
         if key.digest in self._offers:
-            return Claim(*self._offers[key.digest])
+            return self._offers[key.digest]
         if not self.looks_on_disk or not (self._in_session or self._is_alone):
             return None
         entry = self._disk.get(key)
-        return None if entry is None else Claim(self._function.group.rank, entry.winner, entry.ms)
+        return None if entry is None else (self._function.group.rank, entry.winner, entry.ms)
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""

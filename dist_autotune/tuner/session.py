@@ -16,7 +16,7 @@ from ..logs import decisions
 from ..logs.records import Exchanged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
-from ..search.context_search import Outcome
+from ..search.context import Outcome
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
@@ -159,7 +159,7 @@ class Session:
                 self._drop(error)
                 raise
         if set(merged.facts[SESSION_STATE]) == {point}:
-            self._recorder.write(Note(text=f"goes on after {left_by}"))
+            self._recorder.write(Note(text=f"resumed after {left_by}"))
             return True
         self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
         return False
@@ -211,7 +211,7 @@ class Session:
         self._record(run, merged, outcomes)
         for context in self.state.publish(self.elapsed_s):
             self._recorder.write(decisions.settled(run, context))
-        detail = ", ".join(context.title for context in search.contexts.unsettled) or self.function.name
+        detail = ", ".join(context.title for context in search.unsettled) or self.function.name
         self._progress.update(search.runs, self._expected_runs(), detail[:60])
         self._is_stepping = False
 
@@ -227,7 +227,7 @@ class Session:
             recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
         known = (context for name, context in search.contexts.items() if name in merged.parts)
-        recorder.record_contexts(run, known, self.state.contexts.by_name)
+        recorder.record_contexts(run, known, self.state.registry.by_name)
         for trial in result.trials:
             recorder.write(trial)
         for name, outcome in outcomes.items():
@@ -238,7 +238,7 @@ class Session:
         search = self.state.search
         if search.rules.mode == "replay":
             return search.planned_runs
-        forecast = search.outlook
+        forecast = search.forecast
         if search.runs == self._next_forecast:
             self._next_forecast *= 2
             if self._has_more_to_try:
@@ -248,7 +248,7 @@ class Session:
     @property
     def _has_more_to_try(self) -> bool:
         search = self.state.search
-        return any(search.contexts.unsettled) or search.plan_trial is not None
+        return search.has_work
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
@@ -306,7 +306,7 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         self._run.retract()
-        known = self.state.contexts.by_name
+        known = self.state.registry.by_name
         self.state.registry.forget(
             [name for name, rank_context in known.items() if not rank_context.announced]
         )
@@ -357,7 +357,7 @@ class Session:
         if not self._run.launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
-            self.warning = f"no longer launched, settled with what is known: {', '.join(starved)}"
+            self.warning = f"no longer launched, settled with the samples so far: {', '.join(starved)}"
         if error is None and self._has_sample and not self._has_time:
             self.warning = diagnosis.warn_of_useless_clock(self.function.name, self.function.clock)
         if outcome == "settled" or isinstance(error, NoValidConfig):
@@ -380,8 +380,8 @@ class Session:
             log_dir=self._log_dir,
             warning=self.warning,
             spent=self.state.time_spent.seconds,
-            outlook=None if self.is_over else self.state.search.outlook,
+            outlook=None if self.is_over else self.state.search.forecast,
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
-        return tuned_contexts(self.state.search, self.state.contexts, self._run.launched)
+        return tuned_contexts(self.state.search, self.state.registry, self._run.launched)

@@ -41,8 +41,8 @@ def check_preserved(preserved: Sequence[Any]) -> None:
             )
         if isinstance(item, torch.Tensor) and _overlaps_itself(item):
             raise InvalidOption(
-                f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: several "
-                "elements share a place and cannot be written; preserve what it was expanded from"
+                f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: "
+                "elements overlap in memory and cannot be restored; preserve the tensor it was expanded from"
             )
 
 

@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,21 @@ def compile_for(
     return triton.compile(source, target=target, options=options)
 
 
-def of_each_code(configs: list[triton.Config]) -> list[triton.Config]:
-    """Return one of those configs that differ in nothing but GROUP_M, a constant of where a tile lies."""
-    return list({_parts(config): config for config in reversed(configs)}.values())[::-1]
-
-
 def of_each_pair(configs: list[triton.Config]) -> list[triton.Config]:
     """Return configs in which any two values that are together in one of all are together, GROUP_M apart."""
+    return _covering(configs, lambda config: {*itertools.combinations(_parts(config), 2)})
 
-    def pairs(config: triton.Config) -> set[Any]:
-        return {*itertools.combinations(_parts(config), 2)}
 
-    left, found = set().union(*map(pairs, configs)), []
+def of_each_value(configs: list[triton.Config]) -> list[triton.Config]:
+    """Return configs in which each value of one of all is, GROUP_M apart."""
+    return _covering(configs, lambda config: {*_parts(config)})
+
+
+def _covering(configs: list[triton.Config], of: Callable[[triton.Config], set[Any]]) -> list[triton.Config]:
+    left, found = set().union(*map(of, configs)), []
     while left:
-        found.append(max(configs, key=lambda config: len(left & pairs(config))))
-        left -= pairs(found[-1])
+        found.append(max(configs, key=lambda config: len(left & of(config))))
+        left -= of(found[-1])
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, resources
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, of_each_pair, resources
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import arguments, count_asking, only_compiling
 
@@ -74,16 +74,16 @@ def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 
 
 @functools.cache
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
-    """Return each candidate of a large call with what it compiles to."""
+    """Return candidates of a large call with what they compile to."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        configs = usable_on(target, 2048, monkeypatch)
+        configs = of_each_pair(usable_on(target, 2048, monkeypatch))  # it costs seconds
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 
 
 @TARGETS
-def test_every_candidate_fits_the_device_without_spills(target):
-    assert len(compiled_for(target)) >= 6
+def test_candidates_fit_the_device_without_spills(target):
+    assert len(compiled_for(target)) >= 4
     for config, compiled in compiled_for(target):
         used = resources(compiled, target)
         assert used["spilled"] == 0, config

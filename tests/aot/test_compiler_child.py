@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation.process import CompilerChild, Ending
+from dist_autotune.compilation.compiler_child import CompilerChild, Ending
 
 pytestmark = pytest.mark.aot
 

@@ -315,14 +315,17 @@ UNTOLD: dict[str, tuple[Hook, str]] = {
     "raises what would ban it": (lambda nargs: raise_(OutOfResources(2, 1, "x")), "OutOfResources"),
     "leaves": (lambda nargs: raise_(SystemExit(1)), "SystemExit"),
     "reads a tensor": (lambda nargs: nargs["y_ptr"][0].item(), "cannot be called on meta tensors"),
-    "asks for memory": (lambda nargs: nargs["y_ptr"].untyped_storage(), "NotTold: the memory of a tensor"),
+    "asks for memory": (
+        lambda nargs: nargs["y_ptr"].untyped_storage(),
+        "NotReproducible: the memory of a tensor",
+    ),
     "opens a file": (lambda nargs: Path("calls").write_text("called"), "OSError"),
-    "gives another base": (other_base, "NotTold: an argument was given another tensor"),
-    "resizes": (lambda nargs: nargs["y_ptr"].resize_(4), "NotTold: a tensor was given another shape"),
+    "gives another base": (other_base, "NotReproducible: an argument was given another tensor"),
+    "resizes": (lambda nargs: nargs["y_ptr"].resize_(4), "NotReproducible: a tensor was given another shape"),
     "keeps what has no name": (lambda nargs: setattr(nargs["x_desc"], "more", lambda: None), "ickle"),
-    "crashes": (lambda nargs: os.abort(), "it was ended by SIGABRT"),
-    "ends the process": (lambda nargs: os._exit(3), "it ended the process with exit code 3"),
-    "never ends": (wait_for_a_flag, "it did not end within 1 s"),
+    "crashes": (lambda nargs: os.abort(), "the hook was ended by SIGABRT"),
+    "ends the process": (lambda nargs: os._exit(3), "the hook ended its process with exit code 3"),
+    "never ends": (wait_for_a_flag, "the hook did not end within 1 s"),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,11 +15,13 @@ import pytest
 import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
-from dist_autotune.compilation import pool, process
+import compile_time
+from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.pool import Binaries, Terms
+from dist_autotune.compilation.binaries import Binaries
+from dist_autotune.compilation.compiler_child import CompilerChild, Ending
+from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
-from dist_autotune.compilation.process import CompilerChild, Ending
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -177,8 +178,8 @@ def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, mon
 
 
 def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, monkeypatch):
-    monkeypatch.setattr(process, "START_S", 0.2)
-    monkeypatch.setattr(process, "_settle_in", lambda *args: signal.pause())
+    monkeypatch.setattr(compiler_child, "START_S", 0.2)
+    monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
     found = preflight(16, 64)
     assert found.reasons == {}
     assert found.tally.compiled == 2
@@ -212,12 +213,14 @@ def test_terms_follow_torchrun_and_what_the_peers_wait(monkeypatch):
     assert Terms.agreed("s", position=11, ranks=16, patience_s=100.0).local_ranks == 16
 
 
-@pytest.mark.slow
-def test_the_benchmark_compares_the_arms():
-    program = Path(__file__).parents[2] / "benchmarks" / "compile_time.py"
-    command = [sys.executable, program, "--candidates", "1", "--rounds", "1", "--json", "times.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
+def test_the_benchmark_compares_the_arms(monkeypatch, capsys):
+    x = torch.empty(16, dtype=torch.float16)
+    small = compile_time.Kernel(kernel(GOOD, 64), lambda device: ((x, x), {"grid": (1,)}), is_pruned=True)
+    monkeypatch.setitem(compile_time.KERNELS, "ag_gemm", small)
+    options = ["--candidates", "1", "--rounds", "1", "--json", "times.json"]
+    monkeypatch.setattr(sys, "argv", ["compile_time.py", *options])
+    compile_time.main()
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
         "one after another",
         "threads",
         "shared",

@@ -16,7 +16,7 @@ from virtual_tuners import Boom, Ending, VirtualRank
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
-from dist_autotune.search.context_search import Context
+from dist_autotune.search.context import Context
 from dist_autotune.search.messages import Message, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
@@ -37,7 +37,7 @@ def state_of(tuning: SearchState) -> tuple[Any, ...]:
         tuning.has_trial,
         tuning.judged_run,
         tuning.planned_runs,
-        tuning.contexts.digest_text(),
+        tuning.digest_text(),
         dict(tuning.kernels.aliases),
     )
 
@@ -121,7 +121,7 @@ class Witness:
         digest = context.digests[context.incumbent]
         if context.settled:
             for rank in self.ranks:
-                known = None if rank.state is None else rank.state.contexts.by_name.get(context.name)
+                known = None if rank.state is None else rank.state.registry.by_name.get(context.name)
                 if known is not None and known.announced:
                     assert digest in known.texts, f"{context.title}: the winner is no candidate of all"
         if context.status and self._statuses.get(context.name) == "":
@@ -153,8 +153,9 @@ class Witness:
         if options["max_runs"] is not None:
             assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
         elif options["mode"] == "replay":
-            searches = [(context, 0) for context in tuning.contexts.values()]
-            bound = RUNS_ALLOWED * (ADMISSION_RUNS + planned_runs(tuning.rules, searches))
+            bound = RUNS_ALLOWED * (
+                ADMISSION_RUNS + planned_runs(tuning.rules, list(tuning.contexts.values()))
+            )
             assert made <= bound, f"{made} runs of a session that plans at most {bound}"
 
     # -- launches ------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class Witness:
         banned = {context.digests[index] for index in context.banned}
         assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
         planned = context.digests[context.planned]
-        known = rank.state.contexts.by_name[name]
+        known = rank.state.registry.by_name[name]
         if planned in known.texts and planned not in known.bans.keys() | failed:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
 

@@ -253,7 +253,7 @@ class Ending:
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
         if error is None and rank.state is not None:
-            for name, known in rank.state.contexts.by_name.items():
+            for name, known in rank.state.registry.by_name.items():
                 context = rank.state.search.contexts.get(name)
                 if context is not None and context.settled and known.announced and not known.is_choice:
                     binding = known.bindings[0]
@@ -311,7 +311,7 @@ def virtual_world() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".* gave no time that can be used")  # made so on purpose
+        warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
         for place, name, value in (
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),

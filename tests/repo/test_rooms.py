@@ -119,7 +119,7 @@ def test_a_breach_is_found(room: str, source: str, breach: str) -> None:
     [
         ("search", "from .messages import Payload\nfrom ..errors import TuningError"),
         ("tuner", "from ..ranks.group import Group\nimport torch"),
-        ("cli", "from ..doctor import facts"),
+        ("cli", "from ..doctor import findings"),
     ],
 )
 def test_what_stands_below_may_be_imported(room: str, source: str) -> None:

@@ -150,7 +150,7 @@ def test_only_tuned_results_are_written(bench, tmp_cache):
 def test_a_result_without_a_time_is_not_written(bench, tmp_cache):
     kernel = bench.kernel({16: float("nan"), 32: float("nan")})
     tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with pytest.warns(UserWarning, match="gave no time that can be used"):
+    with pytest.warns(UserWarning, match="returned only times that are not finite"):
         tuned()
     assert (only(tuned.report).ms, block_of(only(tuned.report).config)) == (None, 16)
     assert not tmp_cache.exists() or entries(tmp_cache) == []

@@ -152,7 +152,7 @@ def test_a_caller_that_keeps_the_config_and_bypasses_the_autotuner_does_not_hang
     assert (only(tuned.report).status, winner(only(tuned.report))) == ("starved", 16)
     (closed,) = records(SessionClosed)
     assert closed.warning == tuned.report.warning
-    assert closed.warning.startswith("no longer launched, settled with what is known: add[64")
+    assert closed.warning.startswith("no longer launched, settled with the samples so far: add[64")
 
 
 @pytest.mark.parametrize("counts", [(1, 2, 3), (2, 0, 1), (3, 0)], ids=str)

@@ -75,7 +75,7 @@ def test_an_exception_that_cannot_say_its_text_reaches_the_caller(bench, is_sett
     with pytest.raises(Mute):
         tuned()
     assert [record.error for record in records(RunFailed)] == (
-        [] if is_settled else ["Mute (its text cannot be told: AttributeError)"]
+        [] if is_settled else ["Mute (str() failed: AttributeError)"]
     )
     tuned()
     assert tuned.settled

@@ -9,8 +9,6 @@ import functools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -38,6 +36,7 @@ from operation_runs import (
     run_cases,
     values,
 )
+from programs import run_program
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
@@ -293,11 +292,6 @@ def test_graphs_replay_right_products(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=200) == [[], []]
 
 
-@pytest.mark.torchrun
-@pytest.mark.slow
 def test_the_soak_finds_nothing_wrong_on_cpu_ranks():
     soak = Path(__file__).parents[2] / "helpers" / "soak_ag_gemm.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    done = subprocess.run([*command, soak, "--calls", "24"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "calls=24 wrong=0 hung=0 seconds=" in done.stdout.splitlines()[-1]
+    assert "calls=16 wrong=0 hung=0 seconds=" in run_program(soak, "--calls", "16")

@@ -304,42 +304,11 @@ def assert_one_line_error(result: Result, *parts: str) -> None:
         assert part in result.stderr
 
 
-def test_a_directory_without_records_is_one_line_that_says_so(tmp_path: Path) -> None:
-    assert_one_line_error(run(tmp_path), str(tmp_path), "no records (rank-N.jsonl)")
-    assert_one_line_error(run(tmp_path / "nowhere"), "There is no directory")
-
-
-def test_each_log_is_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    racing(bench)
-    read: list[str] = []
-    read_records = reader.read_records
-    monkeypatch.setattr(
-        reader, "read_records", lambda path, skipped: read.append(path.name) or read_records(path, skipped)
-    )
-    result = run("--statistic", "min")
-    assert (result.exit_code, read) == (0, ["rank-0.jsonl"]), result.output
-
-
-def test_records_of_another_schema_are_named(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.jsonl").write_text('{"schema": 0, "event": "note", "text": "old"}\n')
-    assert_one_line_error(run(tmp_path), "skipped 1 line: 1 x schema 0, expected 1")
-
-
 def test_a_session_that_did_not_record_what_ranks_said_is_named() -> None:
     write_session(LOGS)
     result = run()
     assert result.exit_code == 1
     assert "what all ranks said of each run" in result.stdout
-
-
-def test_a_torn_line_is_named_and_fails_the_replay() -> None:
-    racing(Bench())
-    path = LOGS / "rank-0.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    result = run()
-    assert result.exit_code == 1
-    assert "rank-0.jsonl: skipped 1 line: 1 x damaged" in result.stdout
-    assert "as recorded" in result.stdout
 
 
 def test_json_holds_what_the_tables_show() -> None:

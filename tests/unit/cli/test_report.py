@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import re
 import subprocess
@@ -110,32 +109,6 @@ def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) ->
     assert (context.candidates[0].rank_ms, context.candidates[0].samples) == ({0: 1.0, 1: 4.0}, 4)
 
 
-def test_the_spread_is_the_slowest_rank_over_the_fastest(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    assert load_context(tmp_path).candidates[0].spread_percent == pytest.approx(300.0)
-
-
-def test_each_rank_alone_chooses_by_its_own_times_and_the_cost_is_what_all_pay(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    context = load_context(tmp_path)
-    assert [choice.config for choice in context.choices_alone().values()] == [CONFIGS[0], CONFIGS[1]]
-    (table,) = [table for table in tables.context_tables(context) if "alone" in table.title]
-    assert [row[3:] for row in table.rows] == [("1.000", "4.000", "+100.0"), ("2.000", "2.000", "+0.0")]
-
-
-def test_stragglers_are_counted_within_samples_that_several_ranks_took(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    by_rank = {straggler.rank: straggler for straggler in load_one(tmp_path).stragglers()}
-    assert (by_rank[0].slowest_samples, by_rank[0].compared_samples, by_rank[0].behind_percent) == (0, 6, 0.0)
-    assert (by_rank[1].slowest_samples, by_rank[1].compared_samples) == (6, 6)
-    assert by_rank[1].behind_percent == pytest.approx(100 / 3)
-
-
-def test_convergence_is_the_best_agreed_time_after_each_run(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    assert load_context(tmp_path).convergence == {0: 4.0, 1: 4.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 2.0}
-
-
 def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         for record in session_records("s1", 0, "layer", "EventClock")[
@@ -181,13 +154,6 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
     assert session.contexts[0].settled.status == "unfinished"
     assert session.remarks() == ["Run 2 failed on rank 1: ValueError: no"]
     assert shown(session)
-
-
-def test_lines_that_cannot_be_read_are_counted_per_file(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    with (tmp_path / "rank-1.jsonl").open("a") as file:
-        file.write("{torn\n")
-    assert reader.load(tmp_path).skipped == {"rank-1.jsonl": {"damaged": 1}}
 
 
 def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: Path) -> None:
@@ -267,28 +233,6 @@ def test_the_html_report_labels_wall_clock_figures(tmp_path: Path) -> None:
     text = Page(write_page(tmp_path)).text
     assert WALL_CLOCK_NOTE in text
     assert "best agreed ms (wall clock)" in text
-
-
-def test_without_matplotlib_no_half_written_page_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_session(tmp_path)
-    forbid_matplotlib(monkeypatch)
-    loaded = reader.load(tmp_path)
-    with pytest.raises(ImportError):
-        html.write_html(tmp_path / "report.html", loaded, loaded.sessions)
-    assert not (tmp_path / "report.html").exists()
-
-
-def forbid_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def refuse(name: str, *arguments: object, **options: object) -> object:
-        if name.partition(".")[0] == "matplotlib":
-            raise ImportError("No module named 'matplotlib'")
-        return real_import(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
 
 
 # ---- the report in the program and that of the command line

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from dist_autotune.compilation.pre_hooks import (
-    NotTold,
+    NotReproducible,
     StandIn,
     StandIns,
     _marked,
-    exchanged,
     holders,
     with_changes,
 )
+from dist_autotune.triton_api.launch import Launch
 
 Pair = namedtuple("Pair", "left right")
 
@@ -33,6 +33,10 @@ class Descriptor:
 
 class Colour(enum.Enum):
     RED = 1
+
+
+def launch_of(*args: Any, **kwargs: Any) -> Launch:
+    return Launch(None, args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,7 @@ def test_what_a_stand_in_does_not_know_it_refuses(reads):
 def test_holders_are_the_distinct_arguments_with_attributes_in_their_order():
     one, two = Descriptor(None, [1]), Descriptor(None, [2])
     args = (3, "text", None, torch.zeros(1), two, (one, (two, len)), torch.float16)
-    found = holders(args, {"grid": lambda meta: (1,), "more": one})
+    found = holders(launch_of(*args, grid=lambda meta: (1,), more=one))
     assert [holder is expected for holder, expected in zip(found, (two, one), strict=True)] == [True, True]
 
 
@@ -103,22 +107,22 @@ def test_what_owns_something_is_not_copied():
 
     ended: list[Owner] = []
     owner = Owner()
-    assert StandIns((owner,), {}).args == (owner,)
+    assert StandIns(launch_of(owner)).launch.args == (owner,)
     assert ended == []
 
 
 def test_changes_are_made_to_copies_of_what_was_changed():
     tensor = torch.zeros(4)
     one, two = Descriptor(tensor, [1, 1]), Descriptor(tensor, [2, 2])
-    args = (one, Pair(two, tensor), Colour.RED)
-    stand_ins = StandIns(args, {"again": one})
-    stand_ins.args[0].block[1] = 64
-    stand_ins.args[0].layout = "columns"
-    assert stand_ins.args[0] is stand_ins.kwargs["again"]
+    launch = launch_of(one, Pair(two, tensor), Colour.RED, again=one)
+    stand_ins = StandIns(launch)
+    first = stand_ins.launch.args[0]
+    first.block[1] = 64
+    first.layout = "columns"
+    assert first is stand_ins.launch.kwargs["again"]
     changes = pickle.loads(stand_ins.changes())
     assert changes == {0: {"block": [1, 64], "layout": "columns"}}
-    new = with_changes(holders(args, {"again": one}), changes)
-    changed, pair, colour = exchanged(args, new)
+    changed, pair, colour = with_changes(launch, changes).args
     assert changed == Descriptor(tensor, [1, 64], "columns")
     assert changed.base is tensor
     assert pair.left is two
@@ -128,8 +132,8 @@ def test_changes_are_made_to_copies_of_what_was_changed():
 
 
 def test_a_hook_that_changes_nothing_changes_nothing():
-    args = (Descriptor(torch.zeros(4), [1, 1]), torch.zeros(2))
-    assert pickle.loads(StandIns(args, {}).changes()) == {}
+    launch = launch_of(Descriptor(torch.zeros(4), [1, 1]), torch.zeros(2))
+    assert pickle.loads(StandIns(launch).changes()) == {}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_a_hook_that_changes_nothing_changes_nothing():
     ids=["base", "hidden", "deleted", "resized", "transposed"],
 )
 def test_a_change_that_cannot_be_handed_over_is_refused(change):
-    stand_ins = StandIns((Descriptor(torch.zeros(4, 2), [1, 1]), torch.zeros(2, 4)), {})
-    change(*stand_ins.args)
-    with pytest.raises(NotTold):
+    stand_ins = StandIns(launch_of(Descriptor(torch.zeros(4, 2), [1, 1]), torch.zeros(2, 4)))
+    change(*stand_ins.launch.args)
+    with pytest.raises(NotReproducible):
         stand_ins.changes()

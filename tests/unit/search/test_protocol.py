@@ -307,5 +307,5 @@ def test_a_settled_context_that_loses_its_last_candidate_ends_the_session_and_is
     simulation.run()
     with pytest.raises(NoValidConfig, match=r"a\[k\]: all 1 configs failed"):
         simulation.run()
-    assert simulation.tuning.contexts.drop_unsettled() == {"a", "b"}
+    assert simulation.tuning.drop_unsettled() == {"a", "b"}
     assert simulation.tuning.contexts == {}

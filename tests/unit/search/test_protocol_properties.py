@@ -174,15 +174,15 @@ def test_a_choice_is_tuned_with_the_kernels():
 
 
 def test_ranks_whose_states_differ_are_found(monkeypatch):
-    from dist_autotune.search.context_search import Context
+    from dist_autotune.search.context import Context
 
     genuine, calls = Context.advance, []
 
-    def differs(self, part, judged):
+    def differs(self, part, judged, *, counts):
         calls.append(None)
         if len(calls) == 6:
             self.times.ms[0] = 0.001
-        return genuine(self, part, judged)
+        return genuine(self, part, judged, counts=counts)
 
     monkeypatch.setattr(Context, "advance", differs)
     with pytest.raises(AssertionError, match="another state"):

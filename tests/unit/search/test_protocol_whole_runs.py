@@ -129,14 +129,12 @@ def test_a_run_that_launches_nothing_of_what_is_compared_is_no_part_of_the_compa
     )
     simulation.tuning.open()
     while (
-        any(simulation.tuning.contexts.unsettled)
-        or simulation.tuning.plan_trial is not None
-        or not simulation.plans
+        any(simulation.tuning.unsettled) or simulation.tuning.plan_trial is not None or not simulation.plans
     ):
         simulation.run()
         assert len(simulation.plans) < 100
     assert (simulation.statuses(), simulation.tuning.remark) == ({"k": "tuned"}, "")
-    assert simulation.tuning.contexts.winner_digest("k") == "k1"
+    assert simulation.winners() == {"k": "k1"}
     launched = [plan["k"] for plan in simulation.plans if "k" in plan]
     assert launched[-DUEL_RUNS:] == ["k1", "k0"] * (DUEL_RUNS // 2)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from dist_autotune.errors import NoValidConfig, TuningError
-from dist_autotune.search.context_search import Context, Outcome
+from dist_autotune.search.context import Context, Outcome
 from dist_autotune.search.messages import MIXED, Announcement, Part, femtoseconds
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.strategies import STRATEGIES, Warmup, Winner, exhaustive

@@ -85,7 +85,7 @@ def only_with(run_ms, condition, mode="replay", **options):
 def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
     simulation = only_with({"way0": 2.0, "way1": 1.0}, lambda way: way == "way0", mode)
     simulation.tuning.open()
-    while any(simulation.tuning.contexts.unsettled) or not simulation.plans:
+    while any(simulation.tuning.unsettled) or not simulation.plans:
         simulation.run()
         assert len(simulation.plans) < 100
     assert simulation.statuses() == {"way": "tuned", "detail": "starved", "other": "tuned"}
@@ -108,7 +108,7 @@ def test_a_choice_that_is_asked_for_now_and_then_has_its_turn(mode, every):
         mode=mode,
     )
     simulation.tuning.open()
-    while any(simulation.tuning.contexts.unsettled) or not simulation.plans:
+    while any(simulation.tuning.unsettled) or not simulation.plans:
         simulation.run()
         assert len(simulation.plans) < 100
     assert simulation.statuses() == {"always": "tuned", "seldom": "tuned"}

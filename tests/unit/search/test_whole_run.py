@@ -36,7 +36,7 @@ def consumers(run_ms, **options):
 def explored(simulation):
     """Run on until options have been explored; return the plans up to there."""
     tuning = simulation.tuning
-    while tuning.contexts.whole_run is None or tuning.contexts.whole_run.is_warmup:
+    while tuning.whole_run is None or tuning.whole_run.is_warmup:
         simulation.run()
         assert len(simulation.plans) < 500
     return simulation.plans
@@ -69,7 +69,7 @@ def test_plans_hold_only_what_their_options_launch():
     simulation.tuning.open()
     explored(simulation)
     raced = []
-    while (search := simulation.tuning.contexts.whole_run) is not None:
+    while (search := simulation.tuning.whole_run) is not None:
         raced.append(dict(search.plan))
         simulation.run()
     assert {frozenset(plan) for plan in raced if plan} == {

@@ -109,7 +109,7 @@ def test_a_clock_that_gives_no_usable_time_is_named_once(bench, ms, mode):
     tuned = bench.tune(lambda: launch(kernel, numbers()), name="step", mode=mode)
     told = [text for _ in range(5) for text in said(tuned)]
     (text,) = told
-    assert text.startswith("step: ScriptedClock gave no time that can be used")
+    assert text.startswith("step: ScriptedClock returned only times that are not finite")
     assert tuned.report.warning == text == records(SessionClosed)[-1].warning
     assert only(tuned.report).config.kwargs["BLOCK"] == 16
 

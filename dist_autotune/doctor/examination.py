@@ -24,7 +24,6 @@ GPU_LIMIT_S = 120.0
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 COMPILED = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
 CACHE, LOGS = "cache directory", "log directory"
-GPU_BACKENDS = ("nvshmem", "torch")  # of symmetric memory
 PACKAGES = {  # name for people -> distributions; the first that is installed counts
     "filelock": ("filelock",),
     "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
@@ -46,34 +45,28 @@ class Examination:
     is_interpreted: bool  # TRITON_INTERPRET was set when Triton was imported
     ranks: tuple[Helper, ...]
     gpu: Helper
-    memory: dict[str, tuple[Helper, ...]]  # by the backend that was asked for
+    memory: tuple[Helper, ...]  # a rank for each GPU, with the backend of symmetric memory that "auto" takes
 
     @property
-    def gpus(self) -> list[dict[str, Any]]:
-        return list(self.gpu.facts.get("devices", {}).get("gpus", []))
+    def gpus(self) -> list[str]:
+        """Return the names of the GPUs."""
+        return list(self.gpu.of("devices").get("names", []))
+
+    @property
+    def links(self) -> list[dict[str, Any]]:
+        """Return whether one GPU can read another, for each ordered pair."""
+        return list(self.gpu.of("links").get("pairs", []))
 
     @property
     def world(self) -> str:
         """Return where kernels run: "gpu" or "interpreter"."""
         return "gpu" if self.gpus and not self.is_interpreted else "interpreter"
 
-    def of_ranks(self, stage: str) -> dict[str, Any]:
-        """Return the facts of one stage of the two CPU ranks, by rank 0."""
-        return self.ranks[0].facts.get(stage, {})
-
-    def links(self) -> list[dict[str, Any]]:
-        """Return whether one GPU can read another, for each ordered pair."""
-        access = self.gpu.facts.get("links", {}).get("peer_access", [])
-        return [{"from": a, "to": b, "peer_access": can} for a, b, can in access]
-
     def backends(self) -> dict[str, tuple[bool, str]]:
         """Return for each backend of symmetric memory whether it works, and what was seen."""
         found = {"shm": _outcome(self.ranks, "shm")}
-        for asked, helpers in self.memory.items():
-            used = helpers[0].facts.get("memory", {}).get("backend", asked)
-            found[used] = _outcome(helpers, "memory")
-        for backend in GPU_BACKENDS:
-            found.setdefault(backend, (False, "not tried: it needs two GPUs"))
+        if self.memory:
+            found[self.memory[0].of("memory").get("backend", "auto")] = _outcome(self.memory, "memory")
         return found
 
 
@@ -82,16 +75,16 @@ def examine() -> Examination:
     directories, error = directories_in_force()
     ranks = run_helpers("ranks", 2, RANKS_LIMIT_S, CPU_ONLY, directories=directories)
     (gpu,) = run_helpers("gpus", 1, GPU_LIMIT_S, COMPILED)
-    devices = gpu.facts.get("devices", {})
+    count = len(gpu.of("devices").get("names", []))
     return Examination(
-        versions=versions() | {"driver": devices.get("driver") or None},
+        versions=versions() | {"driver": gpu.of("devices").get("driver") or None},
         variables=settings.variables(),
         setting_error=error,
         directories=directories,
         is_interpreted=interception.is_interpreted(),
-        ranks=tuple(ranks),
+        ranks=ranks,
         gpu=gpu,
-        memory=_try_memory(len(devices.get("gpus", []))),
+        memory=run_helpers("memory", count, GPU_LIMIT_S, COMPILED) if count > 1 else (),
     )
 
 
@@ -123,21 +116,9 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _try_memory(gpus: int) -> dict[str, tuple[Helper, ...]]:
-    """Try what "auto" takes, then what it does not, each with as many ranks as there are GPUs."""
-    tried: dict[str, tuple[Helper, ...]] = {}
-    for backend in ("auto", *GPU_BACKENDS) if gpus > 1 else ():
-        used = {helpers[0].facts.get("memory", {}).get("backend") for helpers in tried.values()}
-        if backend not in used:
-            tried[backend] = tuple(run_helpers("memory", gpus, GPU_LIMIT_S, COMPILED, backend=backend))
-    return tried
-
-
 def _outcome(helpers: tuple[Helper, ...], stage: str) -> tuple[bool, str]:
-    failed = first_problem(helpers)
-    if failed is not None:
+    if (failed := first_problem(helpers)) is not None:
         return False, failed.ending
-    facts = helpers[0].facts.get(stage, {})
-    if "absent" in facts:
-        return False, f"not tried: {facts['absent']}"
+    if absent := helpers[0].of(stage).get("absent"):
+        return False, f"not tried: {absent}"
     return True, f"{counted(len(helpers), 'rank')} wrote to each other"

@@ -1,19 +1,17 @@
-"""The search of one context: drives its flow with what the ranks agreed. No torch, no I/O, no clock."""
+"""The search of one context: drives its flow with what the ranks agreed."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import operator
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import FlowFailed, NoValidConfig, TuningError
+from ..errors import NoValidConfig
 from ..formatting import context_label
-from .messages import Announcement, Part
+from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Warmup, Winner, interval
+from .running_flow import RunningFlow
+from .strategies import Winner, interval
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Outcome:
 
 
 class Context:
-    """The state of one context, the same on every rank."""
+    """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`."""
 
     def __init__(self, name: str, announcement: Announcement, rules: Rules, run: int) -> None:
         self.name = name
@@ -37,11 +35,12 @@ class Context:
         self.is_choice = announcement.is_choice
         self.digests = tuple(digest for digest, _ in announcement.order)
         self.texts = tuple(text for _, text in announcement.order)
-        self.banned: dict[int, tuple[int, str]] = {}  # index -> (rank, reason)
+        self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
         self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
+        self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
@@ -55,8 +54,6 @@ class Context:
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
         self.narrow(announcement)
 
-    # -- what there is to know -----------------------------------------------------------------------------
-
     @property
     def settled(self) -> bool:
         return bool(self.status)
@@ -69,8 +66,8 @@ class Context:
     def stands(self) -> bool:
         """Return whether the next call takes the result as it is.
 
-        Online a session that has spent its runs or time is not followed by another at the next call, which
-        would spend them again: what is partial then is for another process, or `retune()`.
+        Online, what a session leaves `partial` is for another process, or `retune()`: at the next call its
+        runs or time would be spent again.
         """
         is_left = self._rules.mode == "online" and self.status == "partial"
         return self.settled and (is_left or not self.provisional)
@@ -102,9 +99,8 @@ class Context:
         """
         if self.winner is not None and self.winner not in self.banned:
             return self.winner
-        for index in range(len(self.digests)):
-            if index not in self.banned:
-                return index
+        if not self.is_spent:
+            return next(index for index in range(len(self.digests)) if index not in self.banned)
         bans = sorted(self.banned.items())
         reasons = " ".join(f"Rank {rank}, {self.texts[index]}: {reason}." for index, (rank, reason) in bans)
         raise NoValidConfig(f"{self.title}: all {len(self.digests)} configs failed on some rank. {reasons}")
@@ -150,7 +146,7 @@ class Context:
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
 
-    # -- candidates ----------------------------------------------------------------------------------------
+    # -- bans and results that ranks announce --------------------------------------------------------------
 
     def narrow(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
@@ -158,8 +154,8 @@ class Context:
             if digest not in announcement.shared:
                 self.ban(index, announcement.rank, "not a candidate on every rank")
 
-    def adopt(self, claim: tuple[int, str, float | None] | None) -> bool:
-        """Take a result that some rank already has, if every rank can use it."""
+    def adopt(self, claim: Claim | None) -> bool:
+        """Take the result that some rank already has; return whether every rank can use it."""
         if claim is None or claim[1] not in self.digests:
             return False
         index = self.digests.index(claim[1])
@@ -170,7 +166,7 @@ class Context:
         self.winner = index
         return True
 
-    def take_bans(self, bans: dict[str, tuple[int, str]]) -> None:
+    def apply_bans(self, bans: dict[str, Ban]) -> None:
         for digest, (rank, reason) in bans.items():
             if digest in self.digests:
                 self.ban(self.digests.index(digest), rank, reason)
@@ -196,14 +192,14 @@ class Context:
             self._resume(math.inf)
 
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
-        """Take in what the ranks say of a run; return what the run was for this context.
+        """Record a run of all ranks; return what it was for this context.
 
-        `judged` holds the time by which the trial is judged: `part` itself, or that of the whole run. Where
-        that does not count, the same trial is made again.
+        judged: the time by which the trial is judged: `part`, or that of the whole run. Where that does not
+        count, the same trial is made again.
         """
-        self.take_bans(part.bans)
+        self.apply_bans(part.bans)
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
-        index, kind = self.trial, "warm-up" if self.is_warmup else "sample"
+        index = self.trial
         if index is None or self.waiting or part.ran is None:
             return Outcome()
         if index in self.banned:
@@ -214,16 +210,15 @@ class Context:
         if part.ran != self.digests[index]:
             return Outcome(index=index)
         self._ran.add(index)
-        planned = self._rules.planned_asks(is_warmup=self.is_warmup)
-        outcome = Outcome(kind, index, self.count, planned, self.judge)
-        if kind == "sample":
-            self.times.take_sample(index, judged)
-            self._resume(self.times.told(index))
+        kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
+        if self.is_warmup:
+            kind, ms = "warm-up", self.times.record_warmup(index, judged)
+            if self.is_choice and index not in self.times.ms:
+                ms = math.nan  # its first run may compile and load whatever the option launches
         else:
-            ms = self.times.take_warmup(index, judged)
-            if self.is_choice:  # its first run may compile and load whatever the option launches
-                ms = math.nan
-            self._resume(self.times.told(index) if index in self.times.ms else ms)
+            ms = self.times.record_sample(index, judged)
+        outcome = Outcome(kind, index, self.count, planned, self.judge)
+        self._resume(ms)
         return outcome
 
     def settle(self, status: str, winner: int | None = None) -> None:
@@ -245,14 +240,15 @@ class Context:
 
     def _finish(self, chosen: int) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
-        tied = chosen.tied if isinstance(chosen, Winner) else None  # None: the flow has decided
-        winner: int | None = int(chosen)
-        incumbent = self.incumbent
+        winner, incumbent = int(chosen), self.incumbent
         if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
-            winner = None  # unmeasured on some rank that launched it
-        elif tied is not None and (incumbent in tied or self.times.are_equal(chosen, incumbent)):
-            winner = incumbent
-        self.settle("tuned", winner)
+            self.settle("tuned")  # the flow's has no time on some rank that launched it
+        elif isinstance(chosen, Winner) and (  # else the flow has decided
+            incumbent in chosen.tied or self.times.are_equal(winner, incumbent)
+        ):
+            self.settle("tuned", incumbent)
+        else:
+            self.settle("tuned", winner)
         self._flow = None
         if self.judge == BY_LAUNCH:
             self.launch_ms = dict(self.times.ms)
@@ -264,76 +260,11 @@ class Context:
             self._ran.clear()
 
 
-_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
-
-
-class RunningFlow:
-    """A flow of `rules.strategy` over so many candidates, which asks for one after another.
-
-    The strategy may be the user's: whatever it raises, asks for or returns that no flow may is a FlowFailed.
-    """
-
-    def __init__(self, rules: Rules, candidates: int) -> None:
-        self.index: int | None = None  # of the candidate asked for; None: it has not begun
-        self.is_warmup = False
-        self._search = rules.search
-        self._candidates = candidates
-        self._times_asked: dict[tuple[int, bool], int] = {}
-        with self._named_errors():
-            self._flow = rules.strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
-        if not hasattr(self._flow, "send"):
-            raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
-
-    @property
-    def count(self) -> int:
-        """Return which warm-up or sample of its candidate it asks for, from 1; 0: it has not begun."""
-        return 0 if self.index is None else self._times_asked[self.index, self.is_warmup]
-
-    def resume(self, ms: float | None, banned: Container[int]) -> int | None:
-        """Send the time of what was asked for (None: begin); return the winner once it has one.
-
-        Else it asks for a candidate that is not banned: to one that is, the answer is `inf` at once.
-        """
-        for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
-            try:
-                with self._named_errors():
-                    asked = next(self._flow) if ms is None else self._flow.send(ms)
-            except StopIteration as stop:
-                winner = self._checked(stop.value, "returned")
-                return stop.value if isinstance(stop.value, Winner) else winner
-            self.is_warmup = isinstance(asked, Warmup)
-            self.index = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
-            times = self._times_asked.get((self.index, self.is_warmup), 0)
-            self._times_asked[self.index, self.is_warmup] = times + 1
-            if self.index not in banned:
-                return None
-            ms = math.inf
-        raise FlowFailed(f"search={self._search}: keeps asking for candidates that are banned")
-
-    def _checked(self, index: Any, verb: str) -> int:
-        with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
-            if 0 <= operator.index(index) < self._candidates:
-                return operator.index(index)
-        raise FlowFailed(
-            f"search={self._search}: {verb} {index!r}, which is none of {self._candidates} candidates"
-        )
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Say of an exception in the user's strategy that it comes from there."""
-        try:
-            yield
-        except (StopIteration, TuningError):
-            raise
-        except Exception as error:
-            raise FlowFailed(f"search={self._search}: {type(error).__name__}: {error}") from error
-
-
 HOST_SHARE = 0.03  # of an agreed time; what the host may have added to it counts when it is more
 
 
 class AgreedTimes:
-    """Agreed milliseconds so far, by the candidate's index. rank_reduce: the option."""
+    """Agreed milliseconds so far, by candidate. rank_reduce: the option."""
 
     def __init__(self, rank_reduce: str) -> None:
         self.ms: dict[int, float] = {}
@@ -342,25 +273,27 @@ class AgreedTimes:
         self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
         self._rank_reduce = rank_reduce
 
-    def take_sample(self, index: int, judged: Part) -> None:
-        """Take in what the ranks say of a candidate: no time, unless each rank that ran it has one."""
+    def record_sample(self, index: int, judged: Part) -> float:
+        """Return the agreed time so far, an interval where a host may be in it.
+
+        There is none, nan, unless each rank that launched the candidate has a sample.
+        """
         ms = judged.agreed_ms(self._rank_reduce)
         if ms is None:
             self.ms.pop(index, None)
         else:
             self.ms[index], self.fastest_ms[index] = ms, judged.best_ms
             self.gap_ms[index] = judged.gap_ms
+        return self._so_far(index)
 
-    def take_warmup(self, index: int, judged: Part) -> float:
-        """Take in what the ranks say of a warm-up, and return its agreed time; nan: it has none."""
+    def record_warmup(self, index: int, judged: Part) -> float:
+        """Return the agreed time so far; without samples that of the warm-up."""
         ms = judged.agreed_ms(self._rank_reduce)
-        if ms is None:
-            return math.nan
-        self.warmup_ms[index] = ms
-        return interval(ms, judged.gap_ms)
+        if ms is not None:
+            self.warmup_ms[index] = ms
+        return self._so_far(index) if ms is None or index in self.ms else interval(ms, judged.gap_ms)
 
-    def told(self, index: int) -> float:
-        """Return the agreed time so far as a flow is told it: an interval where a host may be in it."""
+    def _so_far(self, index: int) -> float:
         return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
     def forget_samples(self) -> None:
@@ -373,10 +306,7 @@ class AgreedTimes:
         return min(usable)[1] if usable else None
 
     def host_ms(self, index: int) -> float:
-        """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count.
-
-        The kernel's own time lies between the agreed time less this and the agreed time.
-        """
+        """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count."""
         gap_ms = self.gap_ms.get(index, 0.0)
         return gap_ms if gap_ms > HOST_SHARE * self.ms.get(index, math.inf) else 0.0
 

@@ -2,15 +2,13 @@
 
 Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds.
 
-What may go wrong is bounded. Python, glibc's allocator and `logging` make their locks anew in a child. A lock
-of Triton's or LLVM's that another thread of the rank held at the fork stays locked there for ever; such a
-child sleeps until its time is up, and `Ending.was_idle` tells it from a compiler that works without end: it
-deserves a second fork. Handlers that other libraries run at a fork may hang too, before the child has begun,
-and then they do so every time: `Ending.has_begun`.
+Python, glibc's allocator and `logging` make their locks anew in a child. A lock of Triton's or LLVM's that
+another thread held at the fork stays locked there; such a child sleeps until its time is up and deserves a
+second fork (`Ending.was_idle`). Handlers that other libraries run at a fork may hang before the child has
+begun, and then they do so every time (`Ending.has_begun`).
 
-The child touches no CUDA, runs no finalizers (no garbage collection, `os._exit`) and ignores the signals that
-are meant for the job. It dies with the thread that forked it. One that is cut off, to run what is not the
-compiler's, has no file or socket and can open none.
+The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
+the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
 """
 
 from __future__ import annotations
@@ -64,19 +62,19 @@ class CompilerChild:
 
     def __init__(self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False) -> None:
         self._limit_s = limit_s
+        self._what = "the hook" if is_cut_off else "the compiler"
+        self._late = "the hook did not end" if is_cut_off else "did not compile"
         self._said = os.memfd_create("compiler-stderr")
         self._report, reporting = os.pipe()
         parent = os.getpid()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
-                stream.flush()
+        _flush()
         try:
-            self._pid: int | None = _fork()
+            with warnings.catch_warnings():
+                # From Python 3.12 on, a fork beside other threads is a warning; this module is made for it.
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+                self._pid: int | None = os.fork()
             if self._pid == 0:
-                try:
-                    _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
-                finally:
-                    os._exit(1)
+                _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
         except OSError:
             self._pid = None
             self._close_files()
@@ -96,17 +94,23 @@ class CompilerChild:
         try:
             has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # a handler of the user's has reaped it
-            self._pid = None
-            return self._last(self._judge(None))
-        if not has_ended and not is_late:
-            return None
-        has_helper = not has_ended and _has_children(self._pid)
-        code, cpu_s = self._end()
-        if has_ended:
-            return self._last(self._judge(code))
-        was_idle = not has_helper and cpu_s < IDLE_SHARE * elapsed_s
-        reason = f"did not compile within {self._limit_s:g} s"
-        return self._last(Ending(reason, was_idle, has_begun=bool(self._heard)))
+            self._pid, ending = None, self._ending(None)
+        else:
+            if not has_ended and not is_late:
+                return None
+            has_helper = not has_ended and _has_children(self._pid)
+            code, cpu_s = self._end()
+            if has_ended:
+                ending = self._ending(code)
+            else:
+                was_idle = not has_helper and cpu_s < IDLE_SHARE * elapsed_s
+                reason = f"{self._late} within {self._limit_s:g} s"
+                ending = Ending(reason, was_idle, has_begun=bool(self._heard))
+        if said := self._said_so_far():  # to where it would have gone without a child
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(said)
+        self._close_files()
+        return ending
 
     def close(self) -> None:
         """End the child, if it is still there, and whatever it has started."""
@@ -114,31 +118,29 @@ class CompilerChild:
             self._end()
             self._close_files()
 
-    def _judge(self, code: int | None) -> Ending:
+    def _ending(self, code: int | None) -> Ending:
+        """Return what the child has reported, or what its exit code and its last words say."""
         self._listen()
         with contextlib.suppress(ValueError):
             return Ending(**json.loads(self._heard))
         if code is None:
-            ended = "the compiler's process is gone without a word"
+            ended = f"{self._what}'s process is gone without a word"
         elif code < 0:
-            ended = f"the compiler was ended by {_name_of(-code)}"
+            names = {number.value: number.name for number in signal.Signals}  # without real-time signals
+            ended = f"{self._what} was ended by {names.get(-code, f'signal {-code}')}"
         else:
-            ended = f"the compiler ended its process with exit code {code}"
-        said = _first_telling_line(os.pread(self._said, SAID_BYTES, 0).decode(errors="replace"))
+            ended = f"{self._what} ended its process with exit code {code}"
+        lines = [line.strip() for line in self._said_so_far().splitlines() if line.strip()]
+        telling = [found.group() for line in lines if (found := _TELLING.search(line))]
+        said = next(iter(telling + lines), "")
         return Ending(f"{ended}: {said}"[:REASON_CHARACTERS] if said else ended)
 
     def _listen(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._heard += os.read(self._report, 1 << 16)
 
-    def _last(self, ending: Ending) -> Ending:
-        """Write the compiler's own words where they would have gone without a child; return `ending`."""
-        said = os.pread(self._said, SAID_BYTES, 0)
-        if said:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(said.decode(errors="replace"))
-        self._close_files()
-        return ending
+    def _said_so_far(self) -> str:
+        return os.pread(self._said, SAID_BYTES, 0).decode(errors="replace")
 
     def _end(self) -> tuple[int | None, float]:
         """Kill the child and its helpers; return its exit code, where known, and the seconds it computed."""
@@ -161,18 +163,10 @@ class CompilerChild:
         os.close(self._report)
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # From Python 3.12 on, a fork beside other threads is a warning; this module is made for it.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return os.fork()
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # one of the many real-time signals
-        return f"signal {number}"
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
 
 
 def _has_children(pid: int) -> bool:
@@ -183,35 +177,30 @@ def _has_children(pid: int) -> bool:
         return False
 
 
-def _first_telling_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = (found.group() for line in lines if (found := _TELLING.search(line)))
-    return next(telling, lines[0] if lines else "")
-
-
 # ---- in the child
 
 
 def _compile(
     work: Callable[[], Any], parent: int, limit_s: float, said: int, reporting: int, *, is_cut_off: bool
 ) -> NoReturn:
-    reason, result = "", None
     try:
-        _settle_in(parent, limit_s, said)
-        if is_cut_off:
-            _cut_off(reporting)
-        os.write(reporting, b"\n")
-        result = work()
-    except BaseException as error:
-        reason = (config_failure(error) or "")[:REASON_CHARACTERS]
-    report = {"reason": reason, "result": result if isinstance(result, str) else ""}
-    rest = json.dumps(report).encode()
-    while rest:  # a long result takes several writes, as fast as the rank reads
-        rest = rest[os.write(reporting, rest) :]
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
+        reason, result = "", None
+        try:
+            _settle_in(parent, limit_s, said)
+            if is_cut_off:
+                _cut_off(reporting)
+            os.write(reporting, b"\n")
+            result = work()
+        except BaseException as error:
+            reason = (config_failure(error) or "")[:REASON_CHARACTERS]
+        report = {"reason": reason, "result": result if isinstance(result, str) else ""}
+        rest = json.dumps(report).encode()
+        while rest:  # a long result takes several writes, as fast as the rank reads
+            rest = rest[os.write(reporting, rest) :]
+        _flush()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _settle_in(parent: int, limit_s: float, said: int) -> None:
