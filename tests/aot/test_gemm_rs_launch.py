@@ -136,9 +136,7 @@ class Caller:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
-    with launching(
-        monkeypatch, gemm_rs, "_SETTLED", gemm_reduce_scatter, [BY_TMA, BY_POINTERS]
-    ) as made:
+    with launching(monkeypatch, gemm_rs, "_SETTLED", gemm_reduce_scatter, [BY_TMA, BY_POINTERS]) as made:
         yield made
 
 
