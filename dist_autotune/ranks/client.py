@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 import itertools
 import socket
 import threading
@@ -77,7 +76,10 @@ class LocalClient(Client):
 
     def notify(self, op: str, sequence: int, **fields: Any) -> None:
         message = {"op": op, "sequence": sequence, "position": self._position, **fields}
-        self._hub.handle(message, functools.partial(self._hub.reply_locally, self._keep_reply))
+        try:
+            self._hub.handle_locally(message, self._keep_reply)
+        except RuntimeError as error:
+            raise HubLost(str(error)) from None
 
     def _keep_reply(self, message: Message) -> None:
         with self._arrived:

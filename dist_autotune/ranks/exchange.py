@@ -1,18 +1,21 @@
 """One rank's part in one exchange: through the hub of its group, or through the store where the hub is lost.
 
-Every rank sends its payload to the hub; the first rank of the group merges them and publishes the result.
+Every rank sends its payload to the hub, which merges them on the first rank of the group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+from ..errors import NoValidConfig
+from ..formatting import described
 from . import watchdog
 from .client import Client, ConnectionLost, HubLost, HubSilent
-from .hub import SEND_S
+from .hub import SEND_S, Hub
 from .members import Members
 from .messages import End, Message
 from .store import OPERATION_S, StoreLost
@@ -41,6 +44,7 @@ class Exchange:
         self._answered_at = self._began  # when the hub last answered
         self._arrived_at: float | None = None  # when this rank recorded its arrival in the store
         self._store_error: StoreLost | None = None
+        self._merge_error: Exception | None = None
 
     def take_part(self, payload: bytes, merge: Merge) -> End:
         """Return how the exchange ended, the same on all ranks."""
@@ -58,19 +62,15 @@ class Exchange:
         try:
             if members.is_lost or not self._find_hub():
                 return None
-            client = members.client
-            assert client is not None
-            client.send_s = min(SEND_S, self._timeout_s)
-            if members.position > 0:
-                return self._settled(self._request(client, "post", payload=payload)["end"])
-            reply = self._request(client, "collect")
-            if "end" in reply:
-                return self._settled(reply["end"])
-            end = None
-            if members.hub is not None and members.hub.was_away():  # the others may have gone on meanwhile
-                end = self._store.read_end(self._sequence)
-            end = end or {"merged": merge(payload, *reply["payloads"])}
-            return self._settled(self._request(client, "publish", end=end)["end"])
+            assert members.client is not None
+            members.client.send_s = min(SEND_S, self._timeout_s)
+            local = (
+                {} if members.hub is None else {"merge": functools.partial(self._merge, members.hub, merge)}
+            )
+            end = self._post(members.client, payload=payload, **local)
+            if self._merge_error is not None:
+                raise self._merge_error
+            return self._settled(end)
         except HubLost:
             members.is_lost = True
         except HubSilent:
@@ -90,30 +90,41 @@ class Exchange:
             time.sleep(next(pauses))
         return self._store.read_end(self._sequence, self._limit_s) is None
 
-    def _request(self, client: Client, op: str, **fields: Any) -> Message:
-        """Return the reply to a request, or when the time is up the end that the hub makes of it.
+    def _merge(self, hub: Hub, merge: Merge, payloads: list[bytes]) -> End:
+        """Return the end that all payloads make. Runs on the hub's thread."""
+        try:
+            end = None
+            if hub.was_away():  # the others may have gone on meanwhile
+                end = self._store.read_end(self._sequence)
+            return end or {"merged": merge(*payloads)}
+        except Exception as error:
+            self._merge_error = error
+            return failure(self._members.rank, error)
+
+    def _post(self, client: Client, **fields: Any) -> End:
+        """Return the end of the exchange, or when the time is up the end that the hub makes of it.
 
         A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
         """
         for _ in range(CONNECTIONS):
             with contextlib.suppress(ConnectionLost):
-                return self._receive(client, client.send(op, self._sequence, **fields))
+                return self._receive(client, client.send("post", self._sequence, **fields))
         raise HubLost("the hub closes every connection")
 
-    def _receive(self, client: Client, request: int) -> Message:
+    def _receive(self, client: Client, request: int) -> End:
         latest = self._began + watchdog.PATIENCE * self._timeout_s
         while (reply := self._receive_in_time(client, request)) is None:
             is_patient = time.monotonic() < latest
             giving_up = client.send("give up", self._sequence, end=self._missing([]), is_patient=is_patient)
-            verdict = client.receive(giving_up, self._answered_at + SILENCE_S - time.monotonic())
-            if verdict is None:
+            reply = client.receive(giving_up, self._answered_at + SILENCE_S - time.monotonic())
+            if reply is None:
                 client.close()
                 raise HubSilent
-            if "end" in verdict:
-                return verdict
+            if "end" in reply:
+                break
             self._answered_at = time.monotonic()
             self._deadline = min(time.monotonic() + 3 * watchdog.HEARTBEAT_S, latest)
-        return reply
+        return dict(reply["end"])
 
     def _receive_in_time(self, client: Client, request: int) -> Message | None:
         """Return the reply, or None when the time is up.
@@ -195,6 +206,12 @@ class Exchange:
             with contextlib.suppress(StoreLost):
                 self._store.publish_end(self._sequence, end)
         return end
+
+
+def failure(rank: int, error: BaseException) -> End:
+    """Return the end of an exchange that a rank does not reach."""
+    text = described(error)[:2000]
+    return {"failed": rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
 
 
 def _pauses(last_s: float = _LAST_PAUSE_S) -> Iterator[float]:

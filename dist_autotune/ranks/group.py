@@ -18,16 +18,14 @@ from .. import settings
 from ..errors import (
     AgreementTimeout,
     InvalidOption,
-    NoValidConfig,
     PeerFailed,
     PeerHasNoConfig,
     TuningError,
     name_ranks,
 )
-from ..formatting import described
 from . import watchdog
 from .client import ConnectionLost, HubLost, HubSilent
-from .exchange import Exchange, Merge
+from .exchange import Exchange, Merge, failure
 from .members import Members
 from .messages import End, Message
 from .store import StoreLost
@@ -124,8 +122,7 @@ class ProcessGroup:
         return self._sequence - 1
 
     def _publish_failure(self, sequence: int, error: BaseException) -> None:
-        text = described(error)[:2000]
-        end = {"failed": self.rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
+        end = failure(self.rank, error)
         with contextlib.suppress(StoreLost):  # for a peer that has not found the hub yet, or finds it gone
             self.members.store.publish_end(sequence, end)
         with contextlib.suppress(StoreLost, HubLost, HubSilent, OSError):

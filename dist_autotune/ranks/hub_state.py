@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .messages import End, Message, Reply
@@ -21,17 +22,13 @@ class _Round:
     """One exchange: what has come, who waits, how it ended."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
-    collecting: list[_Request] = field(default_factory=list)  # of the first rank, for all payloads
-    waiting: list[_Request] = field(default_factory=list)  # of the others, for the end
+    merge: Callable[[list[bytes]], End] | None = None  # given by the first rank
+    waiting: list[_Request] = field(default_factory=list)  # for the end
     beats: int = 0  # so far, of all ranks
     latest_beat: dict[int, int] = field(default_factory=dict)  # position -> which beat of all was its last
     beats_at_look: dict[int, int] = field(default_factory=dict)  # by the position that asked for patience
     end: End | None = None
     informed: set[int] = field(default_factory=set)  # positions that know the end
-
-    def is_missing(self, position: int) -> bool:
-        """Return whether the exchange waits for a rank: it has neither come, nor waits for others in turn."""
-        return position not in self.payloads and all(each.position != position for each in self.collecting)
 
 
 class HubState:
@@ -71,10 +68,9 @@ class HubState:
                 exchange.end = exchange.end or message["end"]
                 reply({"id": message["id"], "end": exchange.end})
                 exchange.informed.add(position)
-            case "collect":
-                exchange.collecting.append(_Request(position, message["id"], reply))
             case "post":
                 exchange.payloads[position] = message["payload"]
+                exchange.merge = message.get("merge", exchange.merge)
                 exchange.waiting.append(_Request(position, message["id"], reply))
         self._answer(exchange)
         if len(exchange.informed) == self._size:
@@ -85,23 +81,18 @@ class HubState:
     def forget(self, reply: Reply) -> None:
         """Drop the requests of a connection that has closed."""
         for exchange in self._rounds.values():
-            exchange.collecting = [each for each in exchange.collecting if each.reply is not reply]
             exchange.waiting = [each for each in exchange.waiting if each.reply is not reply]
 
     def _answer(self, exchange: _Round) -> None:
-        """Give the first rank all payloads when they are there, and at the end everybody the end."""
+        """Merge when all payloads are there, and tell everybody the end."""
+        if exchange.end is None and exchange.merge is not None and len(exchange.payloads) == self._size:
+            exchange.end = exchange.merge([exchange.payloads[position] for position in range(self._size)])
         if exchange.end is not None:
-            requests = [*exchange.collecting, *exchange.waiting]
-            exchange.collecting, exchange.waiting = [], []
+            requests, exchange.waiting = exchange.waiting, []
             # The hub's own rank comes last: when it gets the end it may end its process, and this thread.
             for request in sorted(requests, key=lambda each: each.position, reverse=True):
                 exchange.informed.add(request.position)
                 request.reply({"id": request.id, "end": exchange.end})
-        elif exchange.collecting and len(exchange.payloads) == self._size - 1:
-            payloads = [exchange.payloads[position] for position in range(1, self._size)]
-            collecting, exchange.collecting = exchange.collecting, []
-            for request in collecting:
-                request.reply({"id": request.id, "payloads": payloads})
 
     def _give_up(self, exchange: _Round, message: Message, reply: Reply) -> None:
         """End the exchange for everybody, unless a missing rank has sent a heartbeat since the last look."""
@@ -110,11 +101,11 @@ class HubState:
         exchange.beats_at_look[position] = exchange.beats
         beats = exchange.latest_beat.items()
         if exchange.end is None:
-            is_alive = any(beat > seen and exchange.is_missing(beater) for beater, beat in beats)
+            is_alive = any(beat > seen and beater not in exchange.payloads for beater, beat in beats)
             if is_alive and message["is_patient"]:
                 reply({"id": message["id"], "wait": True})
                 return
-            missing = [each for each in range(self._size) if exchange.is_missing(each)]
+            missing = [each for each in range(self._size) if each not in exchange.payloads]
             exchange.end = {**message["end"], "missing_positions": missing}
         exchange.informed.add(position)
         reply({"id": message["id"], "end": exchange.end})

@@ -95,7 +95,7 @@ def interrupt_when_waiting() -> None:
     heard = listen()
 
     def interrupt() -> None:
-        wait_for(lambda: ("collect", 0) in heard)
+        wait_for(lambda: ("post", 0) in heard)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()

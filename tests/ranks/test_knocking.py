@@ -79,7 +79,7 @@ def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
         meet()
         hub = members.hub
         if hub is not None:
-            wait_for(lambda: not hub._strangers)
+            wait_for(lambda: not hub.strangers)
         after = threading.active_count(), len(os.listdir("/proc/self/fd"))
         return blocks_of(step), rounds, before, after
 

@@ -21,6 +21,10 @@ from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
 MERGED = {"merged": b"all"}
 
 
+def joined(payloads):
+    return {"merged": b" ".join(payloads)}
+
+
 class Ranks:
     """The messages of all ranks to the state of one hub, and what each was told."""
 
@@ -31,6 +35,8 @@ class Ranks:
 
     def send(self, position, op, sequence=0, **fields):
         asks = {} if op == "beat" else {"id": 1}
+        if op == "post":
+            fields = {"payload": b"x", **({"merge": joined} if position == 0 else {}), **fields}
         message = {"op": op, "position": position, "sequence": sequence, **asks, **fields}
         self.state.handle(message, self.replies[position])
 
@@ -41,15 +47,15 @@ class Ranks:
 # ---- the state
 
 
-def test_the_root_collects_publishes_and_everybody_is_told_once():
+@pytest.mark.parametrize("last", [0, 2])
+def test_when_all_have_come_everybody_is_told_what_their_payloads_make(last):
     ranks = Ranks(3)
-    ranks.send(1, "post", payload="one")
-    ranks.send(0, "collect")
-    assert ranks.told[0] == []
-    ranks.send(2, "post", payload="two")
-    assert ranks.told[0] == [{"id": 1, "payloads": ["one", "two"]}]
-    ranks.send(0, "publish", end=MERGED)
-    assert ranks.told[1] == ranks.told[2] == [{"id": 1, "end": MERGED}]
+    order = [position for position in range(3) if position != last]
+    for position in order:
+        ranks.send(position, "post", payload=b"%d" % position)
+    assert not any(ranks.told.values())
+    ranks.send(last, "post", payload=b"%d" % last)
+    assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"0 1 2"}}]] * 3
     assert len(ranks.state) == 0
 
 
@@ -59,7 +65,7 @@ def test_the_first_end_stands_and_is_kept_until_everybody_knows():
     ranks.send(1, "publish", end={"failed": 1})
     assert ranks.told[1][-1]["end"] == ranks.told[2][-1]["end"] == {"failed": 2}
     assert len(ranks.state) == 1
-    ranks.send(0, "collect")
+    ranks.send(0, "post")
     assert ranks.told[0] == [{"id": 1, "end": {"failed": 2}}]
     assert len(ranks.state) == 0
 
@@ -68,39 +74,29 @@ def test_the_first_end_stands_and_is_kept_until_everybody_knows():
 def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
     # A rank may be interrupted, or give up, in the moment in which it is told.
     ranks = Ranks(2)
-    ranks.send(1, "post", payload="one")
+    ranks.send(1, "post")
     ranks.send(0, "publish", end=end)
     assert len(ranks.state) == 0
     ranks.send(1, "publish", end={"failed": 1})
     ranks.give_up(1)
-    ranks.send(0, "collect")
+    ranks.send(0, "post")
     ranks.send(1, "beat")
     assert [told["end"] for told in ranks.told[0] + ranks.told[1]] == [end] * 5
     assert len(ranks.state) == 0
 
 
-@pytest.mark.parametrize(
-    ("here", "missing"),
-    [
-        ({0: "collect", 2: "post"}, [1]),
-        ({0: "collect"}, [1, 2]),
-        ({1: "post", 2: "post"}, [0]),
-        ({}, [0, 1, 2]),
-        ({0: "collect", 1: "post", 2: "post"}, [0]),  # it has been given all, and has not come back
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("here", "missing"), [((0, 2), [1]), ((1, 2), [0]), ((), [0, 1, 2])], ids=str)
 def test_who_is_missing(here, missing):
     ranks = Ranks(3)
-    for position, op in here.items():
-        ranks.send(position, op, payload="x")
+    for position in here:
+        ranks.send(position, "post")
     ranks.give_up(2)
     assert ranks.told[2][-1]["end"] == {"by": 2, "missing_positions": missing}
 
 
 def test_beats_of_a_missing_rank_buy_patience_once_each():
     ranks = Ranks(3)
-    ranks.send(0, "collect")
+    ranks.send(0, "post")
     ranks.send(2, "beat")
     ranks.give_up(0)
     assert ranks.told[0] == [{"id": 1, "wait": True}]
@@ -116,34 +112,28 @@ def test_patience_has_an_end_and_beats_of_those_present_buy_none():
     ranks.give_up(0, is_patient=False)
     assert "end" in ranks.told[0][-1]
     ranks.send(1, "beat", 1)
-    ranks.send(1, "post", 1, payload="x")
+    ranks.send(1, "post", 1)
     ranks.give_up(0, 1)
     assert ranks.told[0][-1]["end"]["missing_positions"] == [0, 2]
 
 
 def test_a_closed_connection_waits_no_more_but_its_payload_counts():
     ranks = Ranks(3)
-    ranks.send(0, "collect")
-    ranks.send(1, "post", payload="one")
+    ranks.send(0, "post")
+    ranks.send(1, "post")
     ranks.state.forget(ranks.replies[1])
-    ranks.send(2, "post", payload="two")
-    assert ranks.told[0] == [{"id": 1, "payloads": ["one", "two"]}]
-    ranks.send(0, "publish", end=MERGED)
+    ranks.send(2, "post")
     assert ranks.told[1] == []
-    assert ranks.told[2] == [{"id": 1, "end": MERGED}]
+    assert ranks.told[0] == ranks.told[2] == [{"id": 1, "end": {"merged": b"x x x"}}]
 
 
 def test_any_order_of_messages_ends_the_same():
     generator = random.Random(0)
     for _ in range(200):
         ranks = Ranks(7)
-        steps = [(0, "collect"), *((position, "post") for position in range(1, 7))]
-        generator.shuffle(steps)
-        for position, op in steps:
-            ranks.send(position, op, payload=bytes([position]))
-        total = sum(payload[0] for payload in ranks.told[0][-1]["payloads"])
-        ranks.send(0, "publish", end={"merged": total})
-        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": 21}] * 7
+        for position in generator.sample(range(7), 7):
+            ranks.send(position, "post", payload=b"%d" % position)
+        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": b"0 1 2 3 4 5 6"}] * 7
         assert len(ranks.state) == 0
 
 
@@ -219,20 +209,18 @@ def client(hub):
 
 
 def test_clients_reach_the_hub(hub, client):
-    root, other = LocalClient(hub, 0), client_of(hub, 2)
-    posts = [each.send("post", 0, payload=text) for each, text in ((client, "one"), (other, "two"))]
-    reply = root.receive(root.send("collect", 0), 10)
-    assert reply["payloads"] == ["one", "two"]
-    root.send("publish", 0, end=MERGED)
-    ends = [each.receive(post, 10)["end"] for each, post in zip((client, other), posts, strict=True)]
-    assert ends == [MERGED] * 2
-    other.close()
+    clients = [LocalClient(hub, 0), client, client_of(hub, 2)]
+    posts = [clients[0].send("post", 0, payload=b"zero", merge=joined)]
+    posts += [each.send("post", 0, payload=b"other") for each in clients[1:]]
+    ends = [each.receive(post, 10)["end"] for each, post in zip(clients, posts, strict=True)]
+    assert ends == [{"merged": b"zero other other"}] * 3
+    clients[2].close()
 
 
 @pytest.mark.parametrize("kind", ["local", "socket"])
 def test_a_reply_that_does_not_come_is_None_in_time(hub, kind):
     client = LocalClient(hub, 0) if kind == "local" else client_of(hub, 0)
-    request = client.send("collect", 0)
+    request = client.send("post", 0, payload=b"")
     began = time.monotonic()
     assert client.receive(request, 0.1) is None
     assert 0.05 < time.monotonic() - began < 30
@@ -251,7 +239,7 @@ def ctrl_c():
 @pytest.mark.parametrize("kind", ["local", "socket"])
 def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(hub, kind, ctrl_c):
     client = LocalClient(hub, 0) if kind == "local" else client_of(hub, 0)
-    request = client.send("collect", 0)
+    request = client.send("post", 0, payload=b"")
     began = time.monotonic()
     # As if the signal had come just before the system call: Python knows of it, the call goes on.
     threading.Timer(0.2, _thread.interrupt_main).start()
@@ -343,19 +331,20 @@ def test_a_rank_that_sends_nonsense_loses_its_connection_and_the_others_are_serv
     assert client.receive(client.send("look", 0), 20)["end"] is None
 
 
-def test_no_exception_ends_the_hub(hub, client, monkeypatch):
-    client.send("look", 0)
-    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
-    turn, failures = hub._turn, [RecursionError("deep"), MemoryError(), RuntimeError("set changed")]
+def test_no_exception_ends_the_hub(hub, client, monkeypatch, caplog):
+    failures, handle = [RecursionError("deep"), MemoryError(), RuntimeError("set changed")], hub.state.handle
 
-    def fail_first():
+    def fail_first(message, reply):
         if failures:
             raise failures.pop()
-        turn()
+        handle(message, reply)
 
-    monkeypatch.setattr(hub, "_turn", fail_first)
-    wait_for(lambda: not failures)
+    monkeypatch.setattr(hub.state, "handle", fail_first)
+    while failures:
+        with pytest.raises(HubLost):
+            client.receive(client.send("look", 0), 20)
     assert client.receive(client.send("look", 0), 20)["end"] is None
+    assert caplog.text.count("The hub of this group has closed a connection.") == 3
 
 
 def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_it_does(hub, client):
@@ -387,7 +376,7 @@ def test_a_rank_that_reads_nothing_for_long_is_shut_out_and_gets_its_answer_on_a
         with any_end():
             assert len(rank.read(16 << 20)) < 16 << 20
     with RawRank(hub) as rank:
-        rank.send("collect")
+        rank.send("post", payload="two")
         assert rank.message()["end"] == end
 
 
@@ -395,6 +384,7 @@ def test_connections_that_show_no_token_make_room_for_each_other_and_are_closed_
     hub, client, monkeypatch
 ):
     monkeypatch.setattr(hub_module, "STRANGERS", 8)
+    monkeypatch.setattr(hub_module, "STRANGERS_S", 1.0)
     port, before = hub.address().port, len(os.listdir("/proc/self/fd"))
     client.send("look", 0)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
@@ -405,7 +395,6 @@ def test_connections_that_show_no_token_make_room_for_each_other_and_are_closed_
             assert stranger.recv(100) == b""
     assert client.receive(client.send("look", 0), 20)["end"] is None
     assert len(os.listdir("/proc/self/fd")) <= before + 100 + 8 + 2
-    monkeypatch.setattr(hub_module, "STRANGERS_S", 0.0)
     for stranger in strangers[-8:]:
         with any_end():
             assert stranger.recv(100) == b""
@@ -469,12 +458,8 @@ def test_many_ranks_at_once():
     def rank(position):
         client = LocalClient(hub, 0) if position == 0 else client_of(hub, position)
         for sequence in range(20):
-            if position:
-                request = client.send("post", sequence, payload=b"1")
-            else:
-                payloads = client.receive(client.send("collect", sequence), 20)["payloads"]
-                request = client.send("publish", sequence, end={"merged": 1 + sum(map(int, payloads))})
-            ends[position] = client.receive(request, 20)["end"]
+            local = {} if position else {"merge": joined}
+            ends[position] = client.receive(client.send("post", sequence, payload=b"1", **local), 20)["end"]
         client.close()
 
     threads = [threading.Thread(target=rank, args=(position,)) for position in range(size)]
@@ -482,6 +467,6 @@ def test_many_ranks_at_once():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert ends == [{"merged": size}] * size
+    assert ends == [joined([b"1"] * size)] * size
     assert len(hub.state) == 0
     hub.close()
