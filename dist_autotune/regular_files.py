@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,14 +27,3 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     if len(content) > limit_bytes:
         raise ValueError(f"larger than {limit_bytes} bytes")
     return content
-
-
-def bounded_lines(file: BinaryIO, limit_bytes: int) -> Iterator[bytes | None]:
-    """Yield the lines of a file, None for each that is longer than `limit_bytes`."""
-    while line := file.readline(limit_bytes):
-        if len(line) < limit_bytes or line.endswith(b"\n"):
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(limit_bytes)
-        yield None

@@ -48,7 +48,8 @@ with contextlib.suppress(ImportError):
     import hypothesis
 
     # No deadline: a busy two-core machine is no property of the code. Derandomised: the same run everywhere.
-    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+    profile = {"deadline": None, "derandomize": True, "database": None, "max_examples": 40}
+    hypothesis.settings.register_profile("suite", **profile)
     hypothesis.settings.load_profile("suite")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from ..codec import from_json
 from ..errors import TuningError
-from ..formatting import Table, columns, context_label, counted
+from ..formatting import Table, context_label, counted, one_line
 from ..logs import decisions
 from ..logs.history import SessionHistory, of_kind
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -18,6 +18,7 @@ from ..search.state import SearchState
 from ..search.strategies import STRATEGIES
 from ..version import __version__
 
+LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
 # What a payload raises that somebody has changed.
 UNUSABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -77,8 +78,6 @@ def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict
         verdict.notes.append(f"written by version {written_by}, recomputed by {__version__}")
     if opened.own_search or opened.search not in STRATEGIES:
         verdict.notes.append(f"not recomputed: its search, {opened.search}, is none of {sorted(STRATEGIES)}")
-    elif opened.continues and opened.continues not in states:
-        verdict.compare(None, "session", "continues", opened.continues, "a session recomputed before it")
     else:
         state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
         state.open()
@@ -140,16 +139,17 @@ def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
         if each.differences:
             found = counted(len(each.differences), "difference")
         rows.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
-    names = columns("session", "function", "search", ">runs", ">compared", "recomputed")
-    return Table("Replay", names, tuple(rows), "compared: plans and values of results, over all ranks.")
+    names = ("session", "function", "search", ">runs", ">compared", "recomputed")
+    return Table("Replay", names, rows, "compared: plans and values of results, over all ranks.")
 
 
 def differences_table(verdicts: Iterable[Verdict]) -> Table:
     """Return one row per difference."""
-    names = columns("session", ">run", "context", "what", "recorded", "recomputed")
-    rows = (
-        (each.session, str(d.run), d.about, d.what, d.recorded, d.recomputed)
-        for each in verdicts
-        for d in each.differences
-    )
-    return Table("Differences", names, tuple(rows))
+    names = ("session", ">run", "context", "what", "recorded", "recomputed")
+    rows = []
+    for verdict in verdicts:
+        for each in verdict.differences:
+            run = "-" if each.run is None else str(each.run)
+            values = (one_line(value)[:LONGEST] for value in (each.recorded, each.recomputed))
+            rows.append((verdict.session, run, each.about, each.what, *values))
+    return Table("Differences", names, rows)

@@ -188,10 +188,12 @@ class Registry:
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
             }
-            is_told_again = context.samples.report is not None
-            if not (context.ran or is_told_again or bans or earlier is not None):
+            is_repeated = context.samples.report is not None
+            if not (context.ran or is_repeated or bans or earlier is not None):
                 continue
-            if is_told_again or (context.ran and not context.is_waiting):
+            # While a peer has not read its sample yet, this run's launches are no part of the trial.
+            is_waiting = context.search is not None and context.search.waiting
+            if is_repeated or (context.ran and not is_waiting):
                 ran = None if not context.ran else MIXED if len(context.ran) > 1 else next(iter(context.ran))
                 part = context.samples.report_run(ran, waits=waits)
             else:

@@ -1,1 +1,1 @@
-"""What a session writes to `rank-N.log` and `rank-N.jsonl`, and how it is read. Never imports storage."""
+"""The events of a session: written to `rank-N.log` and `rank-N.jsonl`, and read back. May import `search`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..codec import escaped, from_json, parse_json
 from ..formatting import counted
-from ..regular_files import bounded_lines, open_regular
+from ..regular_files import open_regular
 from .history import ContextHistory, History, SessionHistory, of_kind
 from .records import (
     RECORD_TYPES,
@@ -23,7 +23,7 @@ from .records import (
     Trial,
 )
 
-MAX_LINE_BYTES = 64 << 20
+LONGEST_LINE_BYTES = 64 << 20  # a longer one is read in parts, which are no records
 
 _Contexts = dict[str, list[ContextRecord]]
 
@@ -76,12 +76,12 @@ def read_records(path: Path, skipped: Counter[str]) -> Iterator[Record]:
     """Yield the records of a `rank-N.jsonl` file in order; count unusable lines by reason in `skipped`."""
     try:
         with open_regular(path) as file:
-            for line in bounded_lines(file, MAX_LINE_BYTES):
-                if line is None or line.strip():
-                    try:
+            while line := file.readline(LONGEST_LINE_BYTES):
+                try:
+                    if line.strip():
                         yield _record(line)
-                    except ValueError as error:
-                        skipped[str(error)] += 1
+                except ValueError as error:
+                    skipped[str(error)] += 1
     except ValueError as error:
         skipped[str(error)] += 1
 
@@ -92,10 +92,8 @@ def describe_skipped(reasons: Counter[str]) -> str:
     return f"skipped {counted(reasons.total(), 'line')}: {listed}"
 
 
-def _record(line: bytes | None) -> Record:
-    """Return the record of one line; a ValueError says in a few words why there is none. None: too long."""
-    if line is None:
-        raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+def _record(line: bytes) -> Record:
+    """Return the record of one line; a ValueError says in a few words why there is none."""
     try:
         data: Any = parse_json(line)
         if b"\\ud" in line.lower():

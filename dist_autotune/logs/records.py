@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
@@ -15,13 +16,14 @@ class Record:
     """Fields that every event carries. What inherits from it is a frozen dataclass too."""
 
     event: ClassVar[str] = ""
+    level: ClassVar[int]  # INFO: what a user may want to follow
     session: str = ""  # the same text on every rank of one session
     rank: int = 0
     elapsed_s: float = 0.0  # since the session opened, on this rank's monotonic clock
 
-    def __init_subclass__(cls, event: str = "") -> None:
+    def __init_subclass__(cls, event: str = "", level: int = logging.DEBUG) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
-        cls.event = event
+        cls.event, cls.level = event, level
         if event:
             RECORD_TYPES[event] = cls
 
@@ -117,12 +119,12 @@ class Agreed(ConfigRecord, event="agreed"):
     gap_ms: float = 0.0  # how much of `ms` may be a host's
 
 
-class Banned(ConfigRecord, event="banned"):
+class Banned(ConfigRecord, event="banned", level=logging.INFO):
     by_rank: int
     reason: str
 
 
-class Preflighted(Record, event="preflighted"):
+class Preflighted(Record, event="preflighted", level=logging.INFO):
     """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
 
     run: int
@@ -144,25 +146,25 @@ class Exchanged(Record, event="exchanged"):
     ms: float
 
 
-class ContextSettled(ConfigRecord, event="context_settled"):
+class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     status: str  # "tuned" | "cached" | "starved" | "partial"
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
 
 
-class RunFailed(Record, event="run_failed"):
+class RunFailed(Record, event="run_failed", level=logging.INFO):
     run: int
     by_rank: int
     error: str
 
 
-class SessionClosed(Record, event="session_closed"):
+class SessionClosed(Record, event="session_closed", level=logging.INFO):
     runs: int
     contexts: int
     outcome: str  # "settled" | "partial" | the error's class name
     warning: str = ""
 
 
-class Note(Record, event="note"):
+class Note(Record, event="note", level=logging.INFO):
     text: str

@@ -1,20 +1,14 @@
 """Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
 
-Where the stream is idle when a run with a trial begins, it gets a *filler* before the function is called:
-torch's spin kernel, one thread that counts clock cycles for somewhat longer than the host takes to enqueue
-the run. All that the function enqueues stands behind it, also on streams that it forks, so copies, peers'
-data and kernels keep the places that they have in a settled call behind other work. A filler directly before
-one launch would let the copies that a kernel waits for run under the filler.
+An idle stream gets a *filler* before a run with a trial: torch's spin kernel, one thread that counts clock
+cycles for somewhat longer than the host takes to enqueue the run. All that the function enqueues stands
+behind it, also on streams that it forks, as behind other work in a settled call; a filler directly before one
+launch would hide the copies that the kernel waits for.
 
-A spin kernel ends by itself. A gate that the host opens (cuStreamWaitValue32) would be exact, but a launch
-that blocks before the gate is open, on a full queue or in loading a module, would hang for ever. A memset or
-copy takes memory bandwidth from what runs beside it; the one thread takes one of thousands of warp slots. Its
-module is loaded beforehand (`load_filler`): lazy loading may wait for the whole device, and so for a kernel
-that waits for a peer.
-
-Ranks end their fillers at one moment (`synchronized_start`), so the length has to be right: the rate at which
-the device counts is measured on every filler, as clocks move with heat and power. A function whose host takes
-longer than the longest filler is timed as it comes.
+A spin kernel ends by itself: behind a gate that the host opens, a launch that blocks would hang for ever. It
+takes no memory bandwidth, and is loaded beforehand: lazy loading may wait for a kernel that waits for a peer.
+Ranks end their fillers at one moment (`synchronized_start`), so each filler measures the device's rate anew.
+A function whose host takes longer than the longest filler is timed as it comes.
 """
 
 from __future__ import annotations

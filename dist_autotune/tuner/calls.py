@@ -14,7 +14,7 @@ from ..errors import RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import GROUPS, RankGroup
+from ..ranks.group import GROUPS
 from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
@@ -36,7 +36,7 @@ CALLS_THAT_KEEP_STATE = 16
 class Calls:
     """The calls of one tuned function, one after another, and what they have found so far.
 
-    function: whose source text names the results that are not shared.
+    function: its source text names the results that are not shared.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Calls:
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
-        self._forgets = False
+        self._forgets = False  # what memory and disk hold, in the next session
         self._is_under_way = False
         self._retunes = False  # when the call under way has ended
         self._noted: set[str] = set()  # contexts that are logged as not tuned
@@ -68,7 +68,7 @@ class Calls:
         return self._session is None and not self._wants_session
 
     def retune(self) -> None:
-        """Tune anew at the next call, whatever memory and disk hold; called in a call: at the next one."""
+        """Tune anew at the next call, whatever memory and disk hold."""
         if self._is_under_way:
             self._retunes = True
             return
@@ -81,34 +81,31 @@ class Calls:
         """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
         self._is_under_way = True
         try:
-            return self._call(mode, thunk)
+            state = self._current_state(tunes=mode == "tune")
+            if interception.is_capturing():
+                if not self._forgets:
+                    state.results.looks_on_disk |= state.function.is_alone
+                return _settled_call(state, thunk, self._note, votes=False)[0]
+            if self.settled:
+                return self._call_settled(state, mode, thunk)
+            return self._run_session(state, thunk)
         finally:
             self._is_under_way = False
             if self._retunes:
                 self._retunes = False
                 self.retune()
 
-    def _call(self, mode: str, thunk: Callable[[], T]) -> T:
-        state = self._current_state(tunes=mode == "tune")
-        if interception.is_capturing():
-            if not self._forgets:
-                state.results.looks_on_disk |= state.function.is_alone
-            return _settled_call(state, thunk, self._note, votes=False)[0]
-        if self._session is None and not self._wants_session:
-            return self._call_settled(state, mode, thunk)
-        return self._run_session(state, thunk)
-
     def _call_settled(self, state: FunctionState, mode: str, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
-        is_alone = state.function.is_alone
-        votes = self._options.watch and not is_alone and mode == "tune"
-        may_tune = votes or (is_alone and mode == "tune")
-        is_replay = self._options.mode == "replay"
+        options, is_alone, tunes = self._options, state.function.is_alone, mode == "tune"
+        votes = tunes and options.watch and not is_alone
+        may_tune = votes or (tunes and is_alone)
+        is_replay = options.mode == "replay"
         keeps = may_tune and is_replay and self._calls_in_vain < CALLS_THAT_KEEP_STATE
         self._calls_in_vain += 1
         try:
             result, wants, before = _settled_call(
-                state, thunk, self._note, votes=votes, preserved=self._options.preserve if keeps else None
+                state, thunk, self._note, votes=votes, preserved=options.preserve if keeps else None
             )
         except RankMismatch as error:
             self._wants_session = error.starts_anew
@@ -119,13 +116,13 @@ class Calls:
         if not may_tune:
             self._note_new(state, "keeps its first config (watch=False)")
             return result
-        if not is_replay or (before is None and self._options.preserve):
-            self._wants_session = True
-            if is_replay:
-                self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
-            return result
-        del result  # what is kept of the function's outputs must not add to the memory of the next run
-        return self._run_session(state, thunk, before or Snapshot(()))
+        if is_replay and (before is not None or not options.preserve):
+            del result  # the function's outputs must not add to the memory of the next run
+            return self._run_session(state, thunk, before or Snapshot(()))
+        self._wants_session = True
+        if is_replay:
+            self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
+        return result
 
     def _note(self, text: str) -> None:
         """Write a remark to the log outside a session."""
@@ -141,34 +138,37 @@ class Calls:
 
     def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
-        if self._session is not None and not self._goes_on(self._session):
-            self._session = None
-        if self._session is None:
-            if not self._options.is_dist and state.search.rules.tunes:
-                diagnosis.warn_of_missing_is_dist(self._name)
-            state.results.ignores_known = self._forgets and state.search.rules.tunes
-            log = SessionLog(self._log_dir, state.function.group.rank)
-            self._session = Session(state, log, None if self._log_dir is None else str(self._log_dir))
-            self._wants_session = True
-        session = self._session
+        session = self._resumed() or self._new_session(state)
         try:
             session.open_once()
             INTERCEPTION.tuning = state.search.rules.tunes
-            if self._options.mode == "online":
-                return session.online(thunk)
-            return session.replay(thunk, before)
+            return session.online(thunk) if self._options.mode == "online" else session.replay(thunk, before)
         finally:
             INTERCEPTION.tuning = False
-            self._take_end(session)
+            self._keep_if_over(session)
 
-    def _goes_on(self, session: Session) -> bool:
+    def _resumed(self) -> Session | None:
+        """Return the session under way, if all ranks go on with it."""
+        session = self._session
+        if session is None:
+            return None
         try:
-            return session.goes_on()
+            return session if session.goes_on() else None
         finally:
-            self._take_end(session)
+            self._keep_if_over(session)
 
-    def _take_end(self, session: Session) -> None:
-        """Take in what a session has found, if it is over."""
+    def _new_session(self, state: FunctionState) -> Session:
+        tunes = state.search.rules.tunes
+        if tunes and not self._options.is_dist:
+            diagnosis.warn_of_missing_is_dist(self._name)
+        state.results.ignores_known = self._forgets and tunes
+        log = SessionLog(self._log_dir, state.function.group.rank)
+        self._session = Session(state, log, None if self._log_dir is None else str(self._log_dir))
+        self._wants_session = True
+        return self._session
+
+    def _keep_if_over(self, session: Session) -> None:
+        """Keep what a session has found, if it is over."""
         if session.is_over:
             self._report, self._session = session.report(), None
             self._calls_in_vain = 0
@@ -177,19 +177,16 @@ class Calls:
 
     def _current_state(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
-        options = self._options
-        group: RankGroup = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
-        known = self.state
+        options, known = self._options, self.state
+        group = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
         if known is None or known.function.group is not group or known.function.tunes != tunes:
             try:
                 source = identity.function_digest(self._function)
-                function = TunedFunction.of(options, self._name, source, group, tunes=tunes)
-                known = FunctionState(function)
+                known = FunctionState(TunedFunction.of(options, self._name, source, group, tunes=tunes))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise
-            self.state = known
-            self._session, self._wants_session = None, True
+            self.state, self._session, self._wants_session = known, None, True
         return known
 
 
@@ -213,17 +210,15 @@ def _settled_call(
         before = None if preserved is None else Snapshot(preserved)
         with INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose):
             return thunk(), bool(dispatcher.met), before
-    what = f"a call of {function.name}"
+    what, write_stuck = f"a call of {function.name}", functools.partial(diagnosis.write_stuck, note)
     try:
         before = None if preserved is None else Snapshot(preserved)
-        write_stuck = functools.partial(diagnosis.write_stuck, note)
         with (
             function.group.running(Watch(what, state.timeout_s, function.options.on_stuck, write_stuck)),
             INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose),
         ):
             result = thunk()
-        wants_session = bool(dispatcher.met)
-        vote = Vote(function.group.rank, function.point, wants_session=wants_session)
+        vote = Vote(function.group.rank, function.point, wants_session=bool(dispatcher.met))
     except BaseException as error:
         function.group.fail(error)
         raise

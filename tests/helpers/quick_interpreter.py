@@ -7,6 +7,7 @@ processes of their own run the interpreter as it is.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,18 @@ def install() -> None:
     core.block_type.__init__ = _types_of_blocks(core.block_type.__init__)
     core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
+    core.tensor.__init__ = _tensors(core.tensor.__init__)
+    _rewrite_kernels()
+
+
+def _rewrite_kernels() -> None:
+    """Rewrite the functions of all kernels here, once, and not in each rank that is forked."""
+    for name in [name for name in sys.modules if name.startswith("dist_autotune.kernels.")]:
+        for value in list(vars(sys.modules[name]).values()):
+            fn = getattr(value, "fn", None)
+            for each in (value, fn):
+                if isinstance(each, interpreter.InterpretedFunction):
+                    each.rewrite()
 
 
 def _types_of_blocks(init: Any) -> Any:
@@ -78,6 +91,23 @@ def _numpy_types(type_of: Any) -> Any:
         return kept[scalar.name]
 
     return type_once
+
+
+def _tensors(init: Any) -> Any:
+    kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_once(self: Any, handle: Any, type: Any) -> None:
+        sides = tuple(type.shape) if type.is_block() else ()
+        found = kept.get(sides)
+        if found is None:
+            init(self, handle, type)
+            assert vars(self).keys() == {"handle", "shape", "numel", "type", "dtype"}
+            kept[sides] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = found
+
+    return init_once
 
 
 class _PatchOnce:

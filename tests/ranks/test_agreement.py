@@ -198,9 +198,9 @@ def test_everything_that_was_started_for_a_group_ends_with_it(held):
         assert held or after <= before  # of a group that is held, torch keeps its own
 
 
-def test_a_thousand_groups_made_and_ended_leave_no_thread_and_no_descriptor(monkeypatch):
+def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(monkeypatch):
     class StandIn:
-        """All that is asked of a process group; a thousand of gloo's would take half a minute."""
+        """All that is asked of a process group; hundreds of gloo's would take seconds."""
 
         def __init__(self, n):
             self.group_name = f"group {n}"
@@ -209,14 +209,14 @@ def test_a_thousand_groups_made_and_ended_leave_no_thread_and_no_descriptor(monk
 
     def program(rank):
         counts = []
-        for n in range(1000):
+        for n in range(300):
             agreement = ProcessGroup(StandIn(n))
             assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test").split() in (
                 [b"0", b"1"],
                 [b"1", b"0"],
             )
             agreement.close()
-            if n in (9, 999):
+            if n in (9, 299):
                 wait_for(lambda: threading.active_count() == 1)
                 counts.append(len(os.listdir("/proc/self/fd")))
         return counts

@@ -49,7 +49,7 @@ LAGS = st.lists(st.floats(0.05, MOST_LAG_MS / MARGIN), min_size=3, max_size=3)
 
 
 @given(runs=st.lists(LAGS, min_size=3, max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_ranks_that_are_no_later_than_before_begin_at_one_moment_with_time_for_the_host(runs):
     with pytest.MonkeyPatch.context() as monkeypatch:
         ranks, before = Ranks(3, monkeypatch), []

@@ -217,7 +217,7 @@ LANES = pytest.mark.parametrize("pushed", [False, True], ids=["pulled", "pushed"
 
 @KINDS
 @LANES
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     world=st.integers(1, 4),
     sizes=st.tuples(st.integers(BLOCK_M, 11), st.integers(2, 17), st.integers(1, 5)),
@@ -235,7 +235,7 @@ def test_no_row_is_read_before_it_is_here_and_the_sums_are_right(
 
 @KINDS
 @LANES
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     world=st.integers(2, 4),
     m=st.integers(BLOCK_M, 11),

@@ -92,7 +92,7 @@ def test_rows_that_tma_cannot_address_are_left_to_the_other_kernel():
 SOURCE = gluon_model.load_kernel_module("elementwise_add.specialized")
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 30),
     columns=st.integers(1, 30),

@@ -32,7 +32,7 @@ def narrow_tiles() -> Iterator[None]:
 
 
 @VARIANTS
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     sizes=SIZES,
     programs=st.integers(1, 3),
@@ -58,7 +58,7 @@ def test_two_ctas_end_with_the_right_product(
 
 
 @VARIANTS
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
     programs=st.integers(1, 3),
@@ -85,7 +85,7 @@ def test_two_ctas_have_tiles_of_two_widths(
 
 
 @VARIANTS
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sizes=st.tuples(st.integers(1, 400), st.integers(1, 300), st.integers(1, 500)),
     widths=st.sampled_from([(64, 0), (64, 8), (128, 24), (128, 16)]),
@@ -115,7 +115,7 @@ def test_two_ctas_have_tiles_of_any_width(
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(
     sizes=st.tuples(st.integers(1, 600), st.integers(1, 300), st.integers(1, 500)),
     widths=st.sampled_from([(64, 0), (64, 8), (128, 16)]),
@@ -143,7 +143,7 @@ def test_three_teams_of_two_ctas_share_a_tile(sizes, widths, programs, buffers, 
 
 
 @VARIANTS
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     n=st.integers(1, 12),
     extra_n=st.sampled_from([0, 4]),
@@ -185,7 +185,7 @@ def test_two_ctas_at_the_edges(case, variant):
 
 
 @pytest.mark.parametrize("variant", ["pipelined", "persistent", "persistent_pipelined"])
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(sizes=SIZES, buffers=st.integers(2, 4), seed=st.integers(0, 10**6))
 def test_two_ctas_whose_partitions_load_for_themselves(variant, sizes, buffers, seed):
     pair(variant, *sizes, buffers=buffers, seed=seed)

@@ -32,7 +32,7 @@ KINDS = [*((name, False) for name in HOPPER), *((name, True) for name in BLACKWE
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
     programs=st.integers(1, 3),
@@ -59,7 +59,7 @@ def test_every_variant_ends_with_the_right_product(
 
 
 @pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 13)),
     programs=st.integers(1, 3),
@@ -85,7 +85,7 @@ def test_an_epilogue_that_steals_operand_buffers_harms_no_load(
 
 
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined", "pipelined"])
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
     programs=st.integers(1, 3),
@@ -103,7 +103,7 @@ WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
 
 
 @pytest.mark.parametrize("variant", HOPPER)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     sizes=st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 500)),
     widths=st.sampled_from(WIDTHS),
@@ -132,7 +132,7 @@ def test_a_tile_of_any_width_is_one_product(
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sizes=st.tuples(st.integers(1, 450), st.integers(1, 300), st.integers(1, 500)),
     widths=st.sampled_from(WIDTHS),
@@ -162,7 +162,7 @@ CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(
     sizes=st.tuples(st.integers(1, 8), st.integers(1, 12), st.integers(1, 11)),
     programs=st.integers(1, 3),
@@ -193,7 +193,7 @@ def test_rows_that_a_small_matrix_has_not_need_not_be_loaded(
 
 
 @pytest.mark.parametrize("variant", ["pipelined", "persistent", "persistent_pipelined", "cooperative"])
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
     programs=st.integers(1, 5),
@@ -246,7 +246,7 @@ def test_a_last_wave_in_parts_adds_up(case, stream_k, variant, tensor_memory):
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), CUT_KINDS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 33)),
     programs=st.integers(1, 7),
@@ -273,7 +273,7 @@ def test_any_last_wave_in_parts_adds_up(
 
 
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 23)), seed=st.integers(0, 10**6)
 )

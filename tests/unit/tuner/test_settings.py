@@ -73,7 +73,7 @@ def thunk() -> str:
         ({"watch": 1}, "watch=1"),
         ({"is_dist": "yes"}, "is_dist='yes'"),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+    ids=lambda value: str(value).partition(" at 0x")[0][:40] if isinstance(value, dict) else "",
 )
 def test_an_option_that_cannot_be_used_is_an_error_where_the_function_is_decorated(options, message):
     with pytest.raises(TuningError, match=message) as caught:
