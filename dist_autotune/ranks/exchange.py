@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..errors import NoValidConfig
 from ..formatting import described
@@ -64,10 +64,10 @@ class Exchange:
                 return None
             assert members.client is not None
             members.client.send_s = min(SEND_S, self._timeout_s)
-            local = (
-                {} if members.hub is None else {"merge": functools.partial(self._merge, members.hub, merge)}
-            )
-            end = self._post(members.client, payload=payload, **local)
+            if members.hub is not None:
+                merging = functools.partial(self._merge, members.hub, merge)
+                members.hub.state.merges[self._sequence] = merging
+            end = self._post(members.client, payload)
             if self._merge_error is not None:
                 raise self._merge_error
             return self._settled(end)
@@ -101,14 +101,14 @@ class Exchange:
             self._merge_error = error
             return failure(self._members.rank, error)
 
-    def _post(self, client: Client, **fields: Any) -> End:
+    def _post(self, client: Client, payload: bytes) -> End:
         """Return the end of the exchange, or when the time is up the end that the hub makes of it.
 
         A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
         """
         for _ in range(CONNECTIONS):
             with contextlib.suppress(ConnectionLost):
-                return self._receive(client, client.send("post", self._sequence, **fields))
+                return self._receive(client, client.send("post", self._sequence, payload=payload))
         raise HubLost("the hub closes every connection")
 
     def _receive(self, client: Client, request: int) -> End:

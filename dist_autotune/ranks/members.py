@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .address import interface_towards, this_host
-from .client import Client, LocalClient, SocketClient
+from .client import Client
 from .hub import Hub
 from .store import OPERATION_S, Store
 
@@ -39,13 +39,11 @@ class Members:
 
     def new_client(self, limit_s: float = OPERATION_S) -> Client | None:
         """Return one more client, for another thread; None: the hub is not there yet."""
-        if self.hub is not None:
-            return LocalClient(self.hub, self.position)
-        address = self.store.read_address(limit_s)
+        address = self.store.read_address(limit_s) if self.hub is None else self.hub.address()
         if address is None:
             return None
         if endpoints := address.endpoints(this_host()):
-            return SocketClient(endpoints, address.token, self.position)
+            return Client(endpoints, address.token, self.position)
         if not self._has_requested_access:
             self.store.request_access(interface_towards(self.store.host))
             self._has_requested_access = True

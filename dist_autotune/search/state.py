@@ -14,7 +14,7 @@ from dataclasses import replace
 from . import budget
 from .budget import Forecast, RunsSpent
 from .context import Context, Outcome
-from .final_comparison import PlanComparison
+from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport
 from .plan_trial import PlanTrial
@@ -44,9 +44,7 @@ class SearchState:
         self.remark = ""
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
-        self._comparison = PlanComparison(
-            self.contexts, rules
-        )  # of the plan that results with the default one
+        self._comparison = FinalComparison(self.contexts, rules)
         self._turns = Turns()
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
@@ -64,7 +62,7 @@ class SearchState:
     @property
     def plan_trial(self) -> PlanTrial | None:
         """Return what judges whole runs of plans: the search for one, or the final comparison."""
-        return self._comparison.duel or self.whole_run
+        return self.whole_run if self._comparison.is_over else self._comparison
 
     @property
     def has_trial(self) -> bool:
@@ -158,7 +156,7 @@ class SearchState:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
         self.remark, self._spent, self._admitting = "", RunsSpent(), set()
-        self._comparison.duel, self.whole_run, self._turns = None, None, Turns()
+        self._comparison.is_over, self.whole_run, self._turns = True, None, Turns()
         for context in self.contexts.values():
             context.last_run, context.began = 0, None
             if not context.provisional:
@@ -209,7 +207,9 @@ class SearchState:
         patience = STARVED_RUNS[self.rules.mode]
         if self.whole_run is not None:
             self.whole_run.apply_run(merged, patience=patience)
-        self.remark = self._comparison.apply_run(merged, patience=patience) or self.remark
+        if not self._comparison.is_over:
+            self._comparison.apply_run(merged, patience=patience)
+            self.remark = self._comparison.remark or self.remark
         self.has_counted_run = (plan_trial is not None and plan_trial.has_counted) or any(
             outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
         )
@@ -317,7 +317,7 @@ class SearchState:
 
         What is new while plans are compared waits until that is over: a whole run is timed for one thing.
         """
-        if self._comparison.duel is not None:
+        if not self._comparison.is_over:
             return
         if self.rules.races:
             self._search_plans()
