@@ -64,7 +64,7 @@ def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed
                 random = Random(f"{seed} {context.label} {judge}")
                 decks = [_Deck(each, session.name, judge, random) for each in context.candidates]
                 is_choice = sum(not each.banned for each in context.candidates) > 1
-                if session.opened and is_choice and any(deck.runs["sample"] for deck in decks):
+                if is_choice and any(deck.runs["sample"] for deck in decks):
                     found.append(_search(replace(session.opened, **options), context, judge, decks))
     return found
 
