@@ -70,9 +70,8 @@ class FunctionState:
                 tunes=function.tunes,
             )
         )
-        names = KernelNames(self.search.kernels.aliases)
         self.registry = Registry(
-            names,
+            KernelNames(self.search.kernels.aliases),
             options,
             function.clock,
             function.group.rank,
@@ -81,7 +80,6 @@ class FunctionState:
             lambda *ban: self.on_ban(*ban),
         )
         self.dispatcher = Dispatcher(
-            names,
             self.registry,
             function.clock,
             self.guard,

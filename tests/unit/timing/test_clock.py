@@ -55,7 +55,7 @@ class Runs:
         if busy_ms:
             device.queue(busy_ms)
         if filler is not None:
-            filler.begin(filler.length_ms(filler.wanted_ms))
+            filler.begin(lambda: filler.length_ms(filler.wanted_ms))
         if self._times_runs:
             mark = watch.start()
             device.launch(ms, host_ms)
@@ -142,7 +142,7 @@ def test_a_host_that_is_slow_now_and_then_is_filled_for_all_the_same(device):
 def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device):
     clock = EventClock()
     filler = clock.filler(LONGEST_MS)
-    filler.begin(1.0)
+    filler.begin(lambda: 1.0)
     device.launch(KERNEL_MS)
     filler.end()
     assert device.fillers_ms == []  # its module is not loaded: loading might wait for a kernel that waits
@@ -150,7 +150,7 @@ def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device)
     clock.prepare()
     assert device.fillers_ms[0] == 0.0
     finish(device)
-    filler.begin(1.0)
+    filler.begin(lambda: 1.0)
     launched = len(device.fillers_ms)
     assert device.fillers_ms[-1] == 1.0
     clock.prepare()
@@ -342,14 +342,14 @@ def test_what_the_device_reports_is_ours_and_is_caught_as_ever(device, kind, cal
     if call == "begin":
         clock.prepare()
     if call == "end":
-        filler.begin(1.0)
+        filler.begin(lambda: 1.0)
     mark = clock.start()
     if call != "stop":
         clock.stop(mark)
     device.trouble = lambda: kind(ILLEGAL)
     calls = {
         "start": clock.start,
-        "begin": lambda: filler.begin(1.0),
+        "begin": lambda: filler.begin(lambda: 1.0),
         "end": filler.end,
         "prepare": clock.prepare,
     }
