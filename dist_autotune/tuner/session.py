@@ -236,9 +236,9 @@ class Session:
     def _expected_runs(self) -> int:
         """Return how many runs the session may have; online, write now and then what is left."""
         search = self.state.search
-        if search.rules.mode == "replay":
-            return search.planned_runs
         forecast = search.forecast
+        if search.rules.mode == "replay":
+            return forecast.planned_trials + 1
         if search.runs == self._next_forecast:
             self._next_forecast *= 2
             if self._has_more_to_try:
