@@ -182,7 +182,7 @@ class Calls:
         if known is None or known.function.group is not group or known.function.tunes != tunes:
             try:
                 source = identity.function_digest(self._function)
-                known = FunctionState(TunedFunction.of(options, self._name, source, group, tunes=tunes))
+                known = FunctionState(TunedFunction(options, self._name, source, group, tunes=tunes))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise
@@ -218,7 +218,7 @@ def _settled_call(
             INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose),
         ):
             result = thunk()
-        vote = Vote(function.group.rank, function.point, wants_session=bool(dispatcher.met))
+        vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.met))
     except BaseException as error:
         function.group.fail(error)
         raise
