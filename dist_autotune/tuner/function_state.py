@@ -14,7 +14,6 @@ from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
-from ..ranks.group import SingleRank
 from ..search import strategies
 from ..search.context import Context
 from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
@@ -66,7 +65,7 @@ class FunctionState:
             function.clock,
             self.guard,
             self.compiling,
-            passes_single=isinstance(function.group, SingleRank),
+            passes_single=function.is_alone,
             is_frozen=not function.tunes,
         )
 

@@ -8,7 +8,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import described
@@ -40,23 +41,18 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log: SessionLog, log_dir: str | None) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None) -> None:
         function = state.function
-        self.state = state
-        self.function = function
-        self.executions = 0
-        self.warning = ""
-        self.is_over = False
-        self.wants_another = False
-        self.has_failed = False
-        self._log_dir = log_dir
+        self.state, self.function = state, function
+        self.executions, self.warning = 0, ""
+        self.is_over = self.has_failed = self.wants_another = False
+        self._log_dir = None if log_dir is None else str(log_dir)
         self._began = time.monotonic()
-        self._recorder = Recorder(function, log)
+        self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
         self._run = RankRun(state, self._recorder)
-        self._diagnosis = Diagnosis(state, self._recorder, log_dir)
-        self._progress = Progress(
-            function.name, shown=is_shown(function.options.progress, function.group.rank)
-        )
+        self._diagnosis = Diagnosis(state, self._recorder, self._log_dir)
+        shown = is_shown(function.options.progress, function.group.rank)
+        self._progress = Progress(function.name, shown=shown)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
@@ -112,14 +108,10 @@ class Session:
         state = self.state
         state.time_spent = TimeSpent()
         with self._reporting_failures():
-            try:
+            with self._dropping_searches():
                 opening = self._agree_on_opening()
                 (session,) = opening.facts["session"]
                 remarks = state.open(session, opening)
-            except TuningError as error:
-                self._report_own(error)
-                self.close(error)
-                raise
             search = state.search  # the opening may have made a new one
             state.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
             self._run.shares_clock = len(opening.facts["clock"]) == 1
@@ -141,27 +133,23 @@ class Session:
             # Some would have gone on with one, and know now that not all would: next time none has any.
             self.state.drop_searches()
 
-    def goes_on(self) -> bool:
-        """Return whether the session goes on, after a run that failed on some rank, from the run before it.
+    def resume(self) -> None:
+        """After a run that failed on some rank: go on from the run before it, or be over.
 
-        It does if all ranks come back with the same state; else it is dropped on all of them.
+        It goes on if all ranks come back with the same state; else it is dropped on all of them.
         """
         left_by, self._left_by = self._left_by, None
         if left_by is None:
-            return True
+            return
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
             received = self._exchange(self.state.opening(point), OPENING)
-            try:
+            with self._dropping_searches():
                 merged = check_opening(received)
-            except TuningError as error:
-                self._drop(error)
-                raise
         if set(merged.facts[SESSION_STATE]) == {point}:
             self._recorder.write(Note(text=f"resumed after {left_by}"))
-            return True
-        self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
-        return False
+        else:
+            self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -191,16 +179,12 @@ class Session:
         search = self.state.search
         run = search.runs
         self._is_stepping = True
-        try:
+        with self._dropping_searches():
             merged = self.state.check_run(received)
             self._recorder.write(Merged(run=run, payload=merged.decisive()))
             merged, names = search.kernels.unite(merged, search.contexts)
             self._run.apply_reports(merged, names)
             outcomes = search.step(merged)
-        except TuningError as error:
-            self._report_own(error)
-            self._drop(error)
-            raise
         self._recorder.record_contexts(run, search, merged, self.state.registry.by_name)
         self._run.apply_outcomes(run, outcomes, merged)
         self._recorder.record_outcomes(run, search, merged, outcomes)
@@ -283,17 +267,27 @@ class Session:
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._left_by = described(error)  # not the error: it holds the function's variables
 
-    def _report_own(self, error: TuningError) -> None:
-        """Report what a flow of the user's did; every other error of a step is the same on every rank."""
-        if isinstance(error, FlowFailed):
-            self.function.group.fail(error)
+    @contextlib.contextmanager
+    def _dropping_searches(self) -> Iterator[None]:
+        """Drop them for an error in the block: it is the same on every rank, unless a user's flow raised."""
+        try:
+            yield
+        except TuningError as error:
+            if isinstance(error, FlowFailed):
+                self.function.group.fail(error)
+            self._drop(error)
+            raise
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
+        unfinished: dict[str, Any] = {
+            "status": "unfinished",
+            "config": None,
+            "ms": None,
+            "fastest_rank_ms": None,
+        }
         self._dropped = tuple(
-            replace(context, status="unfinished", config=None, ms=None, fastest_rank_ms=None)
-            if context.status == "tuning"
-            else context
+            replace(context, **unfinished) if context.status == "tuning" else context
             for context in self._contexts()
         )
         self.state.drop_searches()
@@ -317,9 +311,8 @@ class Session:
             and any(context.status == "partial" for context in search.contexts.values())
         )
         self._progress.close()
-        launched = sorted(self._run.launched & search.contexts.keys())
-        contexts = [search.contexts[name] for name in launched]
-        contexts = [context for context in contexts if len(context.digests) > 1]  # there was a choice
+        launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
+        contexts = [context for context in launched if len(context.digests) > 1]  # there was a choice
         left = [context for context in contexts if context.provisional and not context.is_unasked]
         if not outcome:
             outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
@@ -333,7 +326,7 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        count = len(contexts) if self._dropped is None else len(self._dropped)
+        count = len(contexts if self._dropped is None else self._dropped)
         self._recorder.write(
             SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=self.warning)
         )
