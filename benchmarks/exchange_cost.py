@@ -268,7 +268,7 @@ def simulate(size: int, payload: bytes) -> Cost:
     told: dict[int, list[bytes]] = {position: [] for position in range(size)}
     hub_s, merge_s, messages, passed_bytes = 0.0, 0.0, 0, 0
 
-    def post(position: int, **local: Any) -> None:
+    def post(position: int) -> None:
         nonlocal hub_s, messages, passed_bytes
         data = bytearray(
             pack({"op": "post", "id": 0, "sequence": 0, "position": position, "payload": payload})
@@ -277,7 +277,7 @@ def simulate(size: int, payload: bytes) -> Cost:
         messages += 1
         began = time.process_time()
         (message,) = unpack(data)
-        state.handle({**message, **local}, lambda reply: told[position].append(pack(reply)))
+        state.handle(message, lambda reply: told[position].append(pack(reply)))
         hub_s += time.process_time() - began
 
     def merged(payloads: list[bytes]) -> dict[str, bytes]:
@@ -287,8 +287,8 @@ def simulate(size: int, payload: bytes) -> Cost:
         merge_s = time.process_time() - began
         return end
 
-    post(0, merge=merged)
-    for position in reversed(range(1, size)):
+    state.merges[0] = merged
+    for position in reversed(range(size)):
         post(position)
     received = [data for each in told.values() for data in each]
     return {

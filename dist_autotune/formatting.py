@@ -83,21 +83,10 @@ def align(
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column's name; figures are aligned to the right."""
-
-    name: str
-    is_figure: bool = False
-
-
-@dataclass(frozen=True)
 class Table:
+    """A table for people. A column whose name starts with `>` holds figures: it is aligned to the right."""
+
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
     note: str = ""
-
-
-def columns(*names: str) -> tuple[Column, ...]:
-    """Return columns; a name that starts with `>` is one of figures."""
-    return tuple(Column(name.removeprefix(">"), name.startswith(">")) for name in names)

@@ -28,7 +28,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import triton
@@ -50,6 +50,7 @@ FORMAT_OF_3_6 = "iiiKKppOOOOOO"  # as its launchers parse what is before the ker
 IS_3_9 = triton.__version__.startswith("3.9.")
 
 Launch = Callable[[int, tuple[Any, ...]], None]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def bare_launch(
@@ -161,9 +162,23 @@ def _is_set(hook: Any) -> bool:
 KEPT = 512
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
-Shape = TypeVar("Shape", bound=Hashable)
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
-Grid = Callable[[dict[str, Any]], tuple[int, int, int]]
+
+
+class LaunchShape(Hashable, Protocol):
+    """All that the config of a tuned kernel and its compiled form depend on."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the arguments in the key of the tuning that are no constants."""
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs run under a config."""
+
+
+Shape = TypeVar("Shape", bound=LaunchShape)
 
 
 class UntunedWarning(UserWarning):
@@ -195,11 +210,13 @@ def _prepared(settled: Settled, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
 class SettledLaunches(Generic[Shape]):
     """What is known of the shapes of one tuned kernel whose constants are its last parameters.
 
-    A shape is all that the config and the compiled kernel depend on. No tensor of a caller is kept.
-    operation: the name under which it is said that a shape has not been tuned, if it is to be.
+    No tensor of a caller is kept. operation: the name under which it is said that a shape has not been tuned,
+    if it is to be. blocks_of: of the descriptors that the host makes, if it makes any.
     """
 
-    def __init__(self, tuner: Any, blocks_of: BlocksOf, *, operation: str = "", kept: int = KEPT) -> None:
+    def __init__(
+        self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "", kept: int = KEPT
+    ) -> None:
         self._tuner, self._blocks_of, self._kept = tuner, blocks_of, kept
         self._operation = operation
         self._told: set[tuple[Any, ...]] = set()
@@ -212,21 +229,27 @@ class SettledLaunches(Generic[Shape]):
             return None
         return settled
 
-    def remember(
-        self,
-        shape: Shape,
-        compiled: Any,
-        grid: Grid,
-        sizes: dict[str, Any],
-        constants: dict[str, Any],
-        dtypes: tuple[str, ...],
-    ) -> None:
+    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[int, ...], **constants: Any) -> None:
+        """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.
+
+        constants: those that the shape does not know of.
+        """
+        settled = self.find(shape)
+        if settled is not None:
+            launch(settled.launch, (), *tensors, *scalars)
+            return
+        constants = {**shape.constants(), **constants}
+        compiled = launch(self._tuner[shape.grid], *tensors, *scalars, **constants)
+        self.remember(shape, compiled, constants, tensors)
+
+    def remember(self, shape: Shape, compiled: Any, constants: dict[str, Any], tensors: Tensors) -> None:
         """Keep the short way to what the tuner has just launched, if that is what it has settled on.
 
-        sizes, constants: the arguments that no config sets. dtypes: of the tensors among the arguments.
+        constants: the constexprs that no config sets. tensors: those among the arguments.
         """
-        tuner, named = self._tuner, {**sizes, **constants}
-        key = (*(named[name] for name in tuner.keys), *dtypes)
+        sizes, tuner = shape.sizes(), self._tuner
+        named = {**sizes, **constants}
+        key = (*(named[name] for name in tuner.keys), *(str(tensor.dtype) for tensor in tensors))
         config = self._choice(key)
         if take_first.configs_not_timed() > 1 and self._operation:
             self._tell_untuned(key, {name: named[name] for name in tuner.keys})
@@ -236,8 +259,8 @@ class SettledLaunches(Generic[Shape]):
             return
         named = {**constants, **config.kwargs}
         ordered = tuple(named[name] for name in tuner.arg_names if name in named)
-        blocks = tuple(self._blocks_of({**sizes, **named}).values())
-        self._of[shape] = Settled(config, key, blocks, ordered, compiled, grid(config.kwargs))
+        blocks = tuple(self._blocks_of({**sizes, **named}).values()) if self._blocks_of else ()
+        self._of[shape] = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs))
         if len(self._of) > self._kept:
             self._of.popitem(last=False)
 

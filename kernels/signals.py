@@ -194,26 +194,3 @@ def notify(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
     """Set the signal after everything that this program has written."""
     tl.debug_barrier()
     tl.atomic_xchg(signal_ptr, epoch, sem="release", scope=SCOPE)
-
-
-@triton.jit(do_not_specialize=["rank", "epoch", "patience_ticks"])
-def barrier_all(
-    signals_ptr,  # int64 [WORLD]: the address of each rank's int32 [WORLD]
-    errors_ptr,  # int64 [WORLD]
-    rank,
-    epoch,
-    patience_ticks,
-    WORLD: tl.constexpr,
-    FENCE: tl.constexpr = False,
-):
-    """Return when every rank's launch of the same epoch has begun, or patience has ended; one program.
-
-    Place it before work that may fill the device, never behind: a grid that holds every SM and waits for
-    a peer would keep this kernel from starting.
-    """
-    for peer in range(WORLD):
-        theirs = tl.load(signals_ptr + peer).to(tl.pointer_type(tl.int32))
-        notify(theirs + rank, epoch)
-    mine = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32))
-    for peer in range(WORLD):
-        wait_until(mine + peer, epoch, errors_ptr + peer, 1, patience_ticks, FENCE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +61,25 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: to
         raise ValueError(
             f"the rows of {name} are not contiguous (strides {tensor.stride()}); call .contiguous()"
         )
+
+
+def check_out(
+    out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless `out` is None or a matrix of this shape, type and place."""
+    if out is None:
+        return
+    check_tensor("out", out, dtype, device)
+    if list(out.shape) != list(shape):
+        raise ValueError(f"out has shape {list(out.shape)}; the result has {list(shape)}")
+
+
+def check_overlap(name: str, tensor: torch.Tensor, shard: torch.Tensor, rows: str) -> None:
+    """Raise if a matrix lies in `op.shard` and is not its first rows."""
+    offset, count = tensor.data_ptr() - shard.data_ptr(), tensor.shape[0]
+    inside = 0 <= offset < shard.numel() * shard.element_size() and count > 0
+    if inside and (offset > 0 or (tensor.stride(0) != shard.shape[1] and count > 1)):
+        raise ValueError(f"{name} overlaps op.shard without being its first rows; pass op.shard[:{rows}]")
 
 
 def begin_at_16_bytes(itemsize: int, pointers: tuple[int, ...], row_strides: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 from .. import settings
 from ..codec import to_json
-from ..formatting import Table, columns, counted, format_ms
+from ..formatting import Table, counted, format_ms
 from ..storage import crash_guard
 from ..storage.winners import Winners
 from . import terminal
@@ -22,14 +22,14 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
-    names = columns("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
+    names = ("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
     rows = []
     for entry in cache.entries():
         key, winner = entry.key, (entry.config, format_ms(entry.ms))
         machine = key.device, str(key.world_size), entry.created_at
         rows.append((key.digest[:8], key.kernel, key.key, *winner, *machine))
     if rows:
-        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, tuple(rows))
+        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
         terminal.print_table(terminal.open_console(), table)
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")

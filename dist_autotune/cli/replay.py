@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from ..codec import from_json
 from ..errors import TuningError
-from ..formatting import Table, columns, context_label, counted, one_line
+from ..formatting import Table, context_label, counted, one_line
 from ..logs import decisions
 from ..logs.history import SessionHistory, of_kind
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -40,7 +40,7 @@ class Verdict:
 
     session: str
     thunk: str
-    search: str = "?"
+    search: str
     runs: int = 0
     compared: int = 0
     differences: list[Difference] = field(default_factory=list)
@@ -66,11 +66,8 @@ def rules_of(opened: SessionOpened) -> Rules:
 
 def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict:
     """Recompute one session. states: of the sessions before it, by name; a session may continue one."""
-    verdict, opened = Verdict(session.name, session.thunk), session.opened
-    if opened is None:
-        verdict.compare(None, "session", "session_opened", "nothing", "the record that opens a session")
-        return verdict
-    verdict.search = opened.search
+    opened = session.opened
+    verdict = Verdict(session.name, opened.thunk, opened.search)
     for rank in session.missing_ranks:
         verdict.compare(None, f"rank {rank}", "records", "none", f"rank-{rank}.jsonl")
     written_by = opened.versions.get("dist_autotune")
@@ -139,17 +136,17 @@ def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
         if each.differences:
             found = counted(len(each.differences), "difference")
         rows.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
-    names = columns("session", "function", "search", ">runs", ">compared", "recomputed")
-    return Table("Replay", names, tuple(rows), "compared: plans and values of results, over all ranks.")
+    names = ("session", "function", "search", ">runs", ">compared", "recomputed")
+    return Table("Replay", names, rows, "compared: plans and values of results, over all ranks.")
 
 
 def differences_table(verdicts: Iterable[Verdict]) -> Table:
     """Return one row per difference."""
-    names = columns("session", ">run", "context", "what", "recorded", "recomputed")
+    names = ("session", ">run", "context", "what", "recorded", "recomputed")
     rows = []
     for verdict in verdicts:
         for each in verdict.differences:
             run = "-" if each.run is None else str(each.run)
             values = (one_line(value)[:LONGEST] for value in (each.recorded, each.recomputed))
             rows.append((verdict.session, run, each.about, each.what, *values))
-    return Table("Differences", names, tuple(rows))
+    return Table("Differences", names, rows)

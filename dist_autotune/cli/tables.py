@@ -8,7 +8,6 @@ from ..formatting import (
     LAUNCH_BOUND_NOTE,
     WALL_CLOCK_NOTE,
     Table,
-    columns,
     counted,
     format_ms,
     format_percent,
@@ -21,23 +20,19 @@ from ..logs.records import Preflighted
 
 def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
     """Return one row per session of the directory."""
-    names = columns(
-        "session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome"
-    )
+    names = ("session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome")
     rows = []
     for each in sessions:
         opened, closed = each.opened, each.closed
-        how = (opened.started_at, f"{opened.search}, {opened.mode}") if opened else ("?", "?")
+        search = f"{opened.search}, {opened.mode}"
         counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
-        rows.append((each.name, each.thunk, *how, *counts, closed.outcome))
-    return Table("Sessions", names, tuple(rows))
+        rows.append((each.name, opened.thunk, opened.started_at, search, *counts, closed.outcome))
+    return Table("Sessions", names, rows)
 
 
 def session_heading(session: SessionHistory) -> str:
     """Return one line that says what was tuned, where and how."""
     opened = session.opened
-    if opened is None:
-        return f"session {session.name} (its first record is lost)"
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
     return f"{opened.thunk}: session {session.name}, {where}, {ended}"
@@ -70,7 +65,7 @@ def context_tables(context: ContextHistory) -> list[Table]:
 
 
 def _contexts_table(session: SessionHistory) -> Table:
-    names = columns("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
+    names = ("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
     rows = []
     for context in session.contexts:
         winner, settled = context.winner, context.settled
@@ -89,11 +84,11 @@ def _contexts_table(session: SessionHistory) -> Table:
     )
     if any(context.settled.launch_bound for context in session.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
-    return Table("Contexts", names, tuple(rows), note)
+    return Table("Contexts", names, rows, note)
 
 
 def _stragglers_table(session: SessionHistory) -> Table:
-    names = columns("rank", ">slowest in", ">of samples", ">median behind fastest %")
+    names = ("rank", ">slowest in", ">of samples", ">median behind fastest %")
     rows = tuple(
         (str(s.rank), str(s.slowest_samples), str(s.compared_samples), format_percent(s.behind_percent))
         for s in session.stragglers()
@@ -102,7 +97,7 @@ def _stragglers_table(session: SessionHistory) -> Table:
 
 
 def _compiling_table(session: SessionHistory) -> Table:
-    names = columns("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
+    names = ("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
     records = session.of_kind(Preflighted)
     rows = []
     for rank in sorted({record.rank for record in records}):
@@ -110,11 +105,11 @@ def _compiling_table(session: SessionHistory) -> Table:
         *counts, seconds = map(sum, zip(*own, strict=True))
         rows.append((str(rank), *map(str, counts), f"{seconds:.1f}"))
     note = "Candidates compiled and loaded before trials. By peers: by another process of the same host."
-    return Table("Compiling", names, tuple(rows), note)
+    return Table("Compiling", names, rows, note)
 
 
 def _candidates_table(context: ContextHistory) -> Table:
-    names = columns(
+    names = (
         ">id", "config", ">agreed ms", ">over best %", ">fastest (rank)", ">slowest (rank)",
         ">spread %", ">samples", "remark",
     )  # fmt: skip
@@ -150,11 +145,11 @@ def _convergence(context: ContextHistory) -> str:
 
 def _bans_table(context: ContextHistory) -> Table:
     rows = tuple((str(c.config_id), c.config, one_line(c.banned)) for c in context.candidates if c.banned)
-    return Table(f"{context.label}: banned on all ranks", columns(">id", "config", "by"), rows)
+    return Table(f"{context.label}: banned on all ranks", (">id", "config", "by"), rows)
 
 
 def _alone_table(context: ContextHistory) -> Table:
-    names = columns("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
+    names = ("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
     choices = context.choices_alone()
     rows = []
     for rank, choice in choices.items():
@@ -163,4 +158,4 @@ def _alone_table(context: ContextHistory) -> Table:
         rows.append((str(rank), str(choice.config_id), choice.config, *times, cost))
     different = len({choice.config_id for choice in choices.values()})
     note = "Each would choose the same." if different == 1 else f"Alone they would run {different} configs."
-    return Table(f"{context.label}: each rank alone", names, tuple(rows), note)
+    return Table(f"{context.label}: each rank alone", names, rows, note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -44,10 +44,9 @@ def print_history(console: Console, history: History, shown: Iterable[SessionHis
 def print_table(console: Console, table: Table) -> None:
     print_text(console, f"\n{table.title}", "bold")
     rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in table.columns:
-        rich_table.add_column(
-            Text(column.name), justify="right" if column.is_figure else "left", overflow="fold"
-        )
+    for name in table.columns:
+        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        rich_table.add_column(Text(name.removeprefix(">")), justify=justify, overflow="fold")
     for row in table.rows:
         rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
     console.print(rich_table)

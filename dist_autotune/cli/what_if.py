@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from ..errors import InvalidOption
-from ..formatting import Table, columns, config_label, format_ms, format_percent
-from ..logs.history import ContextHistory, SessionHistory, is_time, of_kind, percent_over
-from ..logs.records import ContextAdmitted, SessionOpened, Trial
+from ..formatting import Table, config_label, format_ms, format_percent
+from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, is_time, percent_over
+from ..logs.records import SessionOpened
 from ..search.budget import RUNS_ALLOWED
 from ..search.running_flow import RunningFlow
 from ..search.strategies import STRATEGIES, Winner
@@ -57,53 +57,56 @@ class WhatIf:
 
 def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed: int = 0) -> list[WhatIf]:
     """Return what the searches of each session would have found with `options` changed."""
+    for option, value in options.items():
+        _check(option, value)
     found = []
     for session in sessions:
         for context in session.contexts:
-            usable = [candidate for candidate in context.candidates if not candidate.banned]
-            own = [trial for trial in of_kind(context.records, Trial) if trial.session == session.name]
             for judge in ("launch", "run"):
-                trials = [trial for trial in own if trial.judge == judge and trial.kind != "incumbent"]
-                has_choice = len(usable) > 1 and any(trial.kind == "sample" for trial in trials)
-                if session.opened and has_choice and of_kind(context.records, ContextAdmitted):
-                    found.append(_search(replace(session.opened, **options), context, trials, seed))
+                random = Random(f"{seed} {context.label} {judge}")
+                decks = [_Deck(each, session.name, judge, random) for each in context.candidates]
+                is_choice = sum(not each.banned for each in context.candidates) > 1
+                if is_choice and any(deck.runs["sample"] for deck in decks):
+                    found.append(_search(replace(session.opened, **options), context, judge, decks))
     return found
 
 
-def _search(opened: SessionOpened, context: ContextHistory, trials: Sequence[Trial], seed: int) -> WhatIf:
-    """Search one context anew on `trials`, which were all judged in one way."""
-    for option, allowed in ALLOWED.items():
-        if (value := getattr(opened, option)) not in allowed:
-            name, expected = option.replace("_", "-"), ", ".join(allowed)
-            raise InvalidOption(f"--{name} {value}: expected one of {expected} (session {opened.session})")
-    random = Random(f"{seed} {context.label} {trials[0].judge}")
-    decks = [_Deck(each.config_id, trials, random) for each in context.candidates]
-    banned = {each.config_id for each in context.candidates if each.banned}
-    winner, runs = _run_flow(opened, decks, banned)
-    all_ms = [_agreed_ms([] if i in banned else deck.runs["sample"], opened) for i, deck in enumerate(decks)]
+def _check(option: str, value: Any, where: str = "") -> None:
+    allowed = ALLOWED.get(option, (value,))
+    if value not in allowed:
+        name, expected = option.replace("_", "-"), ", ".join(allowed)
+        raise InvalidOption(f"--{name} {value}: expected one of {expected}{where}")
+
+
+def _search(opened: SessionOpened, context: ContextHistory, judge: str, decks: Sequence[_Deck]) -> WhatIf:
+    for option in ALLOWED:  # a search of the user's own cannot be run from its log
+        _check(option, getattr(opened, option), f" (session {opened.session})")
+    winner, runs = _run_flow(opened, decks)
+    all_ms = [None if deck.banned else _agreed_ms(deck.runs["sample"], opened) for deck in decks]
     best_ms = min((ms for ms in all_ms if ms is not None), default=None)
     timed = zip(context.candidates, all_ms, strict=True)
-    picks = {each.config_id: Pick(each.config, ms, percent_over(ms, best_ms)) for each, ms in timed}
+    picks = [Pick(each.config, ms, percent_over(ms, best_ms)) for each, ms in timed]
     sampled = f" {opened.n_warmup}+{opened.n_repeat}" if opened.search == "exhaustive" else ""
     return WhatIf(
         session=opened.session,
         thunk=opened.thunk,
         context=context.label,
-        judge=trials[0].judge,
+        judge=judge,
         candidates=len(decks),
         search=opened.search + sampled,
         runs=runs,
-        recorded_runs=len({trial.run for trial in trials}),
+        recorded_runs=sum(len(own) for deck in decks for own in deck.runs.values()),
         resampled=sum(deck.resampled for deck in decks),
         pick=picks[winner],
-        recorded=picks.get(context.settled.config_id),
+        recorded=picks[context.candidates.index(context.winner)] if context.winner else None,
     )
 
 
-def _run_flow(opened: SessionOpened, decks: Sequence[_Deck], banned: set[int]) -> tuple[int, int]:
+def _run_flow(opened: SessionOpened, decks: Sequence[_Deck]) -> tuple[int, int]:
     """Return the winner's index, and after how many runs."""
     rules, runs = rules_of(opened), 0
     flow = RunningFlow(rules, len(decks))
+    banned = {index for index, deck in enumerate(decks) if deck.banned}
     incumbent = min(set(range(len(decks))) - banned)
     winner = flow.resume(None, banned)
     while winner is None and runs < RUNS_ALLOWED * max(rules.planned_runs(len(decks)), 1):
@@ -120,14 +123,15 @@ def _run_flow(opened: SessionOpened, decks: Sequence[_Deck], banned: set[int]) -
 class _Deck:
     """The recorded runs of one candidate, dealt in their order, then at random."""
 
-    def __init__(self, config_id: int, trials: Iterable[Trial], random: Random) -> None:
-        by_run: defaultdict[tuple[int, str], RankMs] = defaultdict(dict)
-        for trial in trials:
-            if trial.config_id == config_id and is_time(trial.ms):
-                by_run[trial.run, trial.kind][trial.rank] = trial.ms
-        in_order = sorted(by_run.items(), key=lambda run: run[0])
-        kinds = "sample", "warm-up"
-        self.runs = {kind: [ms for (_, its_kind), ms in in_order if its_kind == kind] for kind in kinds}
+    def __init__(self, candidate: CandidateHistory, session: str, judge: str, random: Random) -> None:
+        self.banned = bool(candidate.banned)
+        self.runs: dict[str, list[RankMs]] = {}
+        for kind in ("sample", "warm-up"):
+            by_run: defaultdict[int, RankMs] = defaultdict(dict)
+            for trial in candidate.trials:
+                if (trial.session, trial.judge, trial.kind) == (session, judge, kind) and is_time(trial.ms):
+                    by_run[trial.run][trial.rank] = trial.ms
+            self.runs[kind] = [by_run[run] for run in sorted(by_run)]
         self.dealt: list[RankMs] = []  # samples
         self.resampled = 0
         self._left = {kind: iter(runs) for kind, runs in self.runs.items()}
@@ -162,12 +166,12 @@ def what_if_table(found: Iterable[WhatIf]) -> Table:
         judged = each.context if each.judge == "launch" else f"{each.context} by the whole run"
         picks = [*_cells(each.pick), *_cells(each.recorded)]
         rows.append((each.session, judged, str(each.candidates), each.search, *runs, *picks))
-    names = columns(
+    names = (
         "session", "context", ">candidates", "search", ">runs", ">resampled", ">recorded runs",
         "pick", ">ms", ">regret %", "recorded pick", ">ms", ">regret %",
     )  # fmt: skip
     note = "ms, regret: by all recorded samples of the config. resampled: runs that were drawn again."
-    return Table("Another search on the recorded samples", names, tuple(rows), note)
+    return Table("Another search on the recorded samples", names, rows, note)
 
 
 def _cells(pick: Pick | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from .compiler_child import CompilerChild
 
 PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
 CLAIM_GRACE_S = 10.0  # a claim held this much longer than two children may take is no longer respected
-_WITHOUT_LIMIT = "compiled in this process, without a limit"
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at children and peers
 
 
@@ -92,54 +91,65 @@ class Task:
             self.future.set_exception(error)
 
 
-def compile_all(tasks: Sequence[Task], terms: Terms) -> Tally:
-    """Give every task's future its kernel or an exception, NotCompiled for what a child found out."""
-    why_not = "no limit is set" if terms.limit_s <= 0 else why_not_shared()
-    if not why_not:
-        return _Pool(tasks, terms).run()
-    with ThreadPoolExecutor(terms.workers) as executor:
-        list(executor.map(Task.finish, tasks))
-    return Tally(compiled=len(tasks), workers=terms.workers, remark=f"{_WITHOUT_LIMIT}: {why_not}")
+class Pool:
+    """Stands in for the executor of Triton's AsyncCompileMode: compiles in `run` what was submitted."""
 
-
-class _Pool:
-    """This rank's part of the compilations."""
-
-    def __init__(self, tasks: Sequence[Task], terms: Terms) -> None:
-        first = len(tasks) * terms.local_rank // terms.local_ranks
-        self._waiting = deque([*tasks[first:], *tasks[:first]])
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._tasks: list[Task] = []
+        self._waiting: deque[Task] = deque()
         self._running: dict[Task, tuple[CompilerChild, CompileClaim]] = {}
         self._claims: set[CompileClaim] = set()  # held
-        self._terms = terms
         self._binaries = Binaries(terms.session)
         self._tally = Tally(workers=terms.workers)
         self._why_here = ""  # why no child is of use: this process compiles what is left
 
-    def run(self) -> Tally:
-        try:
-            self._finish_cached()
-            pause_s = _FIRST_PAUSE_S
-            while self._waiting or self._running:
-                if self._collect() or self._begin():
-                    pause_s = _FIRST_PAUSE_S
-                else:
-                    time.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        finally:
-            for child, _ in self._running.values():
-                child.close()
-            for claim in self._claims:
-                claim.release()
-        why_here = f"{_WITHOUT_LIMIT}: {self._why_here}" if self._why_here else ""
-        self._tally.remark = why_here or self._binaries.remark
-        return self._tally
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        self._tasks.append(Task(work, Future()))
+        return self._tasks[-1].future
 
-    def _finish_cached(self) -> None:
-        for task in list(self._waiting):
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave no child, no claim and no future without a result: something may be on its way out."""
+        for child, _ in self._running.values():
+            child.close()
+        for claim in self._claims:
+            claim.release()
+        for task in self._tasks:
+            if not task.future.done():
+                task.future.set_exception(NotCompiled("given up"))
+
+    def run(self) -> Tally:
+        """Give every future its kernel or an exception, NotCompiled for what a child found out."""
+        terms, tally = self._terms, self._tally
+        self._why_here = "no limit is set" if terms.limit_s <= 0 else why_not_shared()
+        if self._why_here:
+            with ThreadPoolExecutor(terms.workers) as executor:
+                list(executor.map(Task.finish, self._tasks))
+            tally.compiled = len(self._tasks)
+        else:
+            self._run_children()
+        why_here = f"compiled in this process, without a limit: {self._why_here}" if self._why_here else ""
+        tally.remark = why_here or self._binaries.remark
+        return tally
+
+    def _run_children(self) -> None:
+        first = len(self._tasks) * self._terms.local_rank // self._terms.local_ranks
+        for task in [*self._tasks[first:], *self._tasks[:first]]:
             if self._binaries.has(task.key):
-                self._waiting.remove(task)
                 self._tally.cached += 1
                 task.finish()
+            else:
+                self._waiting.append(task)
+        pause_s = _FIRST_PAUSE_S
+        while self._waiting or self._running:
+            if self._collect() or self._begin():
+                pause_s = _FIRST_PAUSE_S
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _begin(self) -> bool:
         """Start or end what can be now; return whether there was anything."""
@@ -152,9 +162,13 @@ class _Pool:
                 self._refuse(task, "not compiled: the candidates together took longer than the peers wait")
             elif (claim := self._claim(task)) is None:
                 self._waiting.append(task)
+            elif self._binaries.has(task.key):
+                self._tally.from_peers += 1
+                self._finish(task, claim)
+            elif claim.verdict:
+                self._refuse(task, claim.verdict, claim)
             else:
-                self._claims.add(claim)
-                self._begin_claimed(task, claim)
+                self._start(task, claim)
         return len(self._waiting) < before
 
     def _claim(self, task: Task) -> CompileClaim | None:
@@ -163,20 +177,11 @@ class _Pool:
         if claim is None:
             now = time.monotonic()
             task.refused_at = task.refused_at or now
-            if now - task.refused_at >= 2 * self._terms.limit_s + CLAIM_GRACE_S:
-                return CompileClaim(
-                    self._terms.session
-                )  # the owner is stopped: this rank compiles for itself
+            if now - task.refused_at < 2 * self._terms.limit_s + CLAIM_GRACE_S:
+                return None
+            claim = CompileClaim(self._terms.session)  # its owner is stopped: this rank compiles for itself
+        self._claims.add(claim)
         return claim
-
-    def _begin_claimed(self, task: Task, claim: CompileClaim) -> None:
-        if self._binaries.has(task.key):
-            self._tally.from_peers += 1
-            self._finish(task, claim)
-        elif claim.verdict:
-            self._refuse(task, claim.verdict, claim)
-        else:
-            self._start(task, claim)
 
     def _start(self, task: Task, claim: CompileClaim) -> None:
         if not self._why_here:

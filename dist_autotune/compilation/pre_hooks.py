@@ -99,8 +99,8 @@ def _rehearse_one(launch: Launch, config: Any) -> tuple[str, str]:
     return base64.b64encode(pickled).decode(), ""
 
 
-class NotTold(RuntimeError):
-    """A `pre_hook` did something whose effect on the launch cannot be told from stand-ins."""
+class NotReproducible(RuntimeError):
+    """A `pre_hook` did something whose effect on the launch stand-ins do not show."""
 
 
 class StandIn(torch.Tensor):
@@ -129,7 +129,7 @@ class StandIn(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         if type(result) is torch.Tensor and result.device.type == "meta":
             if not isinstance(args[0], StandIn):
-                raise NotTold(f"{getattr(func, '__name__', func)} was called with a tensor")
+                raise NotReproducible(f"{getattr(func, '__name__', func)} was called with a tensor")
             return _marked(result, args[0]._device, None)
         return result
 
@@ -142,12 +142,12 @@ def _marked(facts: torch.Tensor, device: torch.device, address: int | None) -> S
 
 def _address_of(stand_in: StandIn) -> int:
     if stand_in._address is None:
-        raise NotTold("the address of what was computed from a tensor was asked for")
+        raise NotReproducible("the address of what was computed from a tensor was asked for")
     return stand_in._address
 
 
 def _refuse(stand_in: StandIn) -> Any:
-    raise NotTold("the memory of a tensor was asked for")
+    raise NotReproducible("the memory of a tensor was asked for")
 
 
 _ANSWERS: dict[Any, Callable[[StandIn], Any]] = {
@@ -170,17 +170,20 @@ class StandIns:
         self._tensors = {id(tensor): StandIn.of(tensor) for tensor in tensors}
         self._facts = {key: _facts(tensor) for key, tensor in self._tensors.items()}
         self._copies = {id(holder): _copied(holder) for holder in holders(launch)}
-        self._before = [_snapshot(made) for made in self._copies.values()]
+        self._before = [
+            {name: list(value) if isinstance(value, list) else value for name, value in vars(made).items()}
+            for made in self._copies.values()
+        ]
         self.launch = _exchanged(launch, {**self._tensors, **self._copies})
 
     def changes(self) -> bytes:
-        """Return, pickled, the `Changes` of the holders; raises NotTold where they do not tell all."""
+        """Return, pickled, the `Changes` of the holders; raises NotReproducible where there is more."""
         if any(_facts(tensor) != self._facts[key] for key, tensor in self._tensors.items()):
-            raise NotTold("a tensor was given another shape")
+            raise NotReproducible("a tensor was given another shape")
         found: Changes = {}
         for place, (before, made) in enumerate(zip(self._before, self._copies.values(), strict=True)):
             if before.keys() - vars(made).keys():
-                raise NotTold("an attribute of an argument was deleted")
+                raise NotReproducible("an attribute of an argument was deleted")
             changed = {n: v for n, v in vars(made).items() if n not in before or not _same(before[n], v)}
             if changed:
                 found[place] = changed
@@ -192,7 +195,7 @@ class StandIns:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            raise NotTold("an argument was given another tensor")
+            raise NotReproducible("an argument was given another tensor")
         return NotImplemented
 
 
@@ -209,10 +212,6 @@ def _copied(holder: Any) -> Any:
             elif isinstance(value, list):
                 vars(made)[name] = list(value)
     return made
-
-
-def _snapshot(made: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, list) else value for name, value in vars(made).items()}
 
 
 def _same(before: Any, now: Any) -> bool:

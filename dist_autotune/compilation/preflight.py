@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from ..triton_api import interception
 from ..triton_api.launch import Launch, finished, load
 from .config_failures import config_failure
-from .pool import NotCompiled, Tally, Task, Terms, compile_all
+from .pool import NotCompiled, Pool, Tally, Terms
 from .pre_hooks import rehearse
 
 
@@ -56,14 +55,14 @@ def preflight(
     rehearsal = rehearse(launch, hooked, min(terms.limit_s, terms.until - began))
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
-    queue = _Queue()
-    # The queue is left first: the mode, when it is left, waits for every compilation that it has asked for.
-    with AsyncCompileMode(queue, ignore_errors=True), queue:
+    pool = Pool(terms)
+    # The pool is left first: the mode, when it is left, waits for every compilation that it has asked for.
+    with AsyncCompileMode(pool, ignore_errors=True), pool:
         for digest, config in configs.items():
             if digest not in rehearsal.left_out:
                 with _keeping_reason(reasons, digest):
                     kernels[digest] = rehearsal.launches.get(digest, launch).compile(config)
-        tally = compile_all(queue.tasks, terms)
+        tally = pool.run()
         for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
             with _keeping_reason(reasons, digest):
                 kernels[digest] = finished(kernel)
@@ -74,25 +73,6 @@ def preflight(
     tally.seconds = time.monotonic() - began
     tally.remark = "; ".join(filter(None, (tally.remark, rehearsal.remark)))
     return Preflight(reasons, tally)
-
-
-class _Queue:
-    """Stands in for an executor: keeps the compilations that Triton asks for, to be done later."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        self.tasks.append(Task(work, Future()))
-        return self.tasks[-1].future
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        for task in self.tasks:
-            if not task.future.done():  # something is on its way out, Ctrl-C for one
-                task.future.set_exception(NotCompiled("given up"))
 
 
 @contextlib.contextmanager

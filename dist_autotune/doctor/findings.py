@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import settings
-from ..formatting import Table, columns, counted
+from ..formatting import Table, counted
 from .examination import CACHE, LOGS, Examination
 from .helpers import STARTUP, first_problem
 
@@ -165,11 +165,11 @@ def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
 def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Table]:
     """Yield what there is, then what it means."""
     versions = tuple((name, text or "none") for name, text in seen.versions.items())
-    yield Table("Versions", columns("what", "version"), versions)
+    yield Table("Versions", ("what", "version"), versions)
     if seen.variables:
-        yield Table("Variables", columns("variable", "value"), tuple(sorted(seen.variables.items())))
+        yield Table("Variables", ("variable", "value"), tuple(sorted(seen.variables.items())))
     checks = tuple((finding.level, finding.check, finding.seen) for finding in findings)
-    yield Table("Findings", columns("", "what", "seen"), checks)
+    yield Table("Findings", ("", "what", "seen"), checks)
 
 
 def next_steps(findings: Sequence[Finding]) -> Iterator[str]:

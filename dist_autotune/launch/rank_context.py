@@ -72,11 +72,6 @@ class RankContext:
             return self.claim is None and not self.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether a peer has not read its sample yet: this run's launches are no part of the trial."""
-        return self.search is not None and self.search.waiting
-
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""
         if len(self.texts) == 1 or candidate not in self.texts:
@@ -89,8 +84,6 @@ class RankContext:
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
-            return None
-        if not self.measures and not self.is_waiting:
             return None
         return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
 

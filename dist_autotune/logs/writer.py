@@ -112,55 +112,64 @@ class LogLines:
 
     def line(self, record: Record) -> str:
         """Return the line for `record`, without its end; never more than one line."""
-        subject, text = map(one_line, self._describe(record))
+        subject, text = one_line(self._subject(record)), one_line(self._text(record))
         self._subject_width = max(self._subject_width, len(subject))
         prefix = f"[{record.elapsed_s:6.1f}s] rank {record.rank:<3}"
         return f"{prefix} {subject:<{self._subject_width}}  {text}"
 
-    def _describe(self, record: Record) -> tuple[str, str]:
-        """Return what the record is about and what it says."""
+    def _subject(self, record: Record) -> str:
+        """Return what the record is about."""
+        if isinstance(record, records.ContextRecord):
+            return self._context(record).label
+        if isinstance(record, records.Preflighted):
+            return context_label(record.kernel, record.key)
+        if isinstance(record, records.SessionOpened | records.SessionClosed):
+            return f"session {record.session}"
+        run: int | None = getattr(record, "run", None)
+        return record.event if run is None else "opening" if run < 0 else f"run {run}"
+
+    def _text(self, record: Record) -> str:
+        """Return what the record says."""
         match record:
+            case records.ConfigRecord():
+                return self._of_config(self._context(record), record)
             case records.ContextAdmitted():
                 context = self._context(record)
                 context.candidates = len(record.candidates)
                 context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
                 where = "" if record.local else ", launched on other ranks only"
                 candidates = f"{counted(context.candidates, 'candidate')}, incumbent #{record.incumbent}"
-                return context.label, f"admitted in run {record.run}: {candidates}{where}"
-            case records.ConfigRecord():
-                context = self._context(record)
-                return context.label, self._of_config(context, record)
+                return f"admitted in run {record.run}: {candidates}{where}"
             case records.RunStarted():
                 tried = [f"{self._label(context)} #{config_id}" for context, config_id in record.plan.items()]
-                return f"run {record.run}", "tries " + (", ".join(tried) or "nothing")
+                return f"tries {', '.join(tried) or 'nothing'}"
             case records.Exchanged():
-                where = "opening" if record.run < 0 else f"run {record.run}"
                 sizes = f"sent {record.sent_bytes} B, received {record.received_bytes} B"
-                return where, f"exchanged in {format_ms(record.ms)} ms, {sizes}"
+                return f"exchanged in {format_ms(record.ms)} ms, {sizes}"
             case records.Merged():
                 parts = record.payload.get("parts", {}).items()
-                said = [
-                    f"{self._label(name)} {counted(part.get('measured', 0), 'time')}" for name, part in parts
-                ]
-                return f"run {record.run}", f"all ranks said: {', '.join(said) or 'nothing launched'}"
+                times = ((name, counted(part.get("measured", 0), "time")) for name, part in parts)
+                said = [f"{self._label(name)} {measured}" for name, measured in times]
+                return f"all ranks said: {', '.join(said) or 'nothing launched'}"
             case records.RunTimed():
                 doubt = "" if record.counts else ", no sample"
-                return f"run {record.run}", f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
+                return f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
             case records.Preflighted():
-                return context_label(record.kernel, record.key), _preflighted(record)
+                return _preflighted(record)
             case records.RunFailed():
-                return f"run {record.run}", f"failed on rank {record.by_rank}: {record.error}"
+                return f"failed on rank {record.by_rank}: {record.error}"
             case records.SessionOpened():
                 self._unit = "ms (wall clock)" if record.clock == WALL_CLOCK else "ms"
-                return f"session {record.session}", _opened(record)
+                return _opened(record)
             case records.SessionClosed():
                 counts = f"{counted(record.runs, 'run')}, {counted(record.contexts, 'context')}"
-                warning = f". {record.warning}" if record.warning else ""
-                return f"session {record.session}", f"closed: {record.outcome}, {counts}{warning}"
+                return f"closed: {record.outcome}, {counts}" + (
+                    f". {record.warning}" if record.warning else ""
+                )
             case records.Note():
-                return "note", record.text
+                return record.text
             case _:  # a kind of record that was added without a line of its own still leaves its facts
-                return record.event, str(record)
+                return str(record)
 
     def _of_config(self, context: _Context, record: records.ConfigRecord) -> str:
         match record:

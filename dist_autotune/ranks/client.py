@@ -1,16 +1,14 @@
-"""A rank's connection to the hub of its group: a socket, or on the hub's own rank a call."""
+"""A rank's connection to the hub of its group."""
 
 from __future__ import annotations
 
-import abc
 import itertools
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from .hub import SEND_S, Hub
+from .hub import SEND_S
 from .messages import TOKEN_BYTES, Message, pack, unpack
 
 _LEAST_S = 1e-3  # for a reply that is there already
@@ -31,14 +29,22 @@ class HubSilent(Exception):
     """The hub's process is stopped, or busy beyond measure: it may come back."""
 
 
-class Client(abc.ABC):
-    """Requests and their replies; used by one thread."""
+class Client:
+    """Sends requests by one of several endpoints of the hub; used by one thread.
 
-    def __init__(self, position: int) -> None:
+    An interrupted reply leaves it closed; the next request connects anew.
+    """
+
+    def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, position: int) -> None:
         self.send_s = SEND_S  # how long the hub may take to take a message in
+        self._endpoints = endpoints
+        self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
         self._position = position
         self._numbers = itertools.count()
         self._replies: dict[int, Message] = {}
+        self._buffer = bytearray()
+        self._is_answered = False  # the hub has shown that it is ours
+        self._socket: socket.socket | None = None
 
     def send(self, op: str, sequence: int, **fields: Any) -> int:
         """Send a request and return its number."""
@@ -46,62 +52,8 @@ class Client(abc.ABC):
         self.notify(op, sequence, id=request, **fields)
         return request
 
-    @abc.abstractmethod
     def notify(self, op: str, sequence: int, **fields: Any) -> None:
         """Send a message that has no reply."""
-
-    @abc.abstractmethod
-    def receive(self, request: int, timeout_s: float) -> Message | None:
-        """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
-
-    def close(self) -> None:
-        """Drop all replies under way."""
-        self._replies.clear()
-
-
-class LocalClient(Client):
-    """The client of the rank that runs the hub."""
-
-    def __init__(self, hub: Hub, position: int) -> None:
-        super().__init__(position)
-        self._hub = hub
-        self._arrived = threading.Condition()
-
-    def receive(self, request: int, timeout_s: float) -> Message | None:
-        until = time.monotonic() + timeout_s
-        with self._arrived:
-            while request not in self._replies and (left_s := until - time.monotonic()) > 0:
-                self._arrived.wait(min(left_s, _SLICE_S))
-            return self._replies.pop(request, None)
-
-    def notify(self, op: str, sequence: int, **fields: Any) -> None:
-        message = {"op": op, "sequence": sequence, "position": self._position, **fields}
-        try:
-            self._hub.handle_locally(message, self._keep_reply)
-        except RuntimeError as error:
-            raise HubLost(str(error)) from None
-
-    def _keep_reply(self, message: Message) -> None:
-        with self._arrived:
-            self._replies[int(message["id"])] = message
-            self._arrived.notify_all()
-
-
-class SocketClient(Client):
-    """The client of any other rank, by one of several endpoints of the hub.
-
-    An interrupted reply leaves it closed; the next request connects anew.
-    """
-
-    def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, position: int) -> None:
-        super().__init__(position)
-        self._endpoints = endpoints
-        self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
-        self._buffer = bytearray()
-        self._is_answered = False  # the hub has shown that it is ours
-        self._socket: socket.socket | None = None
-
-    def notify(self, op: str, sequence: int, **fields: Any) -> None:
         data = pack({"op": op, "sequence": sequence, "position": self._position, **fields})
         lost: type[HubLost] = ConnectionLost
         try:
@@ -120,6 +72,7 @@ class SocketClient(Client):
             raise
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
+        """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
         until = time.monotonic() + max(timeout_s, _LEAST_S)
         while request not in self._replies:
             left_s = until - time.monotonic()
@@ -137,7 +90,8 @@ class SocketClient(Client):
         return self._replies.pop(request)
 
     def close(self) -> None:
-        super().close()
+        """Drop all replies under way."""
+        self._replies.clear()
         if self._socket is not None:
             self._socket.close()
         self._socket = None

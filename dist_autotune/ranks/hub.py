@@ -45,7 +45,7 @@ class Hub:
         self.backlogged: set[_Connection] = set()  # have not taken in all that was sent to them
         self._size = size
         self._positions: set[int] = set()  # that have sent something
-        self._held: list[tuple[Reply, Message]] = []  # replies to this rank
+        self.held: list[tuple[_Connection, Message]] = []  # results for this rank
         self._was_away = False
         self._ticked_at = time.monotonic()
         self._servers: dict[str, asyncio.Server] = {}  # by interface
@@ -69,17 +69,6 @@ class Hub:
             listening = asyncio.run_coroutine_threadsafe(self._listen(interface, interface), self.loop)
             self._outside = (*self._outside, (interface or socket.gethostname(), listening.result(SEND_S)))
 
-    def handle_locally(self, message: Message, reply: Reply) -> None:
-        """Handle a message of this rank; a RuntimeError: the hub has ended."""
-
-        def reply_or_hold(answer: Message) -> None:
-            if "merged" in (answer.get("end") or {}):
-                self._held.append((reply, answer))
-            else:
-                reply(answer)
-
-        self.loop.call_soon_threadsafe(lambda: self.handle(message, reply_or_hold))
-
     def handle(self, message: Message, reply: Reply) -> None:
         self._positions.add(int(message["position"]))
         self.state.handle(message, reply)
@@ -87,10 +76,10 @@ class Hub:
 
     def release(self) -> None:
         """Give this rank its result if all others have theirs: it may end its process."""
-        if self._held and not self.backlogged:
-            held, self._held = self._held, []
-            for reply, answer in held:
-                reply(answer)
+        if self.held and not self.backlogged:
+            held, self.held = self.held, []
+            for connection, message in held:
+                connection.send(message)
 
     def was_away(self) -> bool:
         """Return, once, whether this process has been stopped: peers may have gone on without it."""
@@ -106,9 +95,12 @@ class Hub:
         """Listen on an interface, on all if it is "", and return the port."""
         every = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if every or ":" in interface else socket.AF_INET
-        listener = socket.create_server((interface, 0), family=family, backlog=QUEUE, dualstack_ipv6=every)
-        opening = self.loop.create_server(lambda: _Connection(self), sock=listener, backlog=QUEUE)
-        self._servers[name] = await opening
+        listener = socket.create_server((interface, 0), family=family, dualstack_ipv6=every)
+        # One is accepted at a time: a rank that has come shows its token before strangers take its place.
+        self._servers[name] = await self.loop.create_server(
+            lambda: _Connection(self), sock=listener, backlog=1
+        )
+        listener.listen(QUEUE)
         return int(listener.getsockname()[1])
 
     def _tick(self) -> None:
@@ -132,8 +124,9 @@ class _Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, hub: Hub) -> None:
-        self.reply: Reply = lambda message: self.transport.write(pack(message))
+        self.reply: Reply = self._reply  # one object: requests are known by it
         self._hub = hub
+        self._is_of_hub = False  # the rank is the one that runs the hub
         self._received = bytearray()
         self._unsent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # ends it unless it is stopped in time
@@ -164,10 +157,20 @@ class _Connection(asyncio.Protocol):
                 del self._received[:TOKEN_BYTES], self._hub.strangers[self]
                 self.transport.write(self._hub.answer)
             for message in unpack(self._received):
+                self._is_of_hub = message["position"] == 0
                 self._hub.handle(message, self.reply)
         except Exception:
             logger.warning("The hub of this group has closed a connection.", exc_info=True)
             self.transport.abort()
+
+    def send(self, message: Message) -> None:
+        self.transport.write(pack(message))
+
+    def _reply(self, message: Message) -> None:
+        if self._is_of_hub and "merged" in (message.get("end") or {}):
+            self._hub.held.append((self, message))
+        else:
+            self.send(message)
 
     def pause_writing(self) -> None:
         self._hub.backlogged.add(self)

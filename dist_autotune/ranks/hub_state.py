@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from .messages import End, Message, Reply
+
+Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads, by position -> the end that they make
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,6 @@ class _Round:
     """One exchange: what has come, who waits, how it ended."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
-    merge: Callable[[list[bytes]], End] | None = None  # given by the first rank
     waiting: list[_Request] = field(default_factory=list)  # for the end
     beats: int = 0  # so far, of all ranks
     latest_beat: dict[int, int] = field(default_factory=dict)  # position -> which beat of all was its last
@@ -38,6 +40,7 @@ class HubState:
     """
 
     def __init__(self, size: int) -> None:
+        self.merges: dict[int, Merging] = {}  # by exchange; the first rank adds each before it posts
         self._size = size
         self._rounds: dict[int, _Round] = {}
         # The latest exchange whose end all ranks know. A rank that gave up, or was interrupted, while it was
@@ -70,12 +73,15 @@ class HubState:
                 exchange.informed.add(position)
             case "post":
                 exchange.payloads[position] = message["payload"]
-                exchange.merge = message.get("merge", exchange.merge)
                 exchange.waiting.append(_Request(position, message["id"], reply))
-        self._answer(exchange)
+        if exchange.end is None and len(exchange.payloads) == self._size:
+            exchange.end = self.merges[number]([exchange.payloads[each] for each in range(self._size)])
+        if exchange.end is not None:
+            self._answer(exchange, exchange.end)
         if len(exchange.informed) == self._size:
             assert exchange.end is not None
             self._latest_over, self._latest_end = number, exchange.end
+            self.merges.pop(number, None)
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
     def forget(self, reply: Reply) -> None:
@@ -83,16 +89,12 @@ class HubState:
         for exchange in self._rounds.values():
             exchange.waiting = [each for each in exchange.waiting if each.reply is not reply]
 
-    def _answer(self, exchange: _Round) -> None:
-        """Merge when all payloads are there, and tell everybody the end."""
-        if exchange.end is None and exchange.merge is not None and len(exchange.payloads) == self._size:
-            exchange.end = exchange.merge([exchange.payloads[position] for position in range(self._size)])
-        if exchange.end is not None:
-            requests, exchange.waiting = exchange.waiting, []
-            # The hub's own rank comes last: when it gets the end it may end its process, and this thread.
-            for request in sorted(requests, key=lambda each: each.position, reverse=True):
-                exchange.informed.add(request.position)
-                request.reply({"id": request.id, "end": exchange.end})
+    def _answer(self, exchange: _Round, end: End) -> None:
+        """Send all that wait the end; the hub's own rank last, as it may end its process, and this thread."""
+        requests, exchange.waiting = exchange.waiting, []
+        for request in sorted(requests, key=lambda each: each.position, reverse=True):
+            exchange.informed.add(request.position)
+            request.reply({"id": request.id, "end": end})
 
     def _give_up(self, exchange: _Round, message: Message, reply: Reply) -> None:
         """End the exchange for everybody, unless a missing rank has sent a heartbeat since the last look."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .address import interface_towards, this_host
-from .client import Client, LocalClient, SocketClient
+from .client import Client
 from .hub import Hub
 from .store import OPERATION_S, Store
 
@@ -28,24 +28,22 @@ class Members:
         self._has_requested_access = False  # from another host
         self._admitted = 0  # requests of hosts
 
-    def find_hub(self, limit_s: float = OPERATION_S) -> bool:
-        """Connect to the hub if it is there by now, or start it; return whether there is one."""
+    def find_client(self, limit_s: float = OPERATION_S) -> Client | None:
+        """Return the client of the hub, which the first rank starts; None: it is not there yet."""
         if self.client is None:
             if self.position == 0:
                 self.hub = self.hub or Hub(len(self.ranks))
                 self.store.publish_address(self.hub.address())
             self.client = self.new_client(limit_s)
-        return self.client is not None
+        return self.client
 
     def new_client(self, limit_s: float = OPERATION_S) -> Client | None:
         """Return one more client, for another thread; None: the hub is not there yet."""
-        if self.hub is not None:
-            return LocalClient(self.hub, self.position)
-        address = self.store.read_address(limit_s)
+        address = self.store.read_address(limit_s) if self.hub is None else self.hub.address()
         if address is None:
             return None
         if endpoints := address.endpoints(this_host()):
-            return SocketClient(endpoints, address.token, self.position)
+            return Client(endpoints, address.token, self.position)
         if not self._has_requested_access:
             self.store.request_access(interface_towards(self.store.host))
             self._has_requested_access = True

@@ -61,6 +61,7 @@ Bans: TypeAlias = Annotated[dict[str, Ban], _by_key(min)]  # by the candidate's 
 CrashBans: TypeAlias = dict[str, dict[str, Ban]]  # by context; the rank is that whose process ended
 Facts: TypeAlias = dict[str, dict[str, int]]  # name -> value -> lowest rank with it
 Claim: TypeAlias = tuple[int, str, float | None]  # (rank, digest, ms)
+Offers: TypeAlias = Annotated[dict[str, tuple[int, str, float]], _by_key(min)]  # disk entry -> such a claim
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,6 @@ class Announcement:
     key: str
     order: tuple[tuple[str, str], ...]  # (digest, text) of each candidate
     shared: tuple[str, ...]  # digests, sorted
-    ranks: int = 1
     is_choice: bool = False  # a `tunable`: options instead of configs
     kernel_id: str = ""  # tells Autotuners of one function apart by the configs they were given
     family: str = ""  # the same for all of them
@@ -86,14 +86,13 @@ class Announcement:
         return replace(
             first,
             shared=tuple(sorted(set(first.shared) & set(second.shared))),
-            ranks=first.ranks + second.ranks,
             siblings=max(first.siblings, second.siblings),
             claim=_if_both(_first_claim)(first.claim, second.claim),
         )
 
 
 def _first_claim(one: Claim, other: Claim) -> Claim:
-    """Return the lowest rank's: one may claim what it remembers, its peers what they have from its disk."""
+    # Of one rank there may be two: what it remembers, and what its peers have from its disk.
     return min(one, other, key=lambda claim: (*claim[:2], claim[2] is None, claim[2] or 0.0))
 
 
@@ -183,8 +182,7 @@ class Opening(Message):
 
     kind = "open"
     sent_at = "the opening of a session"
-    offers: Annotated[dict[str, tuple[int, str, float]], _by_key(min)] = field(default_factory=dict)
-    """Disk entry -> (rank, winner, ms)."""
+    offers: Offers = field(default_factory=dict)
     crashes: Annotated[dict[str, Crash], _by_key(Crash.merged)] = field(default_factory=dict)  # by session
     crash_bans: Annotated[CrashBans, _by_key(_by_key(min))] = field(default_factory=dict)  # for earlier ones
 
@@ -195,7 +193,7 @@ class RunReport(Message):
 
     kind = "run"
     sent_at = "the end of a trial"
-    offers: Annotated[dict[str, tuple[int, str, float]], _by_key(min)] = field(default_factory=dict)
+    offers: Offers = field(default_factory=dict)
     parts: Annotated[dict[str, Part], _by_key(Part.merged)] = field(default_factory=dict)  # by context
     run: Annotated[Part, Part.merged] = field(default_factory=Part)  # time of the whole run
     elapsed_s: Annotated[float, max] = 0.0

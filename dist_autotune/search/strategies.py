@@ -1,13 +1,10 @@
 """Search strategies: pure generators that decide which candidate to try next.
 
-A flow is `strategy(candidates, *, n_warmup, n_repeat)` over a sequence of candidate indices. It
-yields an index (the next run launches that candidate and measures it) or `Warmup(index)` (the next
-run launches it and measures nothing), and is sent that candidate's agreed time so far in
-milliseconds: `inf` when it was banned or cannot win, `nan` while there is no sample of it. After
-`Warmup` of a candidate without samples it is sent that run's time. It returns the winner's index, or
-a `Winner`.
-A flow knows neither torch nor ranks, and since it is the same on all ranks it needs no message of
-its own.
+A flow is `strategy(candidates, *, n_warmup, n_repeat)` over a sequence of candidate indices. It yields an
+index (the next run launches that candidate and measures it) or `Warmup(index)` (and measures nothing), and is
+sent that candidate's agreed time so far in milliseconds: `inf` when it was banned or cannot win, `nan` while
+there is no sample of it; after `Warmup` of a candidate without samples, that run's time. It returns the
+winner's index, or a `Winner`. It is the same on all ranks, and so needs no message of its own.
 """
 
 from __future__ import annotations
@@ -34,36 +31,11 @@ class Strategy(Protocol):
     def __call__(self, candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow: ...
 
 
-def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
-    """Try every candidate in order; return the fastest, the earliest one of equals.
-
-    Each gets `n_warmup` unmeasured and `n_repeat` measured runs; a banned one is left at once.
-    """
-    agreed_ms: dict[int, float] = {}
-    for index in candidates:
-        agreed_ms[index] = yield from _measure(index, n_warmup, n_repeat)
-    best = min(candidates, key=agreed_ms.__getitem__)
-    return Winner(best, [index for index in candidates if agreed_ms[index] == agreed_ms[best]])
-
-
-def _measure(index: int, n_warmup: int, n_repeat: int) -> Generator[int | Warmup, float, float]:
-    for _ in range(n_warmup):
-        if (yield Warmup(index)) == math.inf:
-            return math.inf
-    ms = math.inf
-    for _ in range(n_repeat):
-        ms = yield index
-        if ms == math.inf:
-            break
-    return math.inf if math.isnan(ms) else ms
-
-
 class Winner(int):
     """The winner's index, and the candidates that the flow cannot tell from it: a tie, in any order.
 
-    The incumbent wins a tie, and where hosts may have delayed the launches, also what they may have decided
-    (`search.Context`). A flow that returns a bare index has decided itself: that candidate wins unless it is
-    banned, or was launched and has no sample.
+    Of a tie the incumbent wins, and of what hosts may have decided. A flow that returns a bare index has
+    decided itself: that candidate wins unless it is banned, or was launched and has no sample.
     """
 
     tied: frozenset[int]
@@ -98,6 +70,30 @@ def least(ms: float) -> float:
     return ms.least_ms if isinstance(ms, AgreedMs) else ms
 
 
+def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
+    """Try every candidate in order; return the fastest, the earliest one of equals.
+
+    Each gets `n_warmup` unmeasured and `n_repeat` measured runs; a banned one is left at once.
+    """
+    agreed_ms: dict[int, float] = {}
+    for index in candidates:
+        agreed_ms[index] = yield from _measure(index, n_warmup, n_repeat)
+    best = min(candidates, key=agreed_ms.__getitem__)
+    return Winner(best, [index for index in candidates if agreed_ms[index] == agreed_ms[best]])
+
+
+def _measure(index: int, n_warmup: int, n_repeat: int) -> Generator[int | Warmup, float, float]:
+    for _ in range(n_warmup):
+        if (yield Warmup(index)) == math.inf:
+            return math.inf
+    ms = math.inf
+    for _ in range(n_repeat):
+        ms = yield index
+        if ms == math.inf:
+            break
+    return math.inf if math.isnan(ms) else ms
+
+
 # Thresholds of `racing`, chosen with benchmarks/search_simulator.py (its table is in docs/benchmarks).
 _SINGLE_FACTOR = 10.0  # after the warm-up run, or a single sample: anything else may explain less
 _PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
@@ -121,13 +117,11 @@ def racing_runs(candidates: int) -> float:
 def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     """Try candidates in interleaved rounds of alternating order; drop each as soon as the samples allow.
 
-    One warm-up run each, then rounds over those that are left, until one is left or the budget is spent:
-    69 runs, or 4.3 a candidate. On a single sample only what is ten times slower is dropped; a time that
-    may hold the host's (`AgreedMs`) counts as the least that it may be, and so drops nobody. Of those that
-    are left, all within 1 % of the best are a tie, and the first candidate also within the noise that was
-    measured. `n_warmup` and `n_repeat` are those of `exhaustive` and not used. The idea of racing is that of
-    Maron and Moore, "Hoeffding Races" (NIPS 1993); with medians, and thresholds from simulation, because
-    launch times have spikes.
+    One warm-up run each, then rounds over those that are left, until one is left or the budget is spent. A
+    time that may hold the host's (`AgreedMs`) counts as the least that it may be, and so drops nobody. Of
+    those that are left, all within 1 % of the best are a tie, and the first candidate also within the noise
+    that was measured. `n_warmup` and `n_repeat` are not used. The idea is that of Maron and Moore, "Hoeffding
+    Races" (NIPS 1993); with medians, and thresholds from simulation, because launch times have spikes.
     """
     agreed_ms: dict[int, float] = {}
     for index in candidates:
@@ -205,8 +199,8 @@ class _Noise:
         self._before_ms: dict[int, float] = {}
 
     def learn(self, samples: int, agreed_ms: dict[int, float]) -> None:
-        """Take in the medians of `samples` each; of one and two they say more of spikes than of noise."""
-        now_ms = {i: ms for i, ms in agreed_ms.items() if math.isfinite(ms) and samples >= 3}
+        """Take in the medians of `samples` each, at least three; of fewer they say more of spikes."""
+        now_ms = {i: ms for i, ms in agreed_ms.items() if math.isfinite(ms)}
         both = now_ms.keys() & self._before_ms.keys()
         if len(both) > 1:
             mean_now = math.fsum(now_ms[i] for i in both) / len(both)

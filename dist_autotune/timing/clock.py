@@ -1,12 +1,8 @@
 """How a launch is timed: CUDA events on the launch's own stream, or the wall clock.
 
-A clock only marks; nothing waits for the device until `read_ms` at the end of the run.
-
 Two events around a launch time the kernel alone only if the launch is queued before the device comes to the
-first of them. Where the stream has run dry, the interval holds up to the whole host time between the marks:
-`EventClock` finds that out after the launch, by whether the first event has passed (`gap_ms`). A filler
-before the run keeps the device behind the host (`stream_filler`). The events' own cost is measured once and
-subtracted (`EventCost`).
+first of them. Where the stream has run dry, the interval holds up to the whole host time between the marks
+(`EventClock.gap_ms`). A filler before the run keeps the device behind the host (`stream_filler`).
 """
 
 from __future__ import annotations
@@ -67,10 +63,9 @@ class EventMark:
 class EventClock:
     """CUDA events recorded on the current stream of the current device, as Triton launches there.
 
-    A time is the kernel's own, provided that the launch was fed (see `gap_ms`). Once `prepare` has run, it is
-    without what two events cost, but no less than an empty kernel's. Waiting is polling, so that Ctrl-C works
-    and a stuck kernel becomes a `LaunchTimeout` after `timeout_s`. An error that the device reports is a
-    `LaunchFailed`. Events are reused.
+    Nothing waits for the device until `read_ms`, which polls, so that Ctrl-C works and a stuck kernel becomes
+    a `LaunchTimeout` after `timeout_s`. Once `prepare` has run, what two events cost is subtracted. An error
+    that the device reports is a `LaunchFailed`. Events are reused.
 
     feeds: keep an idle stream busy before a run while the host prepares it; see `stream_filler`.
     """
@@ -164,7 +159,12 @@ class EventCost:
         self._ms: float | None = None
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(int(LEAD_MS * CYCLES_PER_MS))
-            self._pairs = [self._pair() for _ in range(PAIRS)]
+            self._pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(PAIRS)]
+            for begin, end in self._pairs:
+                torch.cuda._sleep(int(BETWEEN_MS * CYCLES_PER_MS))
+                begin.record()
+                torch.cuda._sleep(0)
+                end.record()
 
     def ms(self) -> float:
         """Return the cost in ms, 0 if the device does not come to measuring it within `PATIENCE_S`."""
@@ -175,12 +175,3 @@ class EventCost:
             readings = [begin.elapsed_time(end) for begin, end in self._pairs] if is_done else [0.0]
             self._ms = max(0.0, statistics.median(readings) - EMPTY_KERNEL_MS)
         return self._ms
-
-    @staticmethod
-    def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(BETWEEN_MS * CYCLES_PER_MS))
-        begin.record()
-        torch.cuda._sleep(0)
-        end.record()
-        return begin, end

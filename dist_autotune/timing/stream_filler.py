@@ -1,20 +1,14 @@
 """Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
 
-Where the stream is idle when a run with a trial begins, it gets a *filler* before the function is called:
-torch's spin kernel, one thread that counts clock cycles for somewhat longer than the host takes to enqueue
-the run. All that the function enqueues stands behind it, also on streams that it forks, so copies, peers'
-data and kernels keep the places that they have in a settled call behind other work. A filler directly before
-one launch would let the copies that a kernel waits for run under the filler.
+An idle stream gets a *filler* before a run with a trial: torch's spin kernel, one thread that counts clock
+cycles for somewhat longer than the host takes to enqueue the run. All that the function enqueues stands
+behind it, also on streams that it forks, as behind other work in a settled call; a filler directly before one
+launch would hide the copies that the kernel waits for.
 
-A spin kernel ends by itself. A gate that the host opens (cuStreamWaitValue32) would be exact, but a launch
-that blocks before the gate is open, on a full queue or in loading a module, would hang for ever. A memset or
-copy takes memory bandwidth from what runs beside it; the one thread takes one of thousands of warp slots. Its
-module is loaded beforehand (`load_filler`): lazy loading may wait for the whole device, and so for a kernel
-that waits for a peer.
-
-Ranks end their fillers at one moment (`synchronized_start`), so the length has to be right: the rate at which
-the device counts is measured on every filler, as clocks move with heat and power. A function whose host takes
-longer than the longest filler is timed as it comes.
+A spin kernel ends by itself: behind a gate that the host opens, a launch that blocks would hang for ever. It
+takes no memory bandwidth, and is loaded beforehand: lazy loading may wait for a kernel that waits for a peer.
+Ranks end their fillers at one moment (`synchronized_start`), so each filler measures the device's rate anew.
+A function whose host takes longer than the longest filler is timed as it comes.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -44,18 +38,17 @@ def load_filler(device: int) -> None:
         torch.cuda._sleep(0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Filler:
     """One filler, between two events."""
 
     before: torch.cuda.Event
     behind: torch.cuda.Event
-    is_idle: bool  # the stream, before it
-    cycles: int = 0
+    cycles: int
 
 
 class StreamFiller:
-    """Fills the stream before each run, and learns how long the host takes: `prepare`, `begin`, then `end`.
+    """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`.
 
     fillable: devices on which the filler is loaded. longest_ms: of a filler; a slower host gets none.
     """
@@ -66,7 +59,6 @@ class StreamFiller:
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: _Filler | None = None  # the last one, until its rate is known
-        self._next: _Filler | None = None
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
         self._filled_ms = 0.0
         self._began_ns = 0
@@ -85,34 +77,29 @@ class StreamFiller:
         """Return the length of the filler, where the slowest of all ranks wants so much."""
         return 0.0 if wanted_ms > self._longest_ms else wanted_ms
 
-    def prepare(self) -> None:
-        """Do what takes time before the length of the filler is known: that counts from one moment."""
+    def begin(self, length_ms: Callable[[], float]) -> None:
+        """Keep the current stream busy, if it is idle. Not for one that is being captured.
+
+        The length is asked for last: it counts from that moment.
+        """
         with as_launch_failed():
-            is_loaded = torch.cuda.current_device() in self._fillable
-            last = self._last
-            if last is not None and last.behind.query():  # how fast the device counts
+            last, is_loaded = self._last, torch.cuda.current_device() in self._fillable
+            if last is not None and last.behind.query():
                 self._last = None
                 took_ms = last.before.elapsed_time(last.behind)
                 if took_ms > 0:
                     self._rates.append(last.cycles / took_ms)
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._next = _Filler(before, behind, is_loaded and torch.cuda.current_stream().query())
-
-    def begin(self, length_ms: float) -> None:
-        """Keep the current stream busy for so long, if it is idle. Not for one that is being captured."""
-        if self._next is None:
-            self.prepare()
-        assert self._next is not None
-        filler, self._next = self._next, None
-        with as_launch_failed():
-            self._filled_ms = length_ms if filler.is_idle else 0.0
+            is_idle = is_loaded and torch.cuda.current_stream().query()
+            wanted_ms = length_ms()
+            self._filled_ms = wanted_ms if is_idle else 0.0
             if self._filled_ms > 0:
-                filler.cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
-                filler.before.record()
-                torch.cuda._sleep(filler.cycles)
-                self._last = filler if self._filled_ms >= MEASURED_MS else None
-            self._begin, self._began_ns = filler.behind, time.perf_counter_ns()
-            filler.behind.record()
+                cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
+                before.record()
+                torch.cuda._sleep(cycles)
+                self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
+            self._begin, self._began_ns = behind, time.perf_counter_ns()
+            behind.record()
 
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.

@@ -55,7 +55,7 @@ class ActiveCall:
         """Return whether this thread has the turn, or works for the call that has it."""
         return self.is_mine or self.belongs()
 
-    def take(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:
+    def acquire(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:
         """Wait for the turn and take it; False: the active call waits for this thread.
 
         Raises TuningError when the call that has it has not moved for `timeout_s`.
@@ -73,7 +73,16 @@ class ActiveCall:
         if self._start is not None:  # a second Ctrl-C has left it so
             self.end()
         self._call, self._name, self._owner = object(), name, threading.get_ident()
-        self._watch_starts()
+        before, call, owner = threading.Thread.start, self._call, self._owner
+
+        def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+            """Mark what this call's threads start, as a part of it."""
+            if self._call is call and (threading.get_ident() == owner or self.belongs()):
+                setattr(thread, _MARK, call)
+            before(thread, *args, **kwargs)
+
+        self._start = start, before
+        threading.Thread.start = start  # type: ignore[method-assign,assignment]
         return True
 
     def end(self) -> None:
@@ -92,23 +101,6 @@ class ActiveCall:
             return function()
         finally:
             setattr(thread, _MARK, before)
-
-    def leave_to_parent(self) -> None:
-        """Be free in a forked child."""
-        self.end()
-        self.lock = threading.RLock()
-
-    def _watch_starts(self) -> None:
-        """Mark what this call's threads start, as a part of it."""
-        before, call, owner = threading.Thread.start, self._call, self._owner
-
-        def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-            if self._call is call and (threading.get_ident() == owner or self.belongs()):
-                setattr(thread, _MARK, call)
-            before(thread, *args, **kwargs)
-
-        self._start = start, before
-        threading.Thread.start = start  # type: ignore[method-assign,assignment]
 
     def _is_awaited(self) -> bool:
         """Return whether a thread of the call waits for this one, or for the future that it works on."""

@@ -94,8 +94,10 @@ def _value_text(value: Any, *, strict: bool = True) -> str:
         return repr(value)
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, numbers.Number):
-        return _number_text(value)
+    if isinstance(value, numbers.Number) and not isinstance(value, complex):
+        number: Any = value
+        is_whole = number == number and abs(number) != math.inf and int(number) == number
+        return repr(int(number) if is_whole else float(number))
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(text_of, value))})"
     if isinstance(value, (set, frozenset)):  # their repr differs from process to process
@@ -117,13 +119,6 @@ def _value_text(value: Any, *, strict: bool = True) -> str:
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be part of a tuning key: it has "
         f"no text that is the same on every rank ({text[:80]}). Use a number, string, dtype or enum."
     )
-
-
-def _number_text(value: Any) -> str:
-    if isinstance(value, complex):
-        return repr(value)
-    is_whole = value == value and abs(value) != math.inf and int(value) == value
-    return repr(int(value) if is_whole else float(value))
 
 
 def _full_name(function: Callable[..., Any]) -> str:

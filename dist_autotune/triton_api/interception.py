@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -71,7 +72,8 @@ class Interception:
 
     def _leave_to_parent(self) -> None:
         self.restore()
-        self.turn.leave_to_parent()
+        self.turn.end()
+        self.turn.lock = threading.RLock()
 
 
 INTERCEPTION = Interception()

@@ -58,7 +58,7 @@ class ContextualAutotuner(Generic[P, R]):
             return thunk() if INTERCEPTION.active else self._made_calls().call(mode, thunk)
         lock, has_turn = turn.lock, False
         try:
-            has_turn = turn.take(self._name, self.options.resolved_timeout_s, lambda: INTERCEPTION.active)
+            has_turn = turn.acquire(self._name, self.options.resolved_timeout_s, lambda: INTERCEPTION.active)
             if not has_turn:
                 return turn.lend(thunk)
             INTERCEPTION.restore()  # what a second Ctrl-C may have left of the call before

@@ -49,9 +49,8 @@ class FunctionState:
         function, options = self.function, self.function.options
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
-        names = KernelNames(self.search.kernels.aliases)
         self.registry = Registry(
-            names,
+            KernelNames(self.search.kernels.aliases),
             options,
             function.clock,
             function.group.rank,
@@ -60,7 +59,6 @@ class FunctionState:
             lambda *ban: self.on_ban(*ban),
         )
         self.dispatcher = Dispatcher(
-            names,
             self.registry,
             function.clock,
             self.guard,

@@ -63,8 +63,8 @@ class RankRun:
         if filler is None:
             self._start.lead_ms(0.0)  # peers learn how late this rank comes in any case
         else:
-            filler.prepare()
-            filler.begin(self._start.lead_ms(filler.length_ms(self._wanted_ms or filler.wanted_ms)))
+            length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
+            filler.begin(lambda: self._start.lead_ms(length_ms))
         if self._judged is None or self._whole.report is not None:
             result = thunk()
         else:

@@ -200,9 +200,9 @@ class Session:
     def _expected_runs(self) -> int:
         """Return how many runs the session may have; online, write now and then what is left."""
         search = self.state.search
-        if search.rules.mode == "replay":
-            return search.planned_runs
         forecast = search.forecast
+        if search.rules.mode == "replay":
+            return forecast.planned_trials + 1
         if search.runs == self._next_forecast:
             self._next_forecast *= 2
             if search.has_work:
@@ -280,12 +280,7 @@ class Session:
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
-        unfinished: dict[str, Any] = {
-            "status": "unfinished",
-            "config": None,
-            "ms": None,
-            "fastest_rank_ms": None,
-        }
+        unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
         self._dropped = tuple(
             replace(context, **unfinished) if context.status == "tuning" else context
             for context in self._contexts()

@@ -1,4 +1,4 @@
-"""All-gather + GEMM: `AllGatherGemm`, its two sides and the words between them."""
+"""All-gather + GEMM: `AllGatherGemm` and its consumers. May import `exchange`, `gemm` and `symm`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 @functools.lru_cache
 def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
-    """Return the chunks of a lane in as few runs as there are."""
+    """Return the chunks in as few runs as there are."""
     if not pushed:
         return (Run(0, 0, world_size),)
     behind = Run(world_size, rank + 1, world_size - 1 - rank)

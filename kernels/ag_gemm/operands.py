@@ -25,11 +25,11 @@ class Call(NamedTuple):
     slots: int  # of the gather buffer, each with room for `capacity` rows
     capacity: int
     epoch: int
-    base: int  # what ARRIVED was before this call; 0 in the lane of captured calls
-    pushed: int  # 1 in the lane of captured calls
+    base: int  # what ARRIVED was before this call; 0 where chunks are pushed
+    pushed: int  # 1 where chunks are pushed
     patience_ticks: int  # how long the GEMM waits for a peer
     programs: int  # the most that run at once
-    words: torch.Tensor  # int32, those of the lane that the call takes
+    words: torch.Tensor  # int32; pushed calls have their own
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
 
@@ -53,7 +53,7 @@ class Kind:
     """What all weights and results share that have the same shapes, strides and, each, the same alignment."""
 
     options: Options
-    # Consumers, whether in the captured lane, and whether traced: what may be a kernel of its own.
+    # Consumers, whether pushed, and whether traced: what may be a kernel of its own.
     loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
 
 

@@ -1,7 +1,7 @@
 """`all_gather(a) @ weight.T` on every rank, with the gather hidden behind the product.
 
-    producer     fetches the peers' chunks, in eager calls; how that is kept in order, and why it ends
-    lane         pushes the own chunk to them, in captured calls and with `producer="push"`; and why that ends
+    pull         fetches the peers' chunks, in eager calls; how that is kept in order, and why it ends
+    push         pushes the own chunk to them, in captured calls and with `producer="push"`; and why that ends
     plain, specialized, matmul     who multiplies; `chunks`: how they wait
     choices      what a rank may choose in a call as it likes
 
@@ -21,14 +21,21 @@ import torch.distributed as dist
 
 from ..exchange.operation import Operation
 from ..exchange.pull import ChunkProducer
-from ..exchange.push import PushLane, slots_of
-from ..exchange.words import WORDS
-from ..signals import as_epoch
+from ..exchange.push import ChunkPusher
+from ..exchange.words import (
+    NOT_COPIED,
+    NOT_FETCHED,
+    NOT_PUSHED,
+    NOT_READY,
+    OTHER_ROWS,
+    OTHER_ROWS_PUSHED,
+    WORDS,
+)
+from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, keep, place_of
+from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, keep, place_of
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
-from .errors import check_tensors, failure_error
 from .matmul import MatmulConsumer, wait_for_all
 from .operands import Call, Consumer, KnownOperands, Operands
 from .plain import PlainConsumer
@@ -58,6 +65,9 @@ class AllGatherGemm(Operation):
     shard again, which `graphs=False` saves where chunks are pulled.
     """
 
+    _wrong_calls = (OTHER_ROWS.value, OTHER_ROWS_PUSHED.value)
+    _mend_calls = "Every rank must pass as many rows. "
+
     def __init__(
         self,
         m_per_rank: int,
@@ -78,9 +88,9 @@ class AllGatherGemm(Operation):
         self._fixed = Fixed(consumer, pieces, programs)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._pushes, self._producer_name = producer == "push", producer
-        self._has_lane = graphs or self._pushes
         self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
-        self._lane_rows = 0  # of the last call that the host has put into the lane
+        self._has_pusher = graphs or self._pushes
+        self._pushed_rows = 0  # of the last call that the host has enqueued to be pushed
         self._gathered: torch.Tensor | None = None
         self._stamps: torch.Tensor | None = None  # of the call that is traced
         super().__init__(dtype, group, backend, timeout_s)
@@ -91,14 +101,14 @@ class AllGatherGemm(Operation):
         self._fixed.check()
         if self._producer_name not in PRODUCERS:
             raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
-        slots = slots_of(world, lane=self._has_lane)
+        slots = ChunkPusher.slots(world) if self._has_pusher else world
         self._gather = memory.allocate((slots, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
         self._words = memory.allocate((WORDS, world), torch.int32)
         self._producer = ChunkProducer(memory, self._gather, self._words)
-        self._lane: PushLane | None = None
-        if self._has_lane:
-            self._lane = PushLane(memory, self._gather, memory.allocate((WORDS, world), torch.int32))
+        self._pusher: ChunkPusher | None = None
+        if self._has_pusher:
+            self._pusher = ChunkPusher(memory, self._gather, memory.allocate((WORDS, world), torch.int32))
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -115,10 +125,22 @@ class AllGatherGemm(Operation):
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._gathered, self._words
-        del self._producer, self._lane, self._operands
+        del self._producer, self._pusher, self._operands
 
-    def _failure(self) -> Exception | None:
-        return failure_error(self._error_words, self.rank, self._calls)
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == NOT_PUSHED.value:
+            return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
+        if failure.kind == OTHER_ROWS_PUSHED.value:
+            return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
+        call = self._calls - (self._calls - failure.epoch) % 2**28
+        if failure.kind == NOT_READY.value:
+            last = f"its last: call {failure.seen}"
+            return f"rank {peer} did not offer chunk {peer} of call {call} in time ({last})"
+        if failure.kind == NOT_COPIED.value:
+            return f"chunk {peer} of call {call} was offered by rank {peer} and not copied in time"
+        if failure.kind == NOT_FETCHED.value:
+            return f"rank {peer} did not fetch chunk {self.rank} of call {call} in time"
+        return f"in call {call} rank {peer} passed {failure.seen} rows, not as many as this rank"
 
     # ---- what the caller may use
 
@@ -130,19 +152,19 @@ class AllGatherGemm(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a_shard, weight, out, in_lane=self._pushes or self._is_capturing())
+        return self._call(a_shard, weight, out, pushed=self._pushes or self._is_capturing())
 
     def _call(
-        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_lane: bool
+        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, pushed: bool
     ) -> torch.Tensor:
         self._check_usable()
         check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out)
         places = given = place_of(a_shard), place_of(weight), place_of(out)
         operands = self._known.get(places)
         if operands is None:
-            check_tensors(a_shard, weight, out, self._shard, self.world_size)
+            self._check_tensors(a_shard, weight, out)
         self._check_device()
-        if in_lane and self._lane is None:
+        if pushed and self._pusher is None:
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
@@ -157,8 +179,8 @@ class AllGatherGemm(Operation):
             for checked in (given, places):
                 keep(self._known, checked, operands)
         choice = self._choose(operands)
-        self._load(weight, out, operands, choice, in_lane=in_lane)
-        (self._run_in_lane if in_lane else self._run)(weight, out, operands, choice)
+        self._load(weight, out, operands, choice, pushed=pushed)
+        (self._run_pushed if pushed else self._run)(weight, out, operands, choice)
         if self.device.type == "cpu":
             self._check_usable()
         return out
@@ -173,13 +195,13 @@ class AllGatherGemm(Operation):
         return operands.kind.options.choose()
 
     def _load(
-        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, in_lane: bool
+        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, pushed: bool
     ) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
-        kernel = choice.consumer, in_lane, self._stamps is not None
+        kernel = choice.consumer, pushed, self._stamps is not None
         if kernel in operands.kind.loaded or self._is_capturing():
             return
-        call = self._call_of(operands.rows, choice, self._words.local, epoch=1, base=0, pushed=int(in_lane))
+        call = self._call_of(operands.rows, choice, self._words.local, epoch=1, base=0, pushed=int(pushed))
         consumer = self._operands.consumer(choice.consumer, weight, out, operands)
         consumer.load(self._gather.local, weight, out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
@@ -221,10 +243,10 @@ class AllGatherGemm(Operation):
         host knows nothing, this waits for the device; read during a capture, it is a part of the graph.
         """
         self._check_usable()
-        if self._lane is not None and self._lane_rows:
-            rows = self._lane_rows if self._is_capturing() else self._lane.last_rows()
+        if self._pusher is not None and self._pushed_rows:
+            rows = self._pushed_rows if self._is_capturing() else self._pusher.last_rows()
             if rows:
-                return self._lane.gathered(rows)
+                return self._pusher.gathered(rows)
         if self._calls == 0:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
@@ -234,6 +256,22 @@ class AllGatherGemm(Operation):
 
     # ---- one call
 
+    def _check_tensors(self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+        check_tensor("a_shard", a_shard, self._dtype, self.device)
+        check_tensor("weight", weight, self._dtype, self.device)
+        rows = a_shard.shape[0]
+        if not 1 <= rows <= self._capacity:
+            raise ValueError(
+                f"a_shard has {rows} rows; this operation takes 1 to m_per_rank={self._capacity}"
+            )
+        if a_shard.shape[1] != self._k or weight.shape[1] != self._k:
+            given = f"a_shard {list(a_shard.shape)} and weight {list(weight.shape)}"
+            raise ValueError(f"{given} must both have K={self._k} columns; the weight is [N, K], not [K, N]")
+        if weight.shape[0] == 0:
+            raise ValueError("weight has no rows; there is nothing to compute")
+        check_out(out, [self.world_size * rows, weight.shape[0]], self._dtype, self.device)
+        check_overlap("a_shard", a_shard, self._shard, "m")
+
     def _run(self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice) -> None:
         self._calls += 1
         self._rows = rows = operands.rows
@@ -241,8 +279,8 @@ class AllGatherGemm(Operation):
         self._fetched_rows += rows
         call = self._call_of(rows, choice, self._words.local, epoch, base)
         try:
-            if self._lane is not None and self._lane_rows:
-                self._lane.note_eager_call()
+            if self._pusher is not None and self._pushed_rows:
+                self._pusher.note_eager_call()
             self._producer.start(rows, epoch, base, choice.pieces)
             self._launch(weight, out, operands, choice, call)
             self._producer.join()
@@ -251,23 +289,23 @@ class AllGatherGemm(Operation):
             _finish_alone(call, self._producer.join)
             raise
 
-    def _run_in_lane(
+    def _run_pushed(
         self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice
     ) -> None:
-        assert self._lane is not None
+        assert self._pusher is not None
         rows = operands.rows
-        before, self._lane_rows = self._lane_rows, rows
-        call = self._call_of(rows, choice, self._lane.words, epoch=1, base=0, pushed=1)
+        before, self._pushed_rows = self._pushed_rows, rows
+        call = self._call_of(rows, choice, self._pusher.words, epoch=1, base=0, pushed=1)
         try:
-            self._lane.start(rows, choice.pieces)
+            self._pusher.start(rows, choice.pieces)
             self._launch(weight, out, operands, choice, call)
-            self._lane.finish()
+            self._pusher.finish()
         except BaseException as error:
             if not self._is_capturing():
                 self._broken_by = f"a call was not carried out: {error!r}"
-                _finish_alone(call, self._lane.finish)
+                _finish_alone(call, self._pusher.finish)
                 raise
-            self._lane_rows = before  # of what is captured nothing has happened
+            self._pushed_rows = before  # of what is captured nothing has happened
             if isinstance(error, SymmetricMemoryError):
                 raise RuntimeError(f"AllGatherGemm cannot be captured here: {error}") from error
             raise

@@ -8,16 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import (
-    CPU_CANDIDATES,
-    INTERPRETED,
-    candidate,
-    prune_overlapped,
-    take_first,
-)
+from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..exchange.chunks import part_from, slot_of, wait_for_rows
 from ..exchange.products import multiply, multiply_tma
-from ..launch import SettledLaunches, launch, load
+from ..launch import SettledLaunches, load
 from ..tiles import grouped_tile, rotated_chunk
 from .operands import Call
 
@@ -59,7 +53,7 @@ def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
     c_ptr,  # out [M, N], rows stride_cm apart
-    words_ptr,  # int32 [WORDS, WORLD], of the lane that the call takes
+    words_ptr,  # int32 [WORDS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
@@ -71,7 +65,7 @@ def all_gather_gemm(
     rank,
     epoch,
     base,  # what ARRIVED was before this call
-    pushed,  # 1 in the lane where chunks are pushed; no constexpr: what is loaded serves both
+    pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
     patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
@@ -174,8 +168,10 @@ class Shape(NamedTuple):
     needs_fence: bool
     upcasts: bool
 
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k}
+
     def constants(self) -> dict[str, Any]:
-        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
         return {
             "WORLD": self.world_size,
             "TMA_LEGAL": self.tma_legal,
@@ -184,14 +180,11 @@ class Shape(NamedTuple):
         }
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run under a config."""
         rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
         return min(self.programs, self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(
-    all_gather_gemm, lambda constants: {}, operation="AllGatherGemm"
-)
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_gemm, operation="AllGatherGemm")
 
 
 class PlainConsumer:
@@ -217,28 +210,19 @@ class PlainConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         shape = self._shape_of(call)
         if _SETTLED.find(shape) is None:
-            arguments = self._arguments_of(gather, weight, out, call)
-            load(all_gather_gemm, shape.grid, *arguments, **shape.constants())
+            tensors, scalars = self._arguments_of(gather, weight, out, call)
+            load(all_gather_gemm, shape.grid, *tensors, *scalars, **shape.constants())
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-        shape, arguments = self._shape_of(call), self._arguments_of(gather, weight, out, call)
-        settled = _SETTLED.find(shape)
-        if settled is not None:
-            launch(settled.launch, (), *arguments)
-            return
-        constants = shape.constants()
-        compiled = launch(all_gather_gemm[shape.grid], *arguments, **constants)
-        sizes = {"M": shape.m, "N": shape.n, "K": shape.k}
-        dtypes = tuple(str(tensor.dtype) for tensor in arguments[:5])
-        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
+        _SETTLED.launch(self._shape_of(call), *self._arguments_of(gather, weight, out, call))
 
     def _shape_of(self, call: Call) -> Shape:
         return Shape._make((*self._sizes, call.world_size, call.programs, *self._place, *self._device))
 
     def _arguments_of(
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call
-    ) -> tuple[Any, ...]:
-        """Return the kernel's arguments before the constants: five tensors and the scalars."""
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        """Return the kernel's arguments before the constants: tensors and scalars."""
         tensors = (gather, weight, out, call.words, call.errors)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return (*tensors, *self._sizes, *scalars)
+        return tensors, (*self._sizes, *scalars)

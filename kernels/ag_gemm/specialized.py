@@ -81,11 +81,9 @@ class Shape(NamedTuple):
     stamps: bool
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that are in the key of the tuning, in the order of the kernel's parameters."""
         return {"M": self.m, "N": self.n, "K": self.k}
 
     def constants(self) -> dict[str, Any]:
-        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
         return {
             "WORLD": self.world_size,
             "TENSOR_MEMORY": capability(self.device) == 10,
@@ -99,7 +97,6 @@ class Shape(NamedTuple):
         return int(self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"] + meta["EXTRA_N"]))
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run under a config."""
         return min(self.programs, self.tiles(meta)), 1, 1
 
 
@@ -149,8 +146,7 @@ class SpecializedConsumer:
             return
         constants = shape.constants()
         compiled = tuned[shape.grid](*self._describe(), *arguments, **constants)
-        dtypes = tuple(str(tensor.dtype) for tensor in arguments[:3])
-        _SETTLED.remember(shape, compiled, shape.grid, shape.sizes(), constants, dtypes)
+        _SETTLED.remember(shape, compiled, constants, arguments[:3])
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
 from ..exchange.chunks import part_from, slot_of, wait_for_rows
+from ..gemm.operands import Config
 from ..gemm.problem import last_start
 from ..gemm.roles import run
 from ..signals import multiprocessor, nanoseconds
@@ -51,7 +52,6 @@ class Chunks:
     GROUP_M: gl.constexpr
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
-    NUM_BUFFERS: gl.constexpr
     STAMPS: gl.constexpr
 
     @gluon.jit
@@ -166,7 +166,7 @@ def specialized_all_gather_gemm(
     rank,
     epoch,
     base,  # what ARRIVED was before this call
-    pushed,  # 1 in the lane of captured calls; no constexpr: what is loaded serves both
+    pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
     patience_ticks,
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
@@ -185,6 +185,10 @@ def specialized_all_gather_gemm(
     """Write C = A @ B.T, tile by tile, chunk `rank` first. M / WORLD is not below BLOCK_M."""
     gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp is to wait")
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
+    config = Config(
+        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
+        *("grouped", GROUP_M, TENSOR_MEMORY, False, True, False, False, 1),
+    )
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, WIDTH)
@@ -208,7 +212,6 @@ def specialized_all_gather_gemm(
         GROUP_M,
         BLOCK_M,
         WIDTH,
-        NUM_BUFFERS,
         STAMPS,
     )
     run(
@@ -218,19 +221,5 @@ def specialized_all_gather_gemm(
         extra_desc,
         c_desc,
         words_ptr,  # in place of a counter: the schedule is static
-        False,
-        True,
-        TENSOR_MEMORY,
-        "grouped",
-        VARIANT,
-        BLOCK_M,
-        BLOCK_N,
-        EXTRA_N,
-        BLOCK_K,
-        NUM_BUFFERS,
-        STORE_N,
-        STORE_BUFFERS,
-        False,
-        1,
-        False,
+        config,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import math
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 
 from ..configs import INTERPRETED
-from ..signals import as_patience
+from ..signals import Failure, as_patience, read_failure
 from ..symm import open_symmetric_memory
 
 
@@ -25,8 +25,11 @@ class Operation(abc.ABC):
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
 
     Opening and closing are collective. A subclass allocates in `_allocate`, lets go of what it allocated in
-    `_forget`, and says in `_failure` what its kernels wrote to the error words, one of them for each rank.
+    `_forget`, and describes what its kernels wrote to the error words, one of them for each rank.
     """
+
+    _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
+    _mend_calls: ClassVar[str]  # what callers must do then
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
@@ -65,8 +68,26 @@ class Operation(abc.ABC):
         """Let go of the memory, which a closed operation that somebody still holds must not keep."""
 
     @abc.abstractmethod
+    def _describe(self, peer: int, failure: Failure) -> str:
+        """Return what a kernel recorded about a peer; nothing where `_describe_all` does."""
+
+    def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
+        """Return what is said of several peers at once."""
+        return []
+
     def _failure(self) -> Exception | None:
-        """Return the exception for what the error words say."""
+        """Return the exception for what the kernels wrote to the error words."""
+        words = enumerate(self._error_words)
+        failures = {peer: found for peer, word in words if (found := read_failure(int(word)))}
+        if not failures:
+            return None
+        texts = [self._describe(peer, failure) for peer, failure in failures.items()]
+        text = "; ".join([*filter(None, texts), *self._describe_all(failures)])
+        text = f"{type(self).__name__}, rank {self.rank}: {text}. "
+        next_step = "Close it on all ranks and open another"
+        if any(failure.kind not in self._wrong_calls for failure in failures.values()):
+            return PeerTimeout(f"{text}Find out what that rank is doing. {next_step}")
+        return ValueError(f"{text}{self._mend_calls}{next_step}")
 
     def _read_device(self, dtype: torch.dtype) -> None:
         """Set what depends on the device and is the same in every call."""

@@ -1,9 +1,9 @@
-"""The side of `AllGatherGemm` that fetches: it brings the peers' chunks in and says so.
+"""Pulling: a rank fetches its peers' chunks on a side stream, piece by piece, and says so.
 
 What a rank holds, W ranks:
 
-    gather   [W, m_per_rank, K], symmetric, the lane's slots behind it. Chunk p is rank p's shard; the own
-             chunk is `op.shard`, read in place by the own GEMM and copied by the peers
+    gather   [W, m_per_rank, K], symmetric, behind it slots for what is pushed. Chunk p is rank p's shard; the
+             own chunk is `op.shard`, read in place by the own GEMM and copied by the peers
     words    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
              alone writes, and ARRIVED, which this rank's side stream writes
 
@@ -21,43 +21,35 @@ that were fetched in all calls before. Neither is ever reset; both wrap, and are
         and FETCHED[p] >= e                       FETCHED[r] of rank p := e
     join                               <--
 
-Instead of the GEMM there may be a small kernel that waits as it does at last, and cuBLAS behind it
-(`matmul`): all that follows holds for that kernel as well, which ends when the GEMM could.
+Instead of the GEMM there may be a small kernel that waits as it does at last, and cuBLAS behind it: what
+follows holds for that kernel as well.
 
-**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM
-of call e: neither a full chip nor a shared hardware queue can hold them back behind it. They wait for the
-fork, that is for the caller's earlier work, and for the peers' READY, which follows the peers' forks.
-Nothing of call e on any side stream waits for any GEMM of call e. So if all GEMMs of call e - 1 end, then
-all forks of e happen, all READY are written, all pieces are copied, all ARRIVED come to b + m, all FETCHED
-are written, and all GEMMs of call e end.
+**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM of
+call e: neither a full chip nor a shared hardware queue holds them back. They wait for the fork, that is for
+the caller's earlier work, and for the peers' READY, which follows the peers' forks; none waits for a GEMM of
+call e. So if all GEMMs of call e - 1 end, then all forks of e happen, all READY are written, all pieces are
+copied, all ARRIVED come to b + m, all FETCHED are written, and all GEMMs of call e end.
 
-**Pieces need no agreement.** ARRIVED[p] is written and read by rank r alone, and counts rows: how many pieces
-rank p makes of the chunks that it fetches is never seen here. A tile waits for the rows that it reads, and
-whoever has seen ARRIVED[p] - b may read so many rows without another wait.
+**Pieces need no agreement.** ARRIVED[p] is written and read by rank r alone, and counts rows. Whoever has
+seen ARRIVED[p] - b may read so many rows without another wait.
 
 **It reads no stale data.** ARRIVED[p] := b + i follows the copy of the rows up to i on one stream, and that
-follows READY. Before call e ARRIVED[p] is b, as every call, if m changes too, ends at its own b + m, which is
-the next one's base: so a value above b was written in call e. (What was fetched since a reader last looked
-stays far below 2**31 rows, so the difference is right when the count wraps.)
+follows READY. Before call e ARRIVED[p] is b, as every call ends at its own b + m, which is the next one's
+base: a value above b was written in call e.
 
 **Nothing is overwritten while it is read.** Chunk p here is written by the copies of call e + 1, behind the
 fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind the
 GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
 buffer is enough. ROWS has a word for even and one for odd epochs: p writes the word again in call e + 2,
 behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that
-read it. A rank copies as many rows as it has itself, which every chunk has room for; that a peer has others
-is found by ROWS when all has been copied.
+read it. A rank copies as many rows as it has itself; that a peer has others is found by ROWS in the end.
 
-**No wait is unbounded.** The GEMM has patience for so long. When that ends it records the peer and the epoch
-in memory that the host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting
-READY[p] itself. That is reported by the next call, by `check` and by `close`, and the operation is then good
-for nothing but closing. A side stream that goes on after all, in the middle of a chunk too, lowers ARRIVED[p]
-to the end of a piece again: a program that has given up asks no more until its end, another may be patient
-once more, at most once for each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the bases
-of the next 2**29 rows, so calls that are enqueued already wait no second time.
-
-**A call that fails on the host**, after its exchange was enqueued, sends the small kernel of `matmul` after
-it: that waits as the GEMM would have, and releases the side stream as the GEMM would have.
+**No wait is unbounded.** When the GEMM's patience ends it records the peer and the epoch in memory that the
+host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting READY[p] itself. The next
+call, `check` and `close` report that, and the operation can only be closed. A side stream that goes on after
+all lowers ARRIVED[p] to the end of a piece again: another program may be patient once more, at most once for
+each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the bases of the next 2**29 rows, so
+calls that are enqueued already wait no second time.
 """
 
 from __future__ import annotations

@@ -1,14 +1,20 @@
-"""The second lane of `AllGatherGemm`: nothing in a call depends on its number, so a graph can replay it.
+"""Pushing to peers beside a kernel, with their permits; nothing depends on the number of a call.
 
-A graph repeats the values that were written during its capture, so there can be no epochs. This lane's words
-go up and down again instead, once in each call, and its chunks have slots of their own: it shares with calls
-that fetch only `op.shard` and the caller's tensors. Chunks are pushed by their owner: a push takes the
-receiver's permit away and brings its arrival, so each word has one who raises and one who lowers it, in turn.
-With `producer="push"` eager calls are calls of this lane too, enqueued one by one.
+A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Each word
+goes up and down once in a call instead, and has one who raises and one who lowers it: FREE[p], 1 while rank
+p's memory for what comes from here may be written, and ARRIVED[p], above 0 once p's data is here.
+
+    Permits        FREE and ARRIVED of a call
+    ChunkPusher    this rank's chunk to all peers: calls of `AllGatherGemm` that are captured, or with
+                   `producer="push"`
+    SumPusher      sums to the ranks they are for: `GemmReduceScatter`, `MoEReduceScatter`
+
+**Chunks.** They have slots and words of their own and share with calls that fetch only `op.shard` and the
+caller's tensors.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
-    words    int32 [6, W], symmetric: FREE[p], 1 if rank p's slot for our chunk may be written; ANNOUNCED[p],
-             how many rows p pushes; ARRIVED[p], how many of them are here; AFTER[p], 0 (but see below)
+    words    int32 [6, W], symmetric: FREE[p]; ANNOUNCED[p], how many rows p pushes; ARRIVED[p], how many of
+             them are here; AFTER[p], 0 (but see below)
 
 Call k on rank r, with m rows:
 
@@ -24,14 +30,13 @@ Call k on rank r, with m rows:
     fork                               -->    ARRIVED := AFTER
     join                               <--
 
-Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first. Into how many pieces a chunk is cut is
-its owner's affair.
+Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
 
 **It ends.** The pushes of call k wait for their fork and for the peers' FREE, which follows the peers' forks;
 none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end, then all
-forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (That the branches
-of a graph run side by side is what the hardware does, not what CUDA promises: where it did not, the GEMM
-would report it, see below.) Calls in between that fetch wait for forks and copies of their own alone.
+forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (That the branches of
+a graph run side by side is what the hardware does, not what CUDA promises: where it did not, the GEMM would
+report it, see below.)
 
 **Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
 of our ARRIVED of k, which follows our FREE[p] := 0 of k.
@@ -46,81 +51,106 @@ of call k would let a fast peer write while that is read.) Chunk r is read by GE
 all before the join.
 
 **Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
-then looks at ANNOUNCED[p]: are they not among those, it records that and asks no more in this call. At its
-end a GEMM waits for as many as were announced, more than its own m or fewer, so the words are as after any
-other call. The host is told both numbers.
+then looks at ANNOUNCED[p]; if they are not among those, it records that and asks no more in this call. At its
+end a GEMM waits for as many as were announced, so the words are as after any other call.
 
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience
-ends, at the first row of a chunk or in the middle, it records the peer and sets AFTER[p] and ARRIVED[p] far
-ahead, so that later replays wait no second time. Each GEMM that finds p given up also sets FREE[p], so that
-the side stream runs through. (No other permit can be missing: a rank gives those of call k before it pushes
-its chunk of call k.) The host sees the record in `check`, `close` and the next eager call; replays that are
-enqueued already run to their end with wrong results. So may those of a rank that has been given up and comes
-back: each piece that it still pushes lowers ARRIVED[p] once more, for which a later call may be patient once
-more if the rest does not come. The failure is that of the operation, on all ranks.
-
-**A live peer may be given up too** where there are three ranks or more: one whose push to us stands behind
-its push to the dead one, if our GEMM gives up before its own does. What we then push to it without its permit
-may overwrite an earlier push, so it may wait for us in vain as well, once.
-
-**A call that fails on the host**, after its pushes were enqueued, sends the small kernel of `matmul` after
-them: it waits as the GEMM would have. Nobody sets the permits for the peers, which may still read the slots.
+**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience ends
+it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays wait no second time.
+Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
+be missing: a rank gives those of call k before it pushes its chunk of call k.) The host sees the record in
+`check`, `close` and the next eager call; replays that are enqueued already end with wrong results. So may
+those of a rank that has been given up and comes back: each piece that it still pushes lowers ARRIVED[p] once
+more. The failure is that of the operation, on all ranks. With three ranks or more a live peer may be given up
+too: one whose push to us stands behind its push to the dead one.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..symm import SymmetricMemory, SymmetricTensor
+from ..symm import SideStream, SymmetricMemory, SymmetricTensor
 from .pull import piece_ends
 from .words import AFTER, ANNOUNCED, ARRIVED, FREE
 
 
-def slots_of(world_size: int, *, lane: bool) -> int:
-    """Return how many chunks the gather buffer has room for: without this lane, or with both."""
-    return 2 * world_size - 1 if lane else world_size
+class Permits:
+    """The words with which one side stream asks peers for permits, gives its own, and ends a call.
+
+    free: the row of FREE. risen, after: the rows that the peers raise, and what they become after a call.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        stream: SideStream,
+        words: SymmetricTensor,
+        *,
+        free: int,
+        risen: slice,
+        after: slice,
+    ) -> None:
+        self._memory, self._stream = memory, stream
+        self._free, self._risen, self._after = words.local[free], words.local[risen], words.local[after]
+        self._ours = [theirs[free, memory.rank] for p, theirs in enumerate(words.peers) if p != memory.rank]
+
+    def give(self) -> None:
+        """Let the peers write here, behind what the caller has enqueued so far."""
+        self._stream.fork()
+        for free in self._ours:
+            self._memory.write_signal(free, 1, self._stream)
+
+    def take(self, peer: int) -> None:
+        """Enqueue a wait for the peer's permit, which ends it."""
+        free = self._free[peer]
+        self._memory.wait_signal(free, 1, self._stream)
+        self._memory.write_signal(free, 0, self._stream)
+
+    def finish(self) -> None:
+        """Enqueue what follows the kernels of a call, and order what the caller does next behind it."""
+        self._stream.fork()
+        self._memory.copy(self._risen, self._after, self._stream)  # it may need an SM, which is free by then
+        self._stream.join()
 
 
 @dataclass(frozen=True)
-class _Peer:
-    """One peer's slot for our chunk and the words between it and this rank; views made once."""
+class _ChunkPeer:
+    """One peer's slot for our chunk, and the words there; views made once."""
 
-    slot_there: torch.Tensor
-    free: torch.Tensor  # here, set by the peer
-    our_free: torch.Tensor  # there
-    our_announced: torch.Tensor  # there
-    our_arrived: torch.Tensor  # there
+    rank: int
+    slot: torch.Tensor
+    our_announced: torch.Tensor
+    our_arrived: torch.Tensor
 
 
-class PushLane:
-    """Pushes this rank's chunk to its peers, and takes back what the call has changed."""
+class ChunkPusher:
+    """Pushes this rank's chunk to its peers."""
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
         self.words = words.local
         self._memory, self._gather = memory, gather.local
         self._stream = memory.side_stream()  # its own: an eager call's may have work that is not captured
-        # Rows of the lane's last call; 0 once an eager call has followed. Only the device knows of replays.
+        risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
+        self._permits = Permits(memory, self._stream, words, free=FREE.value, risen=risen, after=after)
+        self.finish = self._permits.finish
+        # Rows of the last pushed call; 0 once an eager call has followed. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
-        self._arrived, self._after = words.local[ARRIVED.value], words.local[AFTER.value]
         rank, world = memory.rank, memory.world_size
         self._cut = (0, 0)  # rows and pieces of `_copies`
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []  # to, from, the row behind
         self._peers = []
         for step in range(1, world):
             peer = (rank - step) % world
-            theirs = words.peers[peer][:, rank]
-            self._peers.append(
-                _Peer(
-                    slot_there=gather.peers[peer][world - 1 + step],
-                    free=words.local[FREE.value, peer],
-                    our_free=theirs[FREE.value],
-                    our_announced=theirs[ANNOUNCED.value],
-                    our_arrived=theirs[ARRIVED.value],
-                )
-            )
+            slot, theirs = gather.peers[peer][world - 1 + step], words.peers[peer][:, rank]
+            self._peers.append(_ChunkPeer(peer, slot, theirs[ANNOUNCED.value], theirs[ARRIVED.value]))
+
+    @staticmethod
+    def slots(world_size: int) -> int:
+        """Return how many chunks the gather buffer has room for: those that are fetched, and those pushed."""
+        return 2 * world_size - 1
 
     def start(self, rows: int, pieces: int) -> None:
         """Enqueue the pushes of one call behind what the caller has enqueued so far."""
@@ -129,36 +159,25 @@ class PushLane:
             self._cut, ends = (rows, pieces), (0, *piece_ends(rows, pieces))
             shard = self._gather[memory.rank]
             self._copies = [
-                [(peer.slot_there[a:b], shard[a:b], b) for a, b in itertools.pairwise(ends)]
-                for peer in self._peers
+                [(peer.slot[a:b], shard[a:b], b) for a, b in itertools.pairwise(ends)] for peer in self._peers
             ]
-        stream.fork()
-        for peer in self._peers:
-            memory.write_signal(peer.our_free, 1, stream)
+        self._permits.give()
         for peer, copies in zip(self._peers, self._copies, strict=True):
-            memory.wait_signal(peer.free, 1, stream)
-            memory.write_signal(peer.free, 0, stream)
+            self._permits.take(peer.rank)
             memory.write_signal(peer.our_announced, rows, stream)
             for there, here, end in copies:
                 memory.copy(there, here, stream)
                 memory.write_signal(peer.our_arrived, end, stream)
         memory.write_signal(self._last_rows, rows, stream)
 
-    def finish(self) -> None:
-        """Enqueue what follows the GEMM, and order what the caller does next behind it."""
-        memory, stream = self._memory, self._stream
-        stream.fork()
-        memory.copy(self._arrived, self._after, stream)  # it may need an SM, which no GEMM holds any more
-        stream.join()
-
     def note_eager_call(self) -> None:
-        """Enqueue that the last call was an eager one; to be called where nothing of the lane is running."""
+        """Enqueue that the last call was an eager one; to be called where nothing is being pushed."""
         self._stream.fork()
         self._memory.write_signal(self._last_rows, 0, self._stream)
         self._stream.join()
 
     def last_rows(self) -> int:
-        """Return the rows of the last call if it went through this lane, else 0; waits for the device."""
+        """Return the rows of the last call if it was pushed, else 0; waits for the device."""
         return int(self._last_rows.item())
 
     def gathered(self, rows: int) -> torch.Tensor:
@@ -167,3 +186,69 @@ class PushLane:
         steps = [(chunk - rank) % world for chunk in range(world)]
         slots = [rank if step == 0 else world - 1 + step for step in steps]
         return torch.cat([self._gather[slot, :rows] for slot in slots])
+
+
+@dataclass(frozen=True)
+class _SumPeer:
+    """The way of our sums to one peer, and the words of it; views made once."""
+
+    rank: int
+    sums: torch.Tensor  # here
+    slot: torch.Tensor  # there
+    done: torch.Tensor  # here, set by the kernel
+    our_arrived: torch.Tensor  # there
+
+
+class SumPusher:
+    """Pushes sums to the peers they are for, rank + 1 first.
+
+    partial, staged: slot s - 1 holds the sums for rank + s, and there those of rank + s for that rank. done,
+    arrived: the rows of these words. permits: what a push asks for; None where the call has them already.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        stream: SideStream,
+        partial: torch.Tensor,
+        staged: SymmetricTensor,
+        words: SymmetricTensor,
+        *,
+        done: int,
+        arrived: int,
+        permits: Permits | None = None,
+    ) -> None:
+        self._memory, self._stream, self._permits = memory, stream, permits
+        rank, world = memory.rank, memory.world_size
+        self._peers = []
+        for step in range(1, world):
+            peer = (rank + step) % world
+            slot = staged.peers[peer][world - step - 1]  # this rank is `world - step` behind the peer
+            our_arrived = words.peers[peer][arrived, rank]
+            self._peers.append(_SumPeer(peer, partial[step - 1], slot, words.local[done, peer], our_arrived))
+        # A driver that sets up something at the first copy to a peer must not do so while a kernel spins.
+        for each in self._peers:
+            memory.copy(each.slot[:1], each.sums[:1], stream)  # zeros; read behind ARRIVED only
+        stream.join()
+
+    def push(self, rows: Sequence[int], arrived: int) -> None:
+        """Enqueue the pushes of one call, of `rows[p]` for rank p, behind the launch that they wait for."""
+        for peer in self._peers:
+            if self._permits is not None:
+                self._permits.take(peer.rank)
+            self._memory.wait_signal(peer.done, 1, self._stream)
+            self._memory.write_signal(peer.done, 0, self._stream)
+            self._hand_over(peer, rows, arrived)
+
+    def push_one(self, step: int, rows: Sequence[int], arrived: int) -> None:
+        """Enqueue the push to rank + 1 + step behind all that the caller has enqueued, and wait for nothing.
+
+        That is the launch which computes the sums, for whose slot the call has the permit.
+        """
+        self._stream.fork()
+        self._hand_over(self._peers[step], rows, arrived)
+
+    def _hand_over(self, peer: _SumPeer, rows: Sequence[int], arrived: int) -> None:
+        if count := rows[peer.rank]:
+            self._memory.copy(peer.slot[:count], peer.sums[:count], self._stream)
+        self._memory.write_signal(peer.our_arrived, arrived, self._stream)

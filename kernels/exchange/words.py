@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-WORDS = 6  # rows of a rank's int32 [WORDS, WORLD] words; there is one such tensor for each lane
+WORDS = 6  # rows of a rank's int32 [WORDS, WORLD] words; one such tensor for fetched, one for pushed calls
 
 # Column p is about rank p, which writes it, save ARRIVED.
 READY = tl.constexpr(0)  # the epoch whose shard p has put in place
@@ -12,7 +12,7 @@ FETCHED = tl.constexpr(1)  # the epoch whose shard p has copied from this rank
 ROWS = tl.constexpr(2)  # and 3: how many rows p's shards of even and of odd epochs have
 ARRIVED = tl.constexpr(4)  # how many rows of p's chunks this rank's side stream has fetched, in all calls
 
-# In the lane where chunks are pushed (see `push`) ARRIVED holds the rows of this call, and p writes it.
+# Where chunks are pushed ARRIVED holds the rows of this call, and p writes it.
 FREE = tl.constexpr(0)  # whether p's slot for this rank's chunk may be written
 ANNOUNCED = tl.constexpr(2)  # how many rows p pushes in this call; valid once the first of them is here
 AFTER = tl.constexpr(5)  # what ARRIVED becomes after a call: 0, or far ahead once p has been given up
@@ -22,5 +22,5 @@ NOT_READY = tl.constexpr(1)
 NOT_COPIED = tl.constexpr(2)
 NOT_FETCHED = tl.constexpr(3)
 OTHER_ROWS = tl.constexpr(4)
-NOT_PUSHED = tl.constexpr(5)  # this and the next in the lane where chunks are pushed
+NOT_PUSHED = tl.constexpr(5)  # this and the next where chunks are pushed
 OTHER_ROWS_PUSHED = tl.constexpr(6)

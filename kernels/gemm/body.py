@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate, partition_barrier
 from ..tiles import part_slot, tail_parts, tail_segment, tail_segments, tail_share
+from .operands import Config
 from .problem import Problem, last_start
 from .roles import run
 
@@ -99,7 +100,6 @@ class StreamK:
     tiles: gl.tensor
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
-    NUM_BUFFERS: gl.constexpr
 
     @staticmethod
     @gluon.jit
@@ -119,9 +119,8 @@ class StreamK:
             share,
             k_blocks,
             whole + segments * programs,
-            product.BLOCK_M,
-            product.BLOCK_N + product.EXTRA_N,
-            product.NUM_BUFFERS,
+            product.config.BLOCK_M,
+            product.config.BLOCK_N + product.config.EXTRA_N,
         )
 
     @gluon.jit
@@ -262,6 +261,10 @@ def gemm(
         gl.static_assert(JOINED, "only tiles of any width have been exchanged")
         a_desc, b_desc = b_desc, a_desc
         M, N = N, M
+    config = Config(
+        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
+        *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED, TEAMS),
+    )
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
     k_blocks = gl.cdiv(K, BLOCK_K)
@@ -273,39 +276,11 @@ def gemm(
         N if STREAM_K > 0 else last_start(N, BLOCK_N + EXTRA_N, not SWAP_AB),
         K,
         k_blocks,
-        SCHEDULE,
-        GROUP_M,
-        BLOCK_M,
-        BLOCK_N,
-        EXTRA_N,
-        BLOCK_K,
-        NUM_BUFFERS,
+        config,
     )
     if STREAM_K > 0:
         gl.static_assert(not JOINED, "parts are written in pieces that fill the tile")
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
-    run(
-        problem,
-        a_desc,
-        b_desc,
-        extra_desc,
-        c_desc,
-        counter_ptr,
-        TRANS_A,
-        TRANS_B,
-        TENSOR_MEMORY,
-        SCHEDULE,
-        VARIANT,
-        BLOCK_M,
-        BLOCK_N,
-        EXTRA_N,
-        BLOCK_K,
-        NUM_BUFFERS,
-        STORE_N,
-        STORE_BUFFERS,
-        JOINED,
-        TEAMS,
-        SWAP_AB,
-    )
+    run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config)

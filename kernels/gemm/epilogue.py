@@ -28,17 +28,10 @@ class OwnBuffers:
 
     @staticmethod
     @gluon.jit
-    def create(
-        c_desc,
-        operands,
-        WIDTH: gl.constexpr,
-        STORE_N: gl.constexpr,
-        BUFFERS: gl.constexpr,
-        STORERS: gl.constexpr,
-        TRANS_C: gl.constexpr,
-    ):
-        bufs = allocate_ring(c_desc, STORERS * BUFFERS, c_desc.block_type.shape[0])
-        return OwnBuffers(c_desc, bufs, BUFFERS, WIDTH, STORE_N, TRANS_C, 0)
+    def create(c_desc, config, STORERS: gl.constexpr):
+        bufs = allocate_ring(c_desc, STORERS * config.STORE_BUFFERS, c_desc.block_type.shape[0])
+        width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
+        return OwnBuffers(c_desc, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C, 0)
 
     @gluon.jit
     def of_team(self, TEAM: gl.constexpr):
@@ -91,19 +84,13 @@ class StolenBuffers:
 
     @staticmethod
     @gluon.jit
-    def create(
-        c_desc,
-        operands,
-        WIDTH: gl.constexpr,
-        STORE_N: gl.constexpr,
-        BUFFERS: gl.constexpr,
-        STORERS: gl.constexpr,
-    ):
-        gl.static_assert(operands.B_SLOTS == operands.NUM_BUFFERS + 1, "B's ring needs one slot more")
-        gl.static_assert(WIDTH // STORE_N <= 2, "no more than two of B's slots are free")
-        slot_bytes: gl.constexpr = 2 * operands.BLOCK_N * operands.BLOCK_K
+    def create(c_desc, operands):
+        config = operands.config
+        width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
+        gl.static_assert(width // config.STORE_N <= 2, "no more than two of B's slots are free")
+        slot_bytes: gl.constexpr = 2 * config.BLOCK_N * config.BLOCK_K
         gl.static_assert(c_desc.block_type.nbytes <= slot_bytes, "a piece must fit one slot of B")
-        return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, WIDTH, STORE_N)
+        return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, width, config.STORE_N)
 
     @gluon.jit
     def store(self, accumulator, row, col, step, STORER: gl.constexpr):

@@ -52,11 +52,10 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     counter, parts = scratch_of(shape, largest)  # for any config
     any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
-    sizes, constants = shape.sizes(), shape.constants()
-    dtypes = (str(counter.dtype), str(parts.dtype))
+    sizes, constants = shape.sizes().values(), shape.constants()
     with _TURN:
-        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes.values(), parts, **constants)
-        _SETTLED.remember(shape, compiled, shape.grid, sizes, constants, dtypes)
+        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, **constants)
+        _SETTLED.remember(shape, compiled, constants, (counter, parts))
 
 
 def part_elements(config: triton.Config) -> int:

@@ -97,7 +97,7 @@ class WgmmaAccumulator:
         are what the tensor cores do meanwhile. TMA overwrites the rows after the block's `empty`, which is
         behind these loads; the fence says so to the async proxy, under the products.
         """
-        HALF: gl.constexpr = operands.BLOCK_K // 2
+        HALF: gl.constexpr = operands.config.BLOCK_K // 2
         rows_of_main: gl.constexpr = gl.DotOperandLayout(0, self.main.type.layout, 2)  # pairs of 16 bits
         rows_of_extra: gl.constexpr = gl.DotOperandLayout(0, self.extra.type.layout, 2)
         main, extra = self.main, self.extra

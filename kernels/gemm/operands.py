@@ -36,9 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, reinterpret, tma_load
 from ..rings import ring_phase, ring_slot
-from .any_width import (
-    SWIZZLED_N,
-)
+from .any_width import SWIZZLED_N
 
 
 @gluon.jit
@@ -55,8 +53,8 @@ def load_columns(operands, slot, col, inner, bar):
 
     Where a box of the ring begins must be known to the compiler, so there is code for each slot.
     """
-    BLOCK_N: gl.constexpr = operands.BLOCK_N
-    WIDTH: gl.constexpr = BLOCK_N + operands.EXTRA_N
+    BLOCK_N: gl.constexpr = operands.config.BLOCK_N
+    WIDTH: gl.constexpr = BLOCK_N + operands.config.EXTRA_N
     BOX_N: gl.constexpr = operands.b_desc.block_type.shape[0]
     FURTHER_N: gl.constexpr = operands.extra_desc.block_type.shape[0]
     for s in gl.static_range(operands.NUM_BUFFERS):
@@ -107,6 +105,28 @@ def _first_rows(buf, desc):
 
 
 @aggregate
+class Config:
+    """The constants of a launch, for all parts of the body."""
+
+    VARIANT: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    EXTRA_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    NUM_BUFFERS: gl.constexpr
+    STORE_N: gl.constexpr
+    STORE_BUFFERS: gl.constexpr  # 0: the epilogue steals operand buffers
+    SCHEDULE: gl.constexpr
+    GROUP_M: gl.constexpr
+    TENSOR_MEMORY: gl.constexpr  # Blackwell
+    TRANS_A: gl.constexpr  # A's memory is [K, M], not [M, K]
+    TRANS_B: gl.constexpr  # B's memory is [N, K], not [K, N]
+    TRANS_C: gl.constexpr  # C's memory has a tile's columns as rows
+    JOINED: gl.constexpr  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
+    TEAMS: gl.constexpr  # of readers, which have a part of the rows of A each
+
+
+@aggregate
 class Operands:
     """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` an arrival of each reader.
 
@@ -127,39 +147,26 @@ class Operands:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     empty_in_both: gl.shared_memory_descriptor  # of a pair of CTAs
+    config: Config
     NUM_BUFFERS: gl.constexpr
     B_SLOTS: gl.constexpr
-    TRANS_A: gl.constexpr  # A's memory is [K, M], not [M, K]
-    TRANS_B: gl.constexpr  # B's memory is [N, K], not [K, N]
-    BLOCK_N: gl.constexpr
-    EXTRA_N: gl.constexpr
-    BLOCK_K: gl.constexpr
-    JOINED: gl.constexpr
-    TEAMS: gl.constexpr  # of readers, which have a part of the rows of A each
 
     @staticmethod
     @gluon.jit
-    def create(
-        a_desc,
-        b_desc,
-        extra_desc,
-        NUM_BUFFERS: gl.constexpr,
-        STOLEN: gl.constexpr,
-        TRANS_A: gl.constexpr,
-        TRANS_B: gl.constexpr,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        EXTRA_N: gl.constexpr,
-        BLOCK_K: gl.constexpr,
-        JOINED: gl.constexpr,
-        TEAMS: gl.constexpr,
-    ):
-        """Allocate the ring; STOLEN slots more for B."""
-        B_SLOTS: gl.constexpr = NUM_BUFFERS + STOLEN
-        a_bufs = allocate_ring(a_desc, NUM_BUFFERS * TEAMS, BLOCK_K if TRANS_A else BLOCK_M // TEAMS)
+    def create(a_desc, b_desc, extra_desc, config):
+        """Allocate the ring; one slot more for B where the epilogue steals."""
+        NUM_BUFFERS: gl.constexpr = config.NUM_BUFFERS
+        B_SLOTS: gl.constexpr = NUM_BUFFERS + (1 if config.STORE_BUFFERS == 0 else 0)
+        BLOCK_N: gl.constexpr = config.BLOCK_N
+        EXTRA_N: gl.constexpr = config.EXTRA_N
+        BLOCK_K: gl.constexpr = config.BLOCK_K
+        TRANS_B: gl.constexpr = config.TRANS_B
+        JOINED: gl.constexpr = config.JOINED
+        TEAMS: gl.constexpr = config.TEAMS
+        A_ROWS: gl.constexpr = BLOCK_K if config.TRANS_A else config.BLOCK_M // TEAMS
+        a_bufs = allocate_ring(a_desc, NUM_BUFFERS * TEAMS, A_ROWS)
         if JOINED:
-            gl.static_assert(TRANS_B and not TRANS_A and BLOCK_K == 64, "what `any_width` can read")
-            gl.static_assert(STOLEN == 0, "a piece of C is no slot of B")
+            gl.static_assert(TRANS_B and not config.TRANS_A and BLOCK_K == 64, "what `any_width` can read")
             b_bufs = allocate_ring(b_desc, NUM_BUFFERS * (BLOCK_N + EXTRA_N) // SWIZZLED_N, SWIZZLED_N)
         else:
             b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
@@ -186,15 +193,9 @@ class Operands:
             full,
             empty,
             empty_in_both,
+            config,
             NUM_BUFFERS,
             B_SLOTS,
-            TRANS_A,
-            TRANS_B,
-            BLOCK_N,
-            EXTRA_N,
-            BLOCK_K,
-            JOINED,
-            TEAMS,
         )
 
     @gluon.jit
@@ -208,34 +209,34 @@ class Operands:
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
         if gl.num_ctas() > 1:
             mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        rows_of_a: gl.constexpr = self.TEAMS * self.a_desc.block_type.nbytes // gl.num_ctas()
-        inner = k * self.BLOCK_K
+        rows_of_a: gl.constexpr = self.config.TEAMS * self.a_desc.block_type.nbytes // gl.num_ctas()
+        inner = k * self.config.BLOCK_K
         b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
-        if self.JOINED:
+        if self.config.JOINED:
             mbarrier.expect(bar, rows_of_a + self.joined_nbytes())
-        elif self.EXTRA_N > 0:
+        elif self.config.EXTRA_N > 0:
             mbarrier.expect(bar, rows_of_a + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, rows_of_a + b_nbytes)
         b_slot = ring_slot(step, self.B_SLOTS)
-        for team in gl.static_range(self.TEAMS):
-            a_buf = _first_rows(self.a_bufs.index(slot * self.TEAMS + team), self.a_desc)
-            if self.TRANS_A:
+        for team in gl.static_range(self.config.TEAMS):
+            a_buf = _first_rows(self.a_bufs.index(slot * self.config.TEAMS + team), self.a_desc)
+            if self.config.TRANS_A:
                 tma_load(self.a_desc, [inner, row], bar, a_buf)
             else:
                 tma_load(self.a_desc, [row + team * self.a_desc.block_type.shape[0], inner], bar, a_buf)
-        if self.JOINED:
+        if self.config.JOINED:
             load_columns(self, slot, col, inner, bar)
-        elif self.TRANS_B:
+        elif self.config.TRANS_B:
             load_for_both(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         else:
             load_for_both(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
-        if self.EXTRA_N > 0 and not self.JOINED:
+        if self.config.EXTRA_N > 0 and not self.config.JOINED:
             extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
-            if self.TRANS_B:
-                load_for_both(self.extra_desc, [col + self.BLOCK_N, inner], bar, extra_buf)
+            if self.config.TRANS_B:
+                load_for_both(self.extra_desc, [col + self.config.BLOCK_N, inner], bar, extra_buf)
             else:
-                load_for_both(self.extra_desc, [inner, col + self.BLOCK_N], bar, extra_buf)
+                load_for_both(self.extra_desc, [inner, col + self.config.BLOCK_N], bar, extra_buf)
 
     @gluon.jit
     def wait_full(self, step):
@@ -259,8 +260,8 @@ class Operands:
     @gluon.jit
     def a(self, step, TEAM: gl.constexpr = 0):
         """Return a team's rows of the step's block of A, [BLOCK_M / TEAMS, BLOCK_K]."""
-        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS) * self.TEAMS + TEAM)
-        if self.TRANS_A:
+        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS) * self.config.TEAMS + TEAM)
+        if self.config.TRANS_A:
             buf = buf.permute((1, 0))
         return buf
 
@@ -268,7 +269,7 @@ class Operands:
     def b(self, step):
         """Return the step's block of B, [BLOCK_K, BLOCK_N]."""
         buf = self.b_bufs.index(ring_slot(step, self.B_SLOTS))
-        if self.TRANS_B:
+        if self.config.TRANS_B:
             buf = buf.permute((1, 0))
         return buf
 
@@ -281,13 +282,13 @@ class Operands:
     def joined_nbytes(self):
         """Return of how many bytes a k block of B is; JOINED only."""
         COLUMN_NBYTES: gl.constexpr = self.b_desc.block_type.nbytes // self.b_desc.block_type.shape[0]
-        NBYTES: gl.constexpr = (self.BLOCK_N + self.EXTRA_N) * COLUMN_NBYTES
+        NBYTES: gl.constexpr = (self.config.BLOCK_N + self.config.EXTRA_N) * COLUMN_NBYTES
         return NBYTES
 
     @gluon.jit
     def b_extra(self, step):
         """Return the step's block of B's further columns, [BLOCK_K, EXTRA_N]."""
         buf = self.extra_bufs.index(ring_slot(step, self.NUM_BUFFERS))
-        if self.TRANS_B:
+        if self.config.TRANS_B:
             buf = buf.permute((1, 0))
         return buf

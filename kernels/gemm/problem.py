@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..compat import aggregate
 from ..rings import ring_phase, ring_slot
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
+from .operands import Config
 
 
 @aggregate
@@ -147,13 +148,7 @@ class Problem:
     last_col: gl.tensor
     k: gl.tensor
     k_blocks: gl.tensor
-    SCHEDULE: gl.constexpr
-    GROUP_M: gl.constexpr
-    BLOCK_M: gl.constexpr
-    BLOCK_N: gl.constexpr
-    EXTRA_N: gl.constexpr
-    BLOCK_K: gl.constexpr
-    NUM_BUFFERS: gl.constexpr
+    config: Config
 
     @gluon.jit
     def place(self, number):
@@ -165,15 +160,17 @@ class Problem:
         stay. Behind the last group of tiles the arithmetic would divide by a group of no rows.
         """
         number = min(number, self.tiles - 1)
-        pid_m, pid_n = scheduled_tile(number, self.tiles_m, self.tiles_n, self.SCHEDULE, self.GROUP_M)
-        row = min(pid_m * self.BLOCK_M, self.last_row)
-        col = min(pid_n * (self.BLOCK_N + self.EXTRA_N), self.last_col)
+        pid_m, pid_n = scheduled_tile(
+            number, self.tiles_m, self.tiles_n, self.config.SCHEDULE, self.config.GROUP_M
+        )
+        row = min(pid_m * self.config.BLOCK_M, self.last_row)
+        col = min(pid_n * (self.config.BLOCK_N + self.config.EXTRA_N), self.last_col)
         return row, row, col, 0
 
     @gluon.jit
     def end_steps(self):
         """Return how many times INSTRUCTION_K elements of K the last k block of a tile has."""
-        return gl.cdiv(self.k - (self.k_blocks - 1) * self.BLOCK_K, INSTRUCTION_K)
+        return gl.cdiv(self.k - (self.k_blocks - 1) * self.config.BLOCK_K, INSTRUCTION_K)
 
     @gluon.jit
     def blocks_of(self, number):

@@ -11,7 +11,7 @@
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
 
-Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, NUM_BUFFERS, and
+Which tiles there are is asked of a part as well, the `problem`. It has `tiles` and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
     blocks_of(number)             how many k blocks it has: one or more
@@ -145,7 +145,7 @@ def _work(
     arrivals of consumer 1, which has j tiles before visit 2j: 1, 3, ..., 2j - 1. Consumer 1 needs j + 1 of
     consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
     """
-    NUM_BUFFERS: gl.constexpr = problem.NUM_BUFFERS
+    NUM_BUFFERS: gl.constexpr = operands.NUM_BUFFERS
     step = FIRST * problem.first_blocks()
     visit = gl.to_tensor(FIRST)
     cursor = visit
@@ -197,15 +197,15 @@ def _work_on(
     ACROSS: gl.constexpr,
 ):
     """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
-    AHEAD: gl.constexpr = problem.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
+    AHEAD: gl.constexpr = operands.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
     if MULTIPLIES:
         if LOADS and not ACROSS:
-            for _ in gl.static_range(problem.NUM_BUFFERS - 1):
+            for _ in gl.static_range(operands.NUM_BUFFERS - 1):
                 cursor = cursor.load(problem, schedule, operands, visit)
         accumulator = mma.begin(visit)
         if EVERY == 2:
             mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
-        ENDS: gl.constexpr = 1 if operands.JOINED else 0  # k blocks that are multiplied in another way
+        ENDS: gl.constexpr = 1 if operands.config.JOINED else 0  # k blocks that are multiplied in another way
         blocks = problem.blocks_of(number) - ENDS
         for k in range(blocks):
             operands.wait_full(step)
@@ -236,38 +236,26 @@ def _work_on(
 
 
 @gluon.jit
-def run(
-    problem,
-    a_desc,
-    b_desc,
-    extra_desc,
-    c_desc,
-    counter_ptr,
-    TRANS_A: gl.constexpr,
-    TRANS_B: gl.constexpr,
-    TENSOR_MEMORY: gl.constexpr,
-    SCHEDULE: gl.constexpr,
-    VARIANT: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    EXTRA_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr,
-    STORE_N: gl.constexpr,
-    STORE_BUFFERS: gl.constexpr,
-    JOINED: gl.constexpr,
-    TEAMS: gl.constexpr,
-    TRANS_C: gl.constexpr,
-):
-    """Multiply and store the tiles of the problem that are this program's; `gemm` says what is what."""
-    gl.static_assert(NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
-    STEALS: gl.constexpr = STORE_BUFFERS == 0
+def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
+    """Multiply and store the tiles of the problem that are this program's."""
+    VARIANT: gl.constexpr = config.VARIANT
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    EXTRA_N: gl.constexpr = config.EXTRA_N
+    WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
+    STORE_N: gl.constexpr = config.STORE_N
+    TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
+    SCHEDULE: gl.constexpr = config.SCHEDULE
+    JOINED: gl.constexpr = config.JOINED
+    TEAMS: gl.constexpr = config.TEAMS
+    STEALS: gl.constexpr = config.STORE_BUFFERS == 0
+    gl.static_assert(config.NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
     if JOINED:
         gl.static_assert(not TENSOR_MEMORY and not STEALS, "for Hopper, with buffers for the store")
-        gl.static_assert(STORE_N <= BLOCK_N + EXTRA_N, "the last piece ends with the tile")
+        gl.static_assert(STORE_N <= WIDTH, "the last piece ends with the tile")
     else:
         gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
-        gl.static_assert(not TRANS_C, "only tiles of any width have been stored by columns")
+        gl.static_assert(not config.TRANS_C, "only tiles of any width have been stored by columns")
     if STEALS:
         gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
         gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
@@ -278,23 +266,8 @@ def run(
         gl.static_assert(TEAMS == 3, "there are partitions for three")
         gl.static_assert(VARIANT == "cooperative" and JOINED, "teams share tiles of any width")
         gl.static_assert(SCHEDULE != "dynamic", "one team would have to tell the others")
-    WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
 
-    operands = Operands.create(
-        a_desc,
-        b_desc,
-        extra_desc,
-        NUM_BUFFERS,
-        1 if STEALS else 0,
-        TRANS_A,
-        TRANS_B,
-        BLOCK_M,
-        BLOCK_N,
-        EXTRA_N,
-        BLOCK_K,
-        JOINED,
-        TEAMS,
-    )
+    operands = Operands.create(a_desc, b_desc, extra_desc, config)
     if TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
     elif JOINED:
@@ -302,16 +275,16 @@ def run(
     else:
         mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
     # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
-    SLOTS: gl.constexpr = NUM_BUFFERS + 2
+    SLOTS: gl.constexpr = config.NUM_BUFFERS + 2
     READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
     if SCHEDULE == "dynamic":
         schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SCHEDULE, 8, 8, SLOTS, READERS)
     else:
         schedule = StaticSchedule.create(counter_ptr, problem.tiles, SCHEDULE, 8, 8, SLOTS, READERS)
     if STEALS:
-        epilogue = StolenBuffers.create(c_desc, operands, WIDTH, STORE_N, 1, CONSUMERS)
+        epilogue = StolenBuffers.create(c_desc, operands)
     else:
-        epilogue = OwnBuffers.create(c_desc, operands, WIDTH, STORE_N, STORE_BUFFERS, CONSUMERS, TRANS_C)
+        epilogue = OwnBuffers.create(c_desc, config, CONSUMERS)
     turn = operands.full
     if PINGPONG:
         turn = allocate_mbarriers(2)

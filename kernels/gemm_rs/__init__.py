@@ -1,4 +1,4 @@
-"""GEMM + reduce-scatter: `GemmReduceScatter`, its two sides and the words between them."""
+"""GEMM + reduce-scatter: `GemmReduceScatter` and its kernel. May import `exchange` and `symm`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Each rank's rows of `sum over ranks a @ weight.T`, with the scatter hidden behind the product.
 
-Rows are in W chunks of M / W; chunk p is for rank p. A rank's GEMM computes the chunks of its peers first,
-and hands each over as soon as its last tile is stored; its own chunk comes last, and what the peers have
-sent is added to it in the GEMM's epilogue, in float32. What a rank holds, W ranks:
+Rows are in W chunks of M / W; chunk p is for rank p. A rank's GEMM computes the chunks of its peers first and
+hands each over when its last tile is stored; the own chunk comes last, and its epilogue adds, in float32,
+what the peers have sent. What a rank holds, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
@@ -32,29 +32,24 @@ A captured call, whose side stream waits for no word:
     GEMM of chunk r, as above
     fork, join                                ARRIVED := AFTER
 
-Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones: each word goes up
-and down once in a call, and each has one who raises and one who lowers it.
+Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones.
 
-**It ends.** The programs of a GEMM claim their tiles one by one from a counter, in the order of the chunks.
-So when a program waits for its peers' sums, in the own chunk, all tiles for peers have been claimed by
-programs that have started, and none of these waits before it has stored them. A tile is never left to a
-program that has not started: one that finds no SM is missed by nobody, and finds later that nothing is left.
-So as soon as one program of each rank's GEMM runs, all chunks for peers are computed. A push waits for the
-peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs and pushes of one call end, then all
-forks of the next happen, all chunks for peers are computed and pushed, and all GEMMs end. How many programs
-there are, and how many run at once, does not matter: in the interpreter it is one.
+**It ends.** Programs claim tiles one by one from a counter, in the order of the chunks. A program that waits
+for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs that have started
+and store them without waiting. So as soon as one program of each rank's GEMM runs, all chunks for peers are
+computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs and
+pushes of one call end, then all forks of the next happen, all chunks for peers are pushed, and all GEMMs end.
 
-So a kernel of another stream may hold SMs on rank r until it has met its like on another rank, which has to
-wait there for SMs: an all-reduce of another dimension of a mesh, for one. It keeps programs of r's GEMM out,
-nobody waits for those, all GEMMs end, and the other kernel finds its SMs. What it must leave is room for one
-program. And what a call stands behind on one rank, in its stream, it must stand behind on all.
+A kernel of another stream may hold SMs until it has met its like on another rank, as an all-reduce of another
+dimension of a mesh does: nobody waits for the programs that it keeps out. It must leave room for one. What a
+call stands behind on one rank, in its stream, it must stand behind on all.
 
 **Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
-waits for DONE are enqueued behind the launch of the GEMM, so they cannot keep it from starting. (On the CPU,
-where a launch returns when the kernel has ended, the pushes are enqueued first, and the side stream is a
-thread.) A graph has no order but that of its edges, so in a captured call nothing on the side stream waits
-for a word, ours or a peer's: what is to be pushed stands behind the kernel that computes it, and that kernel
-has seen the permit. Its wait for FREE ends because the peer's fork precedes all kernels of that call.
+waits for DONE are enqueued behind the launch of the GEMM. (On the CPU, where a launch returns when the kernel
+has ended, the pushes are enqueued first, and the side stream is a thread.) A graph has no order but that of
+its edges, so in a captured call nothing on the side stream waits for a word: what is pushed stands behind the
+kernel that computes it, which has seen the permit. Its wait for FREE ends, as the peer's fork precedes all
+kernels of that call.
 
 **Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
@@ -64,11 +59,10 @@ or in a captured call the kernel, and ARRIVED follows the copy.
 behind the join, behind their copy. Rank p writes its slot here behind our fork of the next call, behind the
 GEMM that read it.
 
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience
-ends it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the
-side stream runs through. (DONE needs no rescue: no tile of a peer's chunk waits for anything.) That is
-reported by the next call, by `check` and by `close`, and the operation is then good for nothing but closing.
-A captured call that waits for FREE in vain does the same, and its later replays find FREE set far ahead.
+**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience ends
+it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the side
+stream runs through. The next call, `check` and `close` report it, and the operation can only be closed. A
+captured call that waits for FREE in vain does the same.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order, each on one stream at a time.
@@ -76,17 +70,19 @@ rank must make the same calls in the same order, each on one stream at a time.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 import triton
 
-from ..exchange.operation import Operation, PeerTimeout
-from ..signals import read_failure
+from ..exchange.operation import Operation
+from ..exchange.push import Permits, SumPusher
+from ..launch import SettledLaunches
+from ..signals import Failure
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, check_tensor
-from .kernel import NO_PERMIT, OTHER_ROWS
-from .launch import Held, ProductLauncher
-from .pusher import SumPusher
+from ..tensors import check_no_gradient, check_out, check_tensor
+from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -105,6 +101,9 @@ class GemmReduceScatter(Operation):
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
+
+    _wrong_calls = (OTHER_ROWS.value,)
+    _mend_calls = "Every rank must pass as many rows. "
 
     def __init__(
         self,
@@ -129,7 +128,15 @@ class GemmReduceScatter(Operation):
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
-        self._pusher = SumPusher(self._memory, self._partial, self._staged, self._words)
+        memory, stream, words = self._memory, self._memory.side_stream(), self._words
+        risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
+        self._permits = Permits(memory, stream, words, free=FREE.value, risen=risen, after=after)
+        self._pusher = SumPusher(
+            *(memory, stream, self._partial, self._staged, words),
+            done=DONE.value,
+            arrived=ARRIVED.value,
+            permits=self._permits,
+        )
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -145,7 +152,7 @@ class GemmReduceScatter(Operation):
         )
 
     def _forget(self) -> None:
-        del self._staged, self._words, self._partial, self._counts, self._pusher, self._product
+        del self._staged, self._words, self._partial, self._counts, self._permits, self._pusher, self._product
 
     # ---- what the caller may use
 
@@ -167,23 +174,24 @@ class GemmReduceScatter(Operation):
         self._check_arguments(a, weight, out)
         self._check_device()
         rows = a.shape[0] // self.world_size
+        for_each = (rows,) * self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
         self._calls += 1
         try:
-            self._pusher.permit()
+            self._permits.give()
             if in_steps:
                 for step in range(self.world_size - 1):
                     self._launch(a, weight, out, step)
-                    self._pusher.push_one(step, rows)
+                    self._pusher.push_one(step, for_each, arrived=rows)
                 self._launch(a, weight, out, self.world_size - 1)
             elif self.device.type == "cpu":
-                self._pusher.push(rows)
+                self._pusher.push(for_each, arrived=rows)
                 self._launch(a, weight, out)
             else:
                 self._launch(a, weight, out)
-                self._pusher.push(rows)
-            self._pusher.finish()
+                self._pusher.push(for_each, arrived=rows)
+            self._permits.finish()
         except BaseException as error:
             if not self._is_capturing():
                 self._broken_by = f"call {self._calls} was not carried out: {error!r}"
@@ -210,37 +218,118 @@ class GemmReduceScatter(Operation):
         if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
             given = f"a {list(a.shape)} and weight {list(weight.shape)}"
             raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
-        if out is not None:
-            check_tensor("out", out, self._dtype, self.device)
-            wanted = [rows // world, self._n]
-            if list(out.shape) != wanted:
-                raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
+        check_out(out, [rows // world, self._n], self._dtype, self.device)
 
     def _launch(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
     ) -> None:
         self._product.launch(a, weight, out, self._patience_ticks, step)
 
-    def _failure(self) -> Exception | None:
-        """Return the exception for what the kernels wrote to the error words."""
-        texts, lost = [], False
-        for peer, word in enumerate(self._error_words):
-            failure = read_failure(int(word))
-            if failure is None:
-                continue
-            if failure.kind == OTHER_ROWS.value:
-                texts.append(f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank")
-            elif failure.kind == NO_PERMIT.value:
-                lost = True
-                texts.append(f"rank {peer}, or one that it waits for, did not come to the call in time")
-            else:
-                lost = True
-                sums = f"its sums for chunk {self.rank}"
-                texts.append(f"rank {peer}, or one that it waits for, did not push {sums} in time")
-        if not texts:
-            return None
-        text = f"GemmReduceScatter, rank {self.rank}: {'; '.join(texts)}"
-        next_step = "Close it on all ranks and open another"
-        if lost:
-            return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
-        return ValueError(f"{text}. Every rank must pass as many rows. {next_step}")
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == OTHER_ROWS.value:
+            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
+        if failure.kind == NO_PERMIT.value:
+            return f"rank {peer}, or one that it waits for, did not come to the call in time"
+        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"
+
+
+class Held(NamedTuple):
+    """The tensors of an operation that no call changes, in the order of the kernel's parameters."""
+
+    partial: torch.Tensor
+    staged: torch.Tensor
+    words: torch.Tensor
+    counts: torch.Tensor
+    errors: torch.Tensor
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    m: int
+    n: int
+    k: int
+    capacity: int
+    stride_am: int
+    stride_bn: int
+    stride_cm: int
+    world_size: int
+    chunks: int  # of one launch
+    programs: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, bool, bool]  # to 16 bytes, which the compiler makes use of: a, weight and out
+    held_aligned: tuple[bool, ...]
+    tma_legal: bool
+    upcasts: bool
+
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k}
+
+    def constants(self) -> dict[str, Any]:
+        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
+        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
+
+
+class ProductLauncher:
+    """Launches `gemm_reduce_scatter` for one operation, of which it is told what does not change."""
+
+    def __init__(
+        self,
+        held: Held,
+        *,
+        capacity: int,
+        rank: int,
+        world_size: int,
+        programs: int,
+        has_tma: bool,
+        upcasts: bool,
+    ) -> None:
+        self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
+        self._capacity, self._rank, self._world_size = capacity, rank, world_size
+        self._programs, self._has_tma, self._upcasts = programs, has_tma, upcasts
+
+    def launch(
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        patience_ticks: int,
+        step: int | None = None,
+    ) -> None:
+        """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
+
+        The own chunk is the last one, and the only one that waits for what the peers push.
+        """
+        first, chunks = (0, self._world_size) if step is None else (step, 1)
+        m, k = a.shape
+        stride_am, stride_bn = a.stride(0), weight.stride(0)
+        aligned = (a.data_ptr() % 16 == 0, weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
+        addressable = (stride_am | stride_bn) * a.element_size() % 16 == 0
+        shape = Shape(
+            m,
+            weight.shape[0],
+            k,
+            self._capacity,
+            stride_am,
+            stride_bn,
+            out.stride(0),
+            self._world_size,
+            chunks,
+            self._programs,
+            a.dtype,
+            a.device,
+            aligned,
+            self._held_aligned,
+            self._has_tma and addressable and aligned[0] and aligned[1],
+            self._upcasts,
+        )
+        tensors = (a.detach(), weight.detach(), out, *self._held)
+        scalars = (*shape[:7], first, chunks, self._rank, patience_ticks)
+        _SETTLED.launch(shape, tensors, scalars)

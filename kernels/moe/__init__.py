@@ -1,4 +1,5 @@
-"""What `AllGatherMoE` and `MoEReduceScatter` share: who has which tokens, sorting them, tables of tiles.
+"""The operations over experts, and what they share: who has which tokens, sorting them, tables of tiles.
 
-A *choice* is one (token, expert) pair: token t of all ranks, rank by rank, has choices t * topk + j.
+May import `exchange`, `symm` and the modules beside the rooms. A *choice* is one (token, expert) pair: token
+t of all ranks, rank by rank, has choices t * topk + j.
 """

@@ -23,15 +23,14 @@ A call on rank r:
     fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
 
-All ids travel before any chunk, so sorting them, which takes a few programs, hides behind the chunks. Tiles
-come in the order of their last chunk (`routing`), those of the own chunk first.
-
-Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones.
+All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
+last chunk (`routing`). Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager
+ones.
 
 **It ends.** The side stream of a call waits for the peers' FREE alone, which follow their forks; nothing on
-it needs an SM, and it is enqueued before the kernels that wait for it, so it cannot be held up behind them.
-The kernels wait for the side streams of peers alone, none for another program of its own. So if all of call k
-- 1 ends, then all forks of k happen, all ids and chunks are pushed, and all kernels of k end.
+it needs an SM, and it is enqueued before the kernels that wait for it. The kernels wait for the side streams
+of peers alone. So if all of call k - 1 ends, then all forks of k happen, all ids and chunks are pushed, and
+all kernels of k end.
 
 **Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen our TOLD
 and ARRIVED of k, which follow our FREE[p] := 0 of k.
@@ -46,15 +45,13 @@ join.
 
 **No wait is unbounded.** A stream's wait has no limit of its own; the kernels' waits have. When one's
 patience ends it records the peer and sets AFTER[p], so that nothing waits for p a second time, and FREE[p],
-so that our side stream runs through; later calls and replays, in which p's words are still far ahead, set
-FREE[p] again. That is reported by the next call, by `check` and by `close`, and the operation is then good
-for nothing but closing.
+so that our side stream runs through, in later calls and replays too. The next call, `check` and `close`
+report it, and the operation can only be closed.
 
 **What the host must know.** The result has a row for each choice of all ranks, so its shape needs the number
 of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
 for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
-allocated, and compares both, and what the peers' hosts know: numbers that differ are an error on all ranks,
-which names who was given them.
+allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order, each on one stream at a time.
@@ -67,18 +64,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_tensor
+from ..tensors import check_no_gradient, check_overlap, check_tensor
 from .ag_moe_kernel import all_gather_moe
-from .candidates import HEIGHTS
-from .launch import GroupedLauncher
+from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_experts
 from .plan import Plan
 from .words import ARRIVED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(all_gather_moe, "AllGatherMoE", HEIGHTS=HEIGHTS)
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
 
 
 class AllGatherMoE(ExpertOperation):
@@ -190,10 +187,7 @@ class AllGatherMoE(ExpertOperation):
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
-        offset = x_shard.data_ptr() - self._shard.data_ptr()
-        inside = 0 <= offset < self._shard.numel() * self._shard.element_size() and len(x_shard) > 0
-        if inside and (offset > 0 or (x_shard.stride(0) != self._k and len(x_shard) > 1)):
-            raise ValueError("x_shard overlaps op.shard without being its first rows; pass op.shard[:T_r]")
+        check_overlap("x_shard", x_shard, self._shard, "T_r")
 
     def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:
         if out is not None and out.shape[0] != rows:
@@ -225,7 +219,7 @@ class AllGatherMoE(ExpertOperation):
         strides = (weight.stride(0), weight.stride(1), out.stride(0))
         shape = self._shape(out.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
         own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
-        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
+        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), HEIGHTS=HEIGHTS)
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"

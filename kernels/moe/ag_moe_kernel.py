@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..tiles import grouped_tile
-from .candidates import CPU_TILES, GPU_TILES, ordered
+from .launch import CPU_TILES, GPU_TILES, ordered
 from .products import multiply_rows, store_rows, table_of
 from .routing import ENTRY
 from .words import ARRIVED, NOT_PUSHED, wait_for_word

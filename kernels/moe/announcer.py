@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ..exchange.push import Permits
 from ..symm import SideStream, SymmetricMemory, SymmetricTensor
 from .words import AFTER, ARRIVED, FREE, GIVEN, TOLD, TOPK_SPAN
 
 
 @dataclass(frozen=True)
 class _Peer:
-    """The words between this rank and one peer; views made once."""
+    """What this rank tells one peer: words there; views made once."""
 
-    free: torch.Tensor  # here, set by the peer
-    our_free: torch.Tensor  # there
-    our_told: torch.Tensor  # there
-    our_given: torch.Tensor  # there
+    rank: int
+    our_told: torch.Tensor
+    our_given: torch.Tensor
 
 
 class Announcer:
@@ -34,17 +34,14 @@ class Announcer:
         lists: tuple[SymmetricTensor, ...],
     ) -> None:
         self._memory, self._stream, self._lists = memory, stream, lists
-        local = words.local
-        self._risen = local[TOLD.value : ARRIVED.value + 1]
-        self._after = local[AFTER.value : AFTER.value + 2]
+        risen, after = slice(TOLD.value, ARRIVED.value + 1), slice(AFTER.value, AFTER.value + 2)
+        self._permits = Permits(memory, stream, words, free=FREE.value, risen=risen, after=after)
+        self.finish = self._permits.finish
         rank, world = memory.rank, memory.world_size
         self._peers = []
-        for step in range(1, world):
-            peer = (rank - step) % world
+        for peer in ((rank - step) % world for step in range(1, world)):
             theirs = words.peers[peer][:, rank]
-            self._peers.append(
-                _Peer(local[FREE.value, peer], theirs[FREE.value], theirs[TOLD.value], theirs[GIVEN.value])
-            )
+            self._peers.append(_Peer(peer, theirs[TOLD.value], theirs[GIVEN.value]))
         self._copied = (0, 0)
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._peers]
 
@@ -58,28 +55,15 @@ class Announcer:
         if (tokens, topk) != self._copied:
             self._copied = (tokens, topk)
             self._copies = self._views(memory.rank * stride, tokens * topk)
-        stream.fork()
-        for peer in self._peers:
-            memory.write_signal(peer.our_free, 1, stream)
+        self._permits.give()
         for peer, copies in zip(self._peers, self._copies, strict=True):
-            memory.wait_signal(peer.free, 1, stream)
-            memory.write_signal(peer.free, 0, stream)
+            self._permits.take(peer.rank)
             for there, here in copies:
                 memory.copy(there, here, stream)
             memory.write_signal(peer.our_given, given, stream)
             memory.write_signal(peer.our_told, tokens * TOPK_SPAN.value + topk, stream)
 
-    def finish(self) -> None:
-        """Enqueue what follows the kernels of a call, and order what the caller does next behind it."""
-        self._stream.fork()
-        self._memory.copy(self._risen, self._after, self._stream)
-        self._stream.join()
-
     def _views(self, begin: int, length: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-        rank, world = self._memory.rank, self._memory.world_size
         part = slice(begin, begin + length)
         lists = self._lists if length else ()
-        return [
-            [(each.peers[(rank - step) % world][part], each.local[part]) for each in lists]
-            for step in range(1, world)
-        ]
+        return [[(each.peers[peer.rank][part], each.local[part]) for each in lists] for peer in self._peers]

@@ -1,4 +1,4 @@
-"""The way to a launch of a grouped GEMM: by the tuner at first, then the settled one."""
+"""The configs of the kernels over experts, and what their launches depend on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,56 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..launch import SettledLaunches, launch
+from ..configs import INTERPRETED, candidate
 from ..tensors import begin_at_16_bytes
-from .candidates import HIGHEST_HEIGHT
+
+LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
+
+# A's rows are gathered by pointers, B's come by TMA where `tma` says so.
+GPU_TILES = [
+    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
+    candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 256, 64), 8, warps=8, stages=3, tma=True, subtile=True),
+    candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
+    candidate((128, 128, 64), 8, warps=8, stages=3, tma=True, subtile=True),
+    candidate((128, 128, 64), 16, warps=8, stages=4, tma=True, subtile=True),
+    candidate((64, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
+    candidate((64, 128, 64), 8, warps=4, stages=4, tma=True, subtile=True),
+    candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),
+    candidate((64, 64, 128), 8, warps=4, stages=3, tma=True),
+    # A few tokens for each expert: reading the weights is all there is to do.
+    candidate((16, 128, 128), 1, warps=4, stages=4, tma=True),
+    candidate((32, 128, 128), 1, warps=4, stages=4, tma=True),
+    # Plain pointers: for rows that TMA cannot address and for devices without it.
+    candidate((128, 128, 64), 8, warps=8, stages=3, tma=False, subtile=True),
+    candidate((128, 128, 64), 8, warps=8, stages=2, tma=False, subtile=True),
+    candidate((128, 128, 32), 8, warps=8, stages=3, tma=False, subtile=True),
+    candidate((64, 128, 64), 8, warps=4, stages=3, tma=False),
+    candidate((64, 64, 64), 8, warps=4, stages=2, tma=False),
+    candidate((16, 64, 128), 1, warps=4, stages=3, tma=False),
+]
+
+# Small, so that a few dozen rows are several tiles.
+CPU_TILES = [
+    candidate((16, 16, 16), 2, warps=4, stages=1, tma=False),
+    candidate((32, 16, 32), 4, warps=4, stages=1, tma=True, subtile=True),
+    candidate((16, 32, 32), 1, warps=4, stages=1, tma=False, subtile=True),
+    candidate((64, 32, 64), 8, warps=4, stages=1, tma=True),
+]
+
+HIGHEST_HEIGHT = max(config.kwargs["BLOCK_M"] for config in (CPU_TILES if INTERPRETED else GPU_TILES))
+HEIGHTS = (HIGHEST_HEIGHT // LOWEST_HEIGHT).bit_length()
+
+
+def ordered(config: triton.Config, *, by_arrival: bool) -> triton.Config:
+    """Return the config with an order of tiles: as chunks arrive; or by expert, which overlaps little."""
+    kwargs = {**config.kwargs, "BY_ARRIVAL": by_arrival}
+    return triton.Config(kwargs, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def size_class(choices: int) -> int:
+    """Return the power of two that a call's number of choices is tuned as: it changes from call to call."""
+    return triton.next_power_of_2(max(choices, LOWEST_HEIGHT))
 
 
 class Shape(NamedTuple):
@@ -30,11 +77,9 @@ class Shape(NamedTuple):
     upcasts: bool
 
     def sizes(self) -> dict[str, int]:
-        """Return the arguments that are in the key of the tuning."""
         return {"size_class": self.size_class, "N": self.n, "K": self.k, "experts": self.experts}
 
     def constants(self) -> dict[str, Any]:
-        """Return the constexprs of any of the kernels that no config sets."""
         return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
@@ -60,24 +105,3 @@ def lies_for_tma(weight: torch.Tensor) -> bool:
     strides = (weight.stride(0), weight.stride(1))
     dense = experts == 1 or strides[0] == columns * strides[1]
     return dense and begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
-
-
-class GroupedLauncher:
-    """Launches one tuned kernel over experts; `constants`: constexprs that no other kernel has."""
-
-    def __init__(self, kernel: Any, operation: str, **constants: Any) -> None:
-        self._kernel, self._constants = kernel, constants
-        self._settled: SettledLaunches[Shape] = SettledLaunches(
-            kernel, lambda constants: {}, operation=operation
-        )
-
-    def launch(self, shape: Shape, tensors: tuple[torch.Tensor, ...], scalars: tuple[int, ...]) -> None:
-        """Enqueue the kernel with these arguments, in the order of its parameters."""
-        settled = self._settled.find(shape)
-        if settled is not None:
-            launch(settled.launch, (), *tensors, *scalars)
-            return
-        constants = {**shape.constants(), **self._constants}
-        compiled = launch(self._kernel[shape.grid], *tensors, *scalars, **constants)
-        dtypes = tuple(str(tensor.dtype) for tensor in tensors)
-        self._settled.remember(shape, compiled, shape.grid, shape.sizes(), constants, dtypes)

@@ -30,27 +30,21 @@ A call on rank r:
 **How a sum is made.** A product is weighted in float32 and rounded to `dtype` once; the topk products of a
 token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
 parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
-bits, with the same config. Adding into one float32 buffer by atomics would save storing the products, twice
-their bytes through the L2 cache while the tensor cores work, but not give the same bits twice, and write 4
-bytes an element, topk times.
+bits, with the same config. Atomics into one float32 buffer would save storing the products, but not give the
+same bits twice, and write 4 bytes an element, topk times.
 
 **It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
-`AllGatherMoE`. A push waits for DONE of our own kernel. In the kernel, an item of the list waits for items in
-front of it in the list of this rank, and, in the own chunk, behind all tiles and all chunks of peers, for
-peers' pushes. Programs claim the items one by one from a counter, so those in front of an item have been
-claimed by programs that have started; the foremost of them that is not done waits for nothing that is not,
-unless it is of the own chunk. An item is never left to a program that has not started. So as soon as one
-program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end.
-How many programs there are, and how many run at once, does not matter: in the interpreter it is one. A kernel
-of another stream that holds SMs until it has met its like on a peer, an all-reduce of another dimension of a
-mesh, for one, may keep programs out: nobody waits for those. It must leave room for one.
+`AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a list one by one; an
+item waits for items in front of it in the list of this rank, and, in the own chunk, behind all chunks of
+peers, for peers' pushes. Those in front of an item have been claimed by programs that have started. So as
+soon as one program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all
+kernels end. A kernel of another stream that holds SMs until it has met its like on a peer may keep programs
+out, as in `GemmReduceScatter`: it must leave room for one.
 
 The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
 from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
-has ended, they are enqueued first, and the side stream is a thread.) A graph has no order but that of its
-edges: a captured call launches the kernel once for each stage, with the items of that stage, and what is
-pushed stands behind the launch that computes it; nothing waits for DONE. Its announcement waits for FREE, as
-in `AllGatherMoE`: for forks of peers, which precede all kernels of their call.
+has ended, they are enqueued first, and the side stream is a thread.) A captured call launches the kernel once
+for each stage, and what is pushed stands behind the launch that computes it; nothing waits for DONE.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
 its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
@@ -61,9 +55,9 @@ follows DONE on its stream, or in a captured call the kernel, and ARRIVED follow
 behind the join, behind their copy. What p writes here in the next call it writes behind our fork of that
 call, behind the kernels that read it.
 
-**No wait is unbounded**, as in `AllGatherMoE`; DONE needs no rescue, for nothing of a peer's chunk waits for
-a peer. Candidates may differ between ranks in one call: ranks tell each other about chunks, never about
-tiles. Every rank must make the same calls in the same order, each on one stream at a time.
+**No wait is unbounded**, as in `AllGatherMoE`. Candidates may differ between ranks in one call: ranks tell
+each other about chunks, never about tiles. Every rank must make the same calls in the same order, each on one
+stream at a time.
 """
 
 from __future__ import annotations
@@ -74,19 +68,20 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..exchange.push import SumPusher
+from ..launch import SettledLaunches
 from ..signals import Failure
 from ..symm import SymmetricTensor
-from ..tensors import check_no_gradient, check_tensor
-from .launch import GroupedLauncher
+from ..tensors import check_no_gradient, check_out, check_tensor
+from .launch import Shape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan
-from .pusher import SumPusher
-from .words import NOT_COMPUTED
+from .words import ARRIVED, DONE, NOT_COMPUTED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
-_LAUNCHER = GroupedLauncher(moe_reduce_scatter, "MoEReduceScatter")
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -132,7 +127,11 @@ class MoEReduceScatter(ExpertOperation):
         slots = max(1, self.world_size - 1)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
-        self._pusher = SumPusher(self._memory, self._stream, self._partial, self._staged, self._words)
+        self._pusher = SumPusher(
+            *(self._memory, self._stream, self._partial, self._staged, self._words),
+            done=DONE.value,
+            arrived=ARRIVED.value,
+        )
 
     def _lists(self) -> tuple[SymmetricTensor, ...]:
         self._weights = self._memory.allocate(tuple(self._ids.local.shape), torch.float32)
@@ -194,14 +193,14 @@ class MoEReduceScatter(ExpertOperation):
             if in_steps:
                 for step in range(self.world_size - 1):
                     launch(step)
-                    self._pusher.push_one(step, counts)
+                    self._pusher.push_one(step, counts, arrived=1)
                 launch(self.world_size - 1)
             elif self.device.type == "cpu":
-                self._pusher.push(counts)
+                self._pusher.push(counts, arrived=1)
                 launch()
             else:
                 launch()
-                self._pusher.push(counts)
+                self._pusher.push(counts, arrived=1)
             self._announcer.finish()
         return out
 
@@ -224,11 +223,7 @@ class MoEReduceScatter(ExpertOperation):
         if topk_weights.shape != topk_ids.shape:
             given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
             raise ValueError(f"{given} must be of one shape")
-        if out is not None:
-            check_tensor("out", out, self._dtype, self.device)
-            wanted = [topk_ids.shape[0], self._n]
-            if list(out.shape) != wanted:
-                raise ValueError(f"out has shape {list(out.shape)}; the result has {wanted}")
+        check_out(out, [topk_ids.shape[0], self._n], self._dtype, self.device)
 
     def _check_rows(self, y: torch.Tensor, tokens: tuple[int, ...], topk: int) -> None:
         rows = sum(tokens) * topk
@@ -275,7 +270,7 @@ class MoEReduceScatter(ExpertOperation):
         shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
         of_launch = (first_part, parts, self.rank, self._patience_ticks)
         own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
-        _LAUNCHER.launch(shape, tensors, (*shape.sizes().values(), *own))
+        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_COMPUTED.value:

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..signals import notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
-from .candidates import CPU_TILES, GPU_TILES
+from .launch import CPU_TILES, GPU_TILES
 from .products import multiply_rows, store_rows, table_of
 from .routing import ENTRY
 from .words import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_word

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.operation import Operation, PeerTimeout
-from ..signals import Failure, read_failure
+from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
 from .announcer import Announcer
-from .candidates import HEIGHTS, size_class
-from .launch import Shape, counted, lies_for_tma
+from .launch import HEIGHTS, Shape, counted, lies_for_tma, size_class
 from .plan import Plan
 from .routing import digest_of
 from .words import (
@@ -131,6 +130,8 @@ class ExpertOperation(Operation):
 
     _orders: int
     _by_first: bool
+    _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
+    _mend_calls = ""
 
     def __init__(
         self,
@@ -302,21 +303,6 @@ class ExpertOperation(Operation):
 
     # ---- what went wrong
 
-    def _failure(self) -> Exception | None:
-        """Return the exception for what the kernels wrote to the error words."""
-        words = enumerate(self._error_words)
-        failures = {peer: found for peer, word in words if (found := read_failure(int(word)))}
-        if not failures:
-            return None
-        texts = [self._describe(peer, failure) for peer, failure in failures.items()]
-        text = "; ".join([*filter(None, texts), *self._wrong_tokens(failures)])
-        text = f"{type(self).__name__}, rank {self.rank}: {text}"
-        next_step = "Close it on all ranks and open another"
-        wrong = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
-        if any(failure.kind not in wrong for failure in failures.values()):
-            return PeerTimeout(f"{text}. Find out what that rank is doing. {next_step}")
-        return ValueError(f"{text}. {next_step}")
-
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_TOLD.value:
             return f"rank {peer}, or one that it waits for, did not tell its choices in time"
@@ -334,7 +320,7 @@ class ExpertOperation(Operation):
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         """Return what a kernel of the subclass waited for in vain."""
 
-    def _wrong_tokens(self, failures: dict[int, Failure]) -> list[str]:
+    def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
         """Return the text for numbers of tokens that this rank was told wrongly, if it was."""
         seen = {p: each.seen for p, each in failures.items() if each.kind == OTHER_TOKENS.value}
         if not seen:

@@ -1,4 +1,4 @@
-"""Memory that every rank of one host sees: a protocol and three backends.
+"""Memory that every rank of one host sees: a protocol and three backends. Imports no other room.
 
 backend   device  memory                             needs
 shm       CPU     files mapped by every process      nothing

@@ -20,11 +20,6 @@ class SymmetricTensor:
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]  # by rank; the own entry is `local`
 
-    def addresses(self) -> torch.Tensor:
-        """Return the int64 [world_size] table of the ranks' addresses, for kernels."""
-        pointers = [peer.data_ptr() for peer in self.peers]
-        return torch.tensor(pointers, dtype=torch.int64, device=self.local.device)
-
 
 class SideStream(Protocol):
     """A queue of copies and signals that runs beside the caller's own work."""

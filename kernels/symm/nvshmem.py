@@ -36,9 +36,7 @@ class NvshmemMemory(CudaMemory):
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         nvshmem = _library.module
-        peers: tuple[torch.Tensor, ...] = ()
-        error: Exception | None = None
-        try:
+        with self._ranks.together(f"allocating {list(shape)} {dtype} from NVSHMEM"):
             local = nvshmem.tensor(shape, dtype)  # collective, and not zeroed
             local.zero_()
             self._synchronize()  # a peer may use it as soon as the next exchange is over
@@ -47,10 +45,7 @@ class NvshmemMemory(CudaMemory):
                 local if peer == self.rank else nvshmem.get_peer_tensor(local, peer)
                 for peer in range(self.world_size)
             )
-        except Exception as caught:  # NVSHMEM's own classes, which need not be importable here
-            error = caught
-        self._ranks.raise_together(f"allocating {list(shape)} {dtype} from NVSHMEM", error)
-        return SymmetricTensor(peers[self.rank], peers)
+        return SymmetricTensor(local, peers)
 
     def _release(self) -> None:
         for tensor in reversed(self._allocations):  # collective: the same order on all ranks
@@ -107,12 +102,8 @@ class _Library:
             text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
             raise SymmetricMemoryError(f"the nvshmem backend cannot be used. {text}")
         if self._users == 0:
-            error: Exception | None = None
-            try:
+            with ranks.together("initialising NVSHMEM"):
                 self._initialize(ranks, device)
-            except Exception as caught:  # NVSHMEM's own classes
-                error = caught
-            ranks.raise_together("initialising NVSHMEM", error)
         self._users += 1
 
     def leave(self, ranks: RankGroup, device: torch.device) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,16 @@ class RankGroup:
             raise SymmetricMemoryError(
                 f"{doing} failed on {len(failed)} of {self.world_size} ranks: {reasons}"
             ) from error
+
+    @contextlib.contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Do the block, and raise on every rank what any of them has raised in it; collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # of a library whose own classes need not be importable here, too
+            error = caught
+        self.raise_together(doing, error)
 
     def _channel(self) -> torch.device:
         on_cpu = "cpu:" in dist.get_backend_config(self.group)

@@ -77,12 +77,8 @@ class ShmMemory(SymmetricMemory):
         try:
             paths = self._ranks.exchange(path)
             self._ranks.raise_together(f"creating a file of shape {list(shape)} {dtype}", error)
-            peers: tuple[torch.Tensor, ...] = ()
-            try:
+            with self._ranks.together("mapping the peers' files"):
                 peers = tuple(_mapped(peer_path, shape, dtype) for peer_path in paths)
-            except (OSError, RuntimeError) as caught:  # torch reports a failed mmap as RuntimeError
-                error = caught
-            self._ranks.raise_together("mapping the peers' files", error)
         finally:
             if path is not None:
                 os.unlink(path)

@@ -20,27 +20,16 @@ class TorchMemory(CudaMemory):
             return SymmetricTensor(alone, (alone,))
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        local: torch.Tensor | None = None
-        error: Exception | None = None
-        try:
+        with self._ranks.together(f"allocating {list(shape)} {dtype} on the GPU"):
             local = symmetric_memory.empty(shape, dtype=dtype, device=self.device).zero_()
             self._synchronize()  # a peer may use it as soon as the next exchange is over
-        except RuntimeError as caught:
-            error = caught
-        self._ranks.raise_together(f"allocating {list(shape)} {dtype} on the GPU", error)
-        peers: tuple[torch.Tensor, ...] = ()
-        try:
-            assert local is not None
+        with self._ranks.together("mapping the peers' GPU memory"):
             group = self._ranks.group or dist.distributed_c10d.GroupMember.WORLD
             assert group is not None
             handle = symmetric_memory.rendezvous(local, group)
-            mapped = [handle.get_buffer(peer, shape, dtype) for peer in range(self.world_size)]
-            mapped[self.rank] = local
-            peers = tuple(mapped)
-        except RuntimeError as caught:
-            error = caught
-        self._ranks.raise_together("mapping the peers' GPU memory", error)
-        return SymmetricTensor(peers[self.rank], peers)
+            peers = [handle.get_buffer(peer, shape, dtype) for peer in range(self.world_size)]
+            peers[self.rank] = local
+        return SymmetricTensor(local, tuple(peers))
 
     def _release(self) -> None:
         """Nothing to do: torch frees an allocation with its last tensor."""

@@ -27,9 +27,9 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
-from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
+from dist_autotune.kernels.gemm_rs import operation as gemm_rs
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
-from dist_autotune.kernels.gemm_rs.launch import Held, ProductLauncher
+from dist_autotune.kernels.gemm_rs.operation import Held, ProductLauncher
 
 pytestmark = pytest.mark.aot
 
@@ -136,9 +136,7 @@ class Caller:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
-    with launching(
-        monkeypatch, gemm_rs_launch, "_SETTLED", gemm_reduce_scatter, [BY_TMA, BY_POINTERS]
-    ) as made:
+    with launching(monkeypatch, gemm_rs, "_SETTLED", gemm_reduce_scatter, [BY_TMA, BY_POINTERS]) as made:
         yield made
 
 
@@ -217,10 +215,10 @@ def test_every_argument_is_where_the_kernel_expects_it(device):
 def test_a_device_is_part_of_what_is_remembered(device):
     caller = Caller(PLAIN)
     caller.call()
-    (shape,) = gemm_rs_launch._SETTLED._of
-    assert gemm_rs_launch._SETTLED.find(shape) is not None
+    (shape,) = gemm_rs._SETTLED._of
+    assert gemm_rs._SETTLED.find(shape) is not None
     other = shape._replace(device=torch.device("cuda:1"))
-    assert gemm_rs_launch._SETTLED.find(other) is None
+    assert gemm_rs._SETTLED.find(other) is None
 
 
 def test_other_tensors_ranks_and_patience_take_the_short_way_with_their_own_values(device, asked):

@@ -16,7 +16,7 @@ from test_gemm_rs_launch import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN, Calle
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
+from dist_autotune.kernels.gemm_rs import operation as gemm_rs
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from launched import Held, Launched, Observer, autotuners
 
@@ -27,7 +27,7 @@ CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
     monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    with launching(monkeypatch, gemm_rs_launch, "_SETTLED", gemm_reduce_scatter, CONFIGS) as made:
+    with launching(monkeypatch, gemm_rs, "_SETTLED", gemm_reduce_scatter, CONFIGS) as made:
         yield made
 
 

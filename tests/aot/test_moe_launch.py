@@ -30,8 +30,7 @@ from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.moe import ag_moe, moe_rs
 from dist_autotune.kernels.moe.ag_moe_kernel import all_gather_moe
-from dist_autotune.kernels.moe.candidates import GPU_TILES, HEIGHTS, HIGHEST_HEIGHT, ordered
-from dist_autotune.kernels.moe.launch import Shape, counted
+from dist_autotune.kernels.moe.launch import GPU_TILES, HEIGHTS, HIGHEST_HEIGHT, Shape, counted, ordered
 from dist_autotune.kernels.moe.moe_rs_kernel import moe_reduce_scatter
 
 pytestmark = pytest.mark.aot
@@ -176,7 +175,7 @@ class World:
 
     name: str
     kernel: Any
-    launcher: Any
+    module: Any
     tiles: list[triton.Config]
     others: triton.Config
     device: LaunchingDevice
@@ -205,8 +204,8 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     tiles, others = TILES, OTHER_TILES
     if name == "ag":
         tiles, others = [ordered(each, by_arrival=True) for each in tiles], ordered(others, by_arrival=False)
-    with launching(monkeypatch, module._LAUNCHER, "_settled", kernel, tiles) as device:
-        yield World(name, kernel, module._LAUNCHER, tiles, others, device)
+    with launching(monkeypatch, module, "_SETTLED", kernel, tiles) as device:
+        yield World(name, kernel, module, tiles, others, device)
 
 
 @pytest.fixture
@@ -233,7 +232,7 @@ def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_th
 
 def test_a_device_is_part_of_what_is_remembered(world):
     world.caller().call()
-    settled = world.launcher._settled
+    settled = world.module._SETTLED
     (shape,) = settled._of
     assert settled.find(shape) is not None
     assert settled.find(shape._replace(device=torch.device("cuda:1"))) is None

@@ -6,9 +6,10 @@ import re
 
 import pytest
 import triton
+from barrier import barrier_all
 from compiled import BLACKWELL, CDNA3, HOPPER, REGISTERS, compile_for, resources
 
-from dist_autotune.kernels.signals import barrier_all, wait_until
+from dist_autotune.kernels.signals import wait_until
 
 TYPES = {"signals_ptr": "*i64", "errors_ptr": "*i64", "rank": "i32", "epoch": "i32", "patience_ticks": "i32"}
 

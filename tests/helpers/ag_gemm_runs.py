@@ -48,9 +48,9 @@ def poison(op: AllGatherGemm) -> None:
     dist.barrier()
 
 
-def call_in_lane(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, out=None) -> torch.Tensor:
+def call_pushed(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, out=None) -> torch.Tensor:
     """Do eagerly what a captured call does at each replay."""
-    return op._call(a_shard, weight, out, in_lane=True)
+    return op._call(a_shard, weight, out, pushed=True)
 
 
 def call_and_compare(

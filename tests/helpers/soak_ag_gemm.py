@@ -8,7 +8,7 @@ copies, how many programs run) and the order of eager calls and graph replays ar
 turns, one of fp16 that pulls and one of bf16 that pushes. Inputs are new in every call, a function of its
 number and the rank, so each rank can make every rank's input again and no communication is needed to know
 what is right. Nothing waits for the device but the check of each batch. CPU ranks have no graphs and call the
-graphs' lane instead.
+pushed calls instead.
 
 The last line is `calls=... wrong=... hung=... seconds=...`; the exit code is 1 if anything was wrong.
 """
@@ -96,7 +96,7 @@ class Graph:
         if self._graph is not None:
             self._graph.replay()
         else:
-            self.op._call(self.a_shard, self.weight, self.out, in_lane=True)
+            self.op._call(self.a_shard, self.weight, self.out, pushed=True)
 
 
 def candidates_of_the_other_family(device: torch.device) -> list[triton.Config]:

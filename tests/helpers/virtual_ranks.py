@@ -37,7 +37,7 @@ class EverybodysTurn(ActiveCall):
         super().__init__()
         self.lock = mock.Mock()
 
-    def take(self, *args: Any) -> bool:
+    def acquire(self, *args: Any) -> bool:
         return True
 
 

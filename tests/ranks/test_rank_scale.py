@@ -184,14 +184,10 @@ def through_one_hub(size, contexts=4):
     sent, calls = [0] * size, 0
     began = time.perf_counter()
 
-    def posted(position):
+    def tell(position):
         payload = payloads_sent[position]
         message = {"op": "post", "id": 0, "sequence": 0, "position": position, "payload": payload}
         sent[position] += len(pack(message))
-        return message
-
-    def tell(position):
-        message = posted(position)
         sys.setprofile(count)
         state.handle(message, replies[position].append)
         sys.setprofile(None)
@@ -200,10 +196,8 @@ def through_one_hub(size, contexts=4):
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    state.handle(
-        {**posted(0), "merge": lambda payloads: {"merged": merge(*payloads)}}, replies[0].append
-    )  # before anybody else has come: the hub has most to keep
-    for position in reversed(range(1, size)):
+    state.merges[0] = lambda payloads: {"merged": merge(*payloads)}
+    for position in reversed(range(size)):
         tell(position)
     ms = (time.perf_counter() - began) * 1e3
     for told in replies.values():

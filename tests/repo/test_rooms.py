@@ -1,10 +1,11 @@
-"""Which room of the package may import which, read from the source; and that a breach is found."""
+"""Which room of the packages may import which, read from the source; and that a breach is found."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,21 +35,27 @@ WITHOUT = {
 }  # ranks: torch's store and groups
 MOST_MODULES = 12
 
+KERNELS = ROOT / "kernels"
+KERNEL_LEVELS = (("ag_gemm", "gemm_rs", "moe", "elementwise_add"), ("gemm", "exchange"), ("symm",))
+KERNEL_LEVEL = {room: number for number, rooms in enumerate(KERNEL_LEVELS) for room in rooms}
+KERNEL_ENTRANCES = {"ag_moe", "moe_rs", "persistent_gemm"}  # import paths of operations that share a room
+KERNELS_BESIDE = {"compat", "configs", "launch", "matrices", "rings", "signals", "tensors", "tiles"}
 
-def imported(source: str, room: str) -> Iterator[str]:
+
+def imported(source: str, room: str, package: str = "dist_autotune") -> Iterator[str]:
     """Yield what a module of `room` imports, from the top of the package or of the installed ones."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = ("dist_autotune", room) if room else ("dist_autotune",)
+            above = (package, room) if room else (package,)
             base = (
                 ".".join((*above[: len(above) - node.level + 1], node.module or ""))
                 if node.level
                 else node.module
             )
             base = (base or "").rstrip(".")
-            if base == "dist_autotune":
+            if base == package:
                 yield from (f"{base}.{alias.name}" for alias in node.names)
             else:
                 yield base
@@ -70,6 +77,24 @@ def breaches(source: str, room: str, name: str = "") -> list[str]:
         elif first in WITHOUT.get(room, ()):
             found.append(module)
     return found
+
+
+def kernel_breaches(source: str, room: str, name: str = "") -> list[str]:
+    """Return the imports of a module of `kernels` that the room it stands in may not have."""
+    found = []
+    for module in imported(source, room, "dist_autotune.kernels"):
+        target = module.removeprefix("dist_autotune.kernels.").partition(".")[0]
+        if module.startswith("dist_autotune.kernels.") and target in KERNEL_LEVEL:
+            below = room and KERNEL_LEVEL[target] > KERNEL_LEVEL[room]
+            if not (target == room or below or (not room and name in KERNEL_ENTRANCES)):
+                found.append(module)
+    return found
+
+
+def crowded(paths: Iterable[Path]) -> list[str]:
+    """Return the folders with more modules than a room may have."""
+    modules = Counter(path.parent.name for path in paths if path.stem != "__init__")
+    return [folder for folder, count in modules.items() if count > MOST_MODULES]
 
 
 SOURCES = sorted(path for path in PACKAGE.glob("*/*.py") if path.parent.name != "kernels")
@@ -95,6 +120,41 @@ def test_every_room_has_a_level_and_says_what_it_is_for() -> None:
 
 def test_modules_beside_the_rooms_are_few() -> None:
     assert {path.stem for path in PACKAGE.glob("*.py")} == BESIDE | ENTRANCES
+
+
+def test_no_room_is_crowded() -> None:
+    assert crowded(path for package in (PACKAGE, KERNELS) for path in package.rglob("*.py")) == []
+    assert crowded(PACKAGE / "search" / f"{number}.py" for number in range(12)) == []
+    assert crowded(PACKAGE / "search" / f"{number}.py" for number in range(13)) == ["search"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.relative_to(KERNELS).as_posix()
+)
+def test_a_room_of_kernels_imports_only_what_stands_below_it(path: Path) -> None:
+    room = "" if path.parent == KERNELS else path.parent.name
+    assert kernel_breaches(path.read_text(), room, path.stem) == []
+
+
+def test_every_room_of_kernels_has_a_level_and_says_what_it_is_for() -> None:
+    rooms = {path.parent.name: path for path in KERNELS.glob("*/__init__.py")}
+    assert set(rooms) == set(KERNEL_LEVEL)
+    assert all(len(ast.get_docstring(ast.parse(path.read_text())) or "") > 30 for path in rooms.values())
+    assert {path.stem for path in KERNELS.glob("*.py")} == KERNELS_BESIDE | KERNEL_ENTRANCES | {"__init__"}
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "source", "breach"),
+    [
+        ("gemm", "roles", "from ..ag_gemm.plain import Shape", "dist_autotune.kernels.ag_gemm.plain"),
+        ("gemm", "roles", "from ..exchange import push", "dist_autotune.kernels.exchange"),
+        ("symm", "base", "def f():\n    from .. import moe", "dist_autotune.kernels.moe"),
+        ("moe", "plan", "from ..gemm_rs import kernel", "dist_autotune.kernels.gemm_rs"),
+        ("", "tiles", "from .gemm.roles import run", "dist_autotune.kernels.gemm.roles"),
+    ],
+)
+def test_a_breach_in_kernels_is_found(room: str, name: str, source: str, breach: str) -> None:
+    assert kernel_breaches(source, room, name) == [breach]
 
 
 @pytest.mark.parametrize(

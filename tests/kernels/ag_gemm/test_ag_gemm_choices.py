@@ -10,7 +10,7 @@ import torch
 from ag_gemm_runs import (
     begin,
     call_and_compare,
-    call_in_lane,
+    call_pushed,
     choose_at_random,
     error_ratio,
     force,
@@ -79,7 +79,7 @@ def late_pieces(rank, call, producer):
         return [call_and_compare(op, 64, 16, call=call) for _ in range(2)]
 
 
-@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_in_lane], ids=["eager", "lane"])
+@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_pushed], ids=["eager", "pushed"])
 def test_tiles_wait_for_pieces_that_are_late(call):
     for errors in values(late_pieces, 2, call, "pull"):
         assert max(errors) < 1
@@ -159,7 +159,7 @@ def anything(rank, producer, seed, calls=10, backend="auto"):
         poison(op)
         for _ in range(calls):
             m, n = order.choice((50, 33, 16, 7)), own.choice((16, 24, 33))
-            kind, copied = order.choice((call_in_lane, AllGatherGemm.__call__)), own.random() < 0.5
+            kind, copied = order.choice((call_pushed, AllGatherGemm.__call__)), own.random() < 0.5
             if order.randrange(op.world_size) == rank:
                 time.sleep(own.random() / 20)
             a_shard, weight = tensors(m, n, 16, HALF)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from ag_gemm_runs import begin, call_and_compare, call_in_lane, error_ratio, force, tensors
+from ag_gemm_runs import begin, call_and_compare, call_pushed, error_ratio, force, tensors
 from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
 from rank_programs import wait_for
 
@@ -264,7 +264,7 @@ def die_in_the_middle(rank, consumer, producer):
 
         def launch_when_half_is_there(*args):
             # What has come of rank 1's chunk; of ours it has not all.
-            words = op._lane.words if producer == "push" else op._words.local
+            words = op._pusher.words if producer == "push" else op._words.local
             arrived, base = words[4], 0 if producer == "push" else 32
             wait_for(lambda: int(arrived[1]) - base >= 16, 60.0)
             launch(*args)
@@ -356,7 +356,7 @@ def different_rows_in_pieces(rank, consumers, call, rows):
     return message_of(lambda: call(op, *tensors(rows[rank], 16, 16, HALF)))
 
 
-@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_in_lane], ids=["eager", "lane"])
+@pytest.mark.parametrize("call", [AllGatherGemm.__call__, call_pushed], ids=["eager", "pushed"])
 @pytest.mark.parametrize("consumers", [("plain", "plain"), ("matmul", "plain")], ids=str)
 @pytest.mark.parametrize("rows", [(20, 64), (64, 20)], ids=str)
 def test_different_rows_are_told_at_once_whatever_the_pieces(consumers, call, rows):

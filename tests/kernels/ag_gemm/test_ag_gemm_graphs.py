@@ -1,6 +1,6 @@
 """That AllGatherGemm may be captured in CUDA graphs and replayed among eager calls.
 
-CPU ranks have no graphs: there the captured calls' own lane (see `ag_gemm.lane`) is called eagerly.
+CPU ranks have no graphs: there what captured calls do (see `exchange.push`) is called eagerly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ag_gemm_graphs import HALF, PATIENCE_S, Captured, errors_of, graph_of, repl
 from ag_gemm_runs import (
     begin,
     call_and_compare,
-    call_in_lane,
+    call_pushed,
     error_ratio,
     gathered_by_torch,
     operands_of,
@@ -45,25 +45,25 @@ from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
-in_lane = functools.partial(call_and_compare, call=call_in_lane)
+pushed = functools.partial(call_and_compare, call=call_pushed)
 
 
-def lane_calls(rank, m, n, k, capacity, backend="auto"):
+def pushed_calls(rank, m, n, k, capacity, backend="auto"):
     begin(rank)
     with AllGatherGemm(capacity, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         poison(op)
-        return [in_lane(op, m, n, in_place=call == 1) for call in range(3)]
+        return [pushed(op, m, n, in_place=call == 1) for call in range(3)]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_lane_of_captured_calls_is_right_when_ranks_run_different_candidates(world):
-    for errors in values(lane_calls, world, 19, 24, 16, 24):
+    for errors in values(pushed_calls, world, 19, 24, 16, 24):
         assert max(errors) < 1
 
 
 @pytest.mark.parametrize(("m", "capacity"), [(64, 64), (1, 1), (5, 64)])
 def test_the_lane_takes_the_same_shapes(m, capacity):
-    for errors in values(lane_calls, 2, m, 40, 32, capacity):
+    for errors in values(pushed_calls, 2, m, 40, 32, capacity):
         assert max(errors) < 1
 
 
@@ -75,7 +75,7 @@ def mixed(rank, seed, calls=14, backend="auto"):
         poison(op)
         for _ in range(calls):
             m, n = order.choice((24, 7, 16)), order.choice((24, 33))
-            kind, copied = order.choice((call_in_lane, AllGatherGemm.__call__)), order.random() < 0.5
+            kind, copied = order.choice((call_pushed, AllGatherGemm.__call__)), order.random() < 0.5
             if order.randrange(op.world_size) == rank:
                 time.sleep(random.random() / 10)
             a_shard, weight = tensors(m, n, k, HALF)
@@ -99,7 +99,7 @@ def late_pushes(rank):
         poison(op)
         if rank == 0:
             delay_copies(op, lambda: time.sleep(0.2))
-        return [in_lane(op, 16, 16) for _ in range(3)]
+        return [pushed(op, 16, 16) for _ in range(3)]
 
 
 def test_the_kernel_waits_for_a_chunk_that_is_pushed_late():
@@ -112,10 +112,10 @@ def last_gathered(rank):
     right = []
     with AllGatherGemm(16, 16, HALF) as op:
         for call, m in (
-            (call_in_lane, 16),
+            (call_pushed, 16),
             (AllGatherGemm.__call__, 9),
-            (call_in_lane, 5),
-            (call_in_lane, 16),
+            (call_pushed, 5),
+            (call_pushed, 16),
         ):
             a_shard, weight = tensors(m, 8, 16, HALF)
             call(op, a_shard, weight)
@@ -132,7 +132,7 @@ def test_an_operation_without_graphs_needs_less_memory_and_refuses_captures():
         a_shard, weight = tensors(4, 6, 8, HALF)
         assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
         with pytest.raises(RuntimeError, match="opened with graphs=False and cannot be captured"):
-            call_in_lane(op, a_shard, weight)
+            call_pushed(op, a_shard, weight)
 
 
 # ---- what goes wrong between ranks
@@ -140,7 +140,7 @@ def test_an_operation_without_graphs_needs_less_memory_and_refuses_captures():
 
 def dead_peer(rank, last):
     op = AllGatherGemm(8, 16, HALF)
-    in_lane(op, 8, 16)
+    pushed(op, 8, 16)
     meet()
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -148,16 +148,16 @@ def dead_peer(rank, last):
     # Chunks are pushed in order: a survivor's may be held up by the dead peer's slot until its own kernel has
     # given that up. Whose kernel is as impatient may give up the survivor too, and then these two would wait
     # for each other once more. So each begins when what can come has come: rank 0, rank 1, ...
-    arrived = op._lane.words[ARRIVED.value]
+    arrived = op._pusher.words[ARRIVED.value]
     hold_launch(op, lambda: all(arrived[peer] for peer in range(last) if peer != rank))
     a_shard, weight = tensors(8, 16, 16, HALF)
-    message = message_of(lambda: call_in_lane(op, a_shard, weight))
+    message = message_of(lambda: call_pushed(op, a_shard, weight))
     del op._launch
     out = torch.empty(8 * op.world_size, 16, dtype=HALF)
     op._patience_ticks = as_patience(600.0)
     for _ in range(2):  # what graphs that are enqueued already would do
         operands = operands_of(op, weight, out, 8)
-        op._run_in_lane(weight, out, operands, op._choose(operands))
+        op._run_pushed(weight, out, operands, op._choose(operands))
     return message, message_of(op.check) == message
 
 
@@ -174,7 +174,7 @@ def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(world):
 
 def different_rows(rank):
     op = AllGatherGemm(8, 16, HALF)
-    return message_of(lambda: call_in_lane(op, *tensors(4 if rank == 0 else 7, 16, 16, HALF)))
+    return message_of(lambda: call_pushed(op, *tensors(4 if rank == 0 else 7, 16, 16, HALF)))
 
 
 def test_different_rows_raise_on_every_rank():
@@ -274,8 +274,8 @@ def settled_and_captured(rank, backend):
 def cases_on_gpus(rank, backend):
     return run_cases(
         {
-            "the lane, called eagerly": lambda: lane_calls(rank, 19, 24, 16, 24, backend),
-            "the lane, mixed with eager calls": lambda: mixed(rank, 5, 40, backend),
+            "pushed, called eagerly": lambda: pushed_calls(rank, 19, 24, 16, 24, backend),
+            "pushed, mixed with eager calls": lambda: mixed(rank, 5, 40, backend),
             "replays in place": lambda: replays(rank, backend, in_place=True),
             "replays, copied": lambda: replays(rank, backend, in_place=False),
             "replays among eager calls": lambda: replays_among_eager_calls(rank, backend),

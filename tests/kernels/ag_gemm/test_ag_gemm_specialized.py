@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import call_and_compare, call_in_lane, force, gathered_by_torch, poison, tensors
+from ag_gemm_runs import call_and_compare, call_pushed, force, gathered_by_torch, poison, tensors
 from operation_runs import GPU_BACKENDS, run_cases, values
 
 from dist_autotune import contextual_autotune
@@ -35,7 +35,7 @@ def opened(m: int, k: int, backend: str = "auto", **options: object) -> AllGathe
 def one_shape(
     rank: int, m: int, n: int, k: int, backend: str = "auto", producer: str = "pull"
 ) -> list[float]:
-    """Return the errors of eager calls, captured calls' lane, shards in place and fewer rows."""
+    """Return the errors of eager calls, pushed calls, shards in place and fewer rows."""
     torch.manual_seed(rank)
     specialized.tuned.configs = CANDIDATES
     rows = max(fewest_rows(tensor_memory=False), m - 37)
@@ -44,7 +44,7 @@ def one_shape(
         errors = [call_and_compare(op, m, n), call_and_compare(op, m, n, in_place=True)]
         for pieces in (1, 2, 4):
             force(op, pieces=pieces)
-            errors += [call_and_compare(op, rows, n), call_and_compare(op, m, n, call=call_in_lane)]
+            errors += [call_and_compare(op, rows, n), call_and_compare(op, m, n, call=call_pushed)]
     return errors
 
 

@@ -112,9 +112,9 @@ class Peer:
         self.write(here[words.FETCHED.value, 1], epoch)
 
     def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
-        """Take part in the call of the lane, or the replay, that rank 0 has just made."""
-        lane = op._lane
-        here, there = lane.words, lane._peers[0].our_free
+        """Take part in the pushed call, or the replay, that rank 0 has just made."""
+        pusher = op._pusher
+        here, there = pusher.words, pusher._permits._ours[0]
         self.write(here[words.FREE.value, 1], 1)
         self.take(there)
         self.write(here[words.ANNOUNCED.value, 1], len(chunk))
@@ -155,7 +155,7 @@ def one_call(
         time.sleep(LATE_S)
         peer.be_fetched_from(op, rows)
     else:
-        op._call(here, weight, out, in_lane=True)
+        op._call(here, weight, out, pushed=True)
         peer.push(op, theirs, 3 - pieces % 3)
     op.check()
     full = torch.cat([here, theirs.to(DEVICE)])
@@ -238,7 +238,7 @@ def replays(rank: int, consumer: str) -> list[tuple[float, bool]]:
             graph.replay()
             peer.push(op, theirs, 1 + replay % 2)
             op.check()
-            pushed = op._lane._peers[0].slot_there
+            pushed = op._pusher._peers[0].slot
             full = torch.cat([op.shard, theirs.to(DEVICE)])
             found.append((error_ratio(out, full, weight), torch.equal(pushed[:rows], op.shard.cpu())))
     return found
@@ -265,7 +265,7 @@ def forsaken(rank: int, consumer: str) -> list[tuple[str, str, float]]:
         began = time.monotonic()
 
         def call(op: AllGatherGemm = op, how: str = how) -> None:
-            op._call(op.shard, weight, None, in_lane=how == "push")
+            op._call(op.shard, weight, None, pushed=how == "push")
             op.check()
 
         found.append((message_of(call), message_of(op.close), time.monotonic() - began))
@@ -308,7 +308,7 @@ def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
             else:
                 op(a, weight, out)
             peer.write(here[rs.FREE.value, 1], 1)
-            peer.take(op._pusher._peers[0].our_free)
+            peer.take(op._permits._ours[0])
             peer.take(op._pusher._peers[0].our_arrived)  # while the kernel still waits for the peer's sums
             time.sleep(LATE_S)
             memory.copy(op._staged.local[0, :rows], theirs, peer.stream)

@@ -12,7 +12,7 @@ from operation_runs import INTERPRETER, left_as_before
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import launch as gemm_rs_launch
+from dist_autotune.kernels.gemm_rs import operation as gemm_rs
 from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES, gemm_reduce_scatter
 from dist_autotune.kernels.launch import UntunedWarning
 
@@ -25,8 +25,8 @@ N, K = 40, 24
 def op(monkeypatch):
     """Give an operation of one rank of which this process knows nothing yet."""
     gemm_reduce_scatter.cache.clear()
-    monkeypatch.setattr(gemm_rs_launch._SETTLED, "_told", set())
-    monkeypatch.setattr(gemm_rs_launch._SETTLED, "_of", type(gemm_rs_launch._SETTLED._of)())
+    monkeypatch.setattr(gemm_rs._SETTLED, "_told", set())
+    monkeypatch.setattr(gemm_rs._SETTLED, "_of", type(gemm_rs._SETTLED._of)())
     with left_as_before(gemm_reduce_scatter):
         gemm_rs_runs.begin(0)
         gemm_reduce_scatter.configs = CANDIDATES

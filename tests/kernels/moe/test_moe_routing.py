@@ -13,7 +13,7 @@ from operation_runs import INTERPRETER, message_of, values
 from rank_programs import wait_for
 
 from dist_autotune.kernels.moe import plan as plans
-from dist_autotune.kernels.moe.candidates import HEIGHTS, LOWEST_HEIGHT
+from dist_autotune.kernels.moe.launch import HEIGHTS, LOWEST_HEIGHT
 from dist_autotune.kernels.moe.operation import TokenBoard
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from barrier import addresses, barrier_all
 
 from dist_autotune.kernels.signals import (
     GIVEN_UP,
@@ -18,7 +19,6 @@ from dist_autotune.kernels.signals import (
     Failure,
     as_epoch,
     as_patience,
-    barrier_all,
     notify,
     read_failure,
     record_failure,
@@ -185,7 +185,7 @@ def meet(rank, late, absent):
                 table[rank] = epoch
             if rank != absent:
                 patience_ticks = 70 if absent is not None else FOREVER
-                barrier_all[(1,)](signals.addresses(), errors, rank, epoch, patience_ticks, WORLD=world)
+                barrier_all[(1,)](addresses(signals), errors, rank, epoch, patience_ticks, WORLD=world)
             complete.append(bool((came.local >= epoch).all()))
         return complete, [read_failure(int(word)) for word in errors]
 
@@ -199,14 +199,14 @@ def meet_on_gpus(rank, backend):
         signals = memory.allocate((world,), torch.int32)
         came = memory.allocate((world,), torch.int32)
         errors = torch.zeros(world, dtype=torch.int64, device="cuda")
-        addresses, patience_ticks = signals.addresses(), as_patience(20.0)
+        places, patience_ticks = addresses(signals), as_patience(20.0)
         seen = torch.zeros((200, world), dtype=torch.int32, device="cuda")
         for epoch in range(1, 201):
             if epoch % world == rank:
                 torch.cuda._sleep(200_000)  # another rank is late at every turn
             for table in came.peers:
                 table[rank] = epoch
-            barrier_all[(1,)](addresses, errors, rank, epoch, patience_ticks, WORLD=world, FENCE=True)
+            barrier_all[(1,)](places, errors, rank, epoch, patience_ticks, WORLD=world, FENCE=True)
             seen[epoch - 1] = came.local
         epochs = torch.arange(1, 201, device="cuda")[:, None]
         return bool((seen >= epochs).all()), [read_failure(int(word)) for word in errors]

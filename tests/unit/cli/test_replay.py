@@ -228,7 +228,7 @@ def changed_plan(record: dict[str, Any]) -> bool:
     return True
 
 
-def changed_words(record: dict[str, Any]) -> bool:
+def changed_payload(record: dict[str, Any]) -> bool:
     for part in record["payload"]["parts"].values():
         if "worst_ms" in part and record["run"] > 1:
             part["total_fs"] = 7
@@ -242,10 +242,10 @@ def changed_words(record: dict[str, Any]) -> bool:
     [
         (0, "context_settled", changed_winner, "add[64", "context_settled of rank 0: config_id"),
         (1, "run_started", changed_plan, "rank 1", "run_started: plan"),
-        (1, "merged", changed_words, "rank 1", "merged"),
-        (0, "merged", changed_words, "rank 1", "merged"),
+        (1, "merged", changed_payload, "rank 1", "merged"),
+        (0, "merged", changed_payload, "rank 1", "merged"),
     ],
-    ids=["winner", "plan", "words of one rank", "words, as the first rank has them"],
+    ids=["winner", "plan", "payload of one rank", "payload, as the first rank has it"],
 )
 def test_a_changed_record_is_found_and_named(
     rank: int, event: str, edit: Callable[[dict[str, Any]], bool], about: str, what: str
@@ -270,7 +270,7 @@ def test_a_missing_rank_is_named_and_the_decisions_are_recomputed_without_it() -
 
 
 @pytest.mark.usefixtures("logs_of_two_ranks")
-def test_a_run_whose_words_are_lost_ends_the_replay_there() -> None:
+def test_a_run_whose_payloads_are_lost_ends_the_replay_there() -> None:
     for rank in (0, 1):
         path = LOGS / f"rank-{rank}.jsonl"
         lines = path.read_text().splitlines(keepends=True)

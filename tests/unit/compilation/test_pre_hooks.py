@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dist_autotune.compilation.pre_hooks import (
-    NotTold,
+    NotReproducible,
     StandIn,
     StandIns,
     _marked,
@@ -150,5 +150,5 @@ def test_a_hook_that_changes_nothing_changes_nothing():
 def test_a_change_that_cannot_be_handed_over_is_refused(change):
     stand_ins = StandIns(launch_of(Descriptor(torch.zeros(4, 2), [1, 1]), torch.zeros(2, 4)))
     change(*stand_ins.launch.args)
-    with pytest.raises(NotTold):
+    with pytest.raises(NotReproducible):
         stand_ins.changes()

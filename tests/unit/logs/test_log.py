@@ -142,8 +142,8 @@ def test_winners_bans_and_notes_are_info_trials_debug_a_closing_warning_a_warnin
         for record in session_records("s1", 0, "layer", "EventClock"):
             log.write(record)
         log.write(records.SessionClosed(runs=1, contexts=0, outcome="settled", warning="no launches seen"))
-    told = Counter(record.levelname for record in caplog.records)
-    assert told["INFO"] == 3  # the ban, the winner, the end
+    levels = Counter(record.levelname for record in caplog.records)
+    assert levels["INFO"] == 3  # the ban, the winner, the end
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.endswith("no launches seen")
 
