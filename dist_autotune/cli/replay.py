@@ -40,7 +40,7 @@ class Verdict:
 
     session: str
     thunk: str
-    search: str = "?"
+    search: str
     runs: int = 0
     compared: int = 0
     differences: list[Difference] = field(default_factory=list)
@@ -66,11 +66,8 @@ def rules_of(opened: SessionOpened) -> Rules:
 
 def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict:
     """Recompute one session. states: of the sessions before it, by name; a session may continue one."""
-    verdict, opened = Verdict(session.name, session.thunk), session.opened
-    if opened is None:
-        verdict.compare(None, "session", "session_opened", "nothing", "the record that opens a session")
-        return verdict
-    verdict.search = opened.search
+    opened = session.opened
+    verdict = Verdict(session.name, opened.thunk, opened.search)
     for rank in session.missing_ranks:
         verdict.compare(None, f"rank {rank}", "records", "none", f"rank-{rank}.jsonl")
     written_by = opened.versions.get("dist_autotune")

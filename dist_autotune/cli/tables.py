@@ -24,17 +24,15 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
     rows = []
     for each in sessions:
         opened, closed = each.opened, each.closed
-        how = (opened.started_at, f"{opened.search}, {opened.mode}") if opened else ("?", "?")
+        search = f"{opened.search}, {opened.mode}"
         counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
-        rows.append((each.name, each.thunk, *how, *counts, closed.outcome))
+        rows.append((each.name, opened.thunk, opened.started_at, search, *counts, closed.outcome))
     return Table("Sessions", names, rows)
 
 
 def session_heading(session: SessionHistory) -> str:
     """Return one line that says what was tuned, where and how."""
     opened = session.opened
-    if opened is None:
-        return f"session {session.name} (its first record is lost)"
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
     return f"{opened.thunk}: session {session.name}, {where}, {ended}"

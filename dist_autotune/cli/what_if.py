@@ -57,6 +57,8 @@ class WhatIf:
 
 def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed: int = 0) -> list[WhatIf]:
     """Return what the searches of each session would have found with `options` changed."""
+    for option, value in options.items():
+        _check(option, value)
     found = []
     for session in sessions:
         for context in session.contexts:
@@ -64,16 +66,21 @@ def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed
                 random = Random(f"{seed} {context.label} {judge}")
                 decks = [_Deck(each, session.name, judge, random) for each in context.candidates]
                 is_choice = sum(not each.banned for each in context.candidates) > 1
-                if session.opened and is_choice and any(deck.runs["sample"] for deck in decks):
+                if is_choice and any(deck.runs["sample"] for deck in decks):
                     found.append(_search(replace(session.opened, **options), context, judge, decks))
     return found
 
 
+def _check(option: str, value: Any, where: str = "") -> None:
+    allowed = ALLOWED.get(option, (value,))
+    if value not in allowed:
+        name, expected = option.replace("_", "-"), ", ".join(allowed)
+        raise InvalidOption(f"--{name} {value}: expected one of {expected}{where}")
+
+
 def _search(opened: SessionOpened, context: ContextHistory, judge: str, decks: Sequence[_Deck]) -> WhatIf:
-    for option, allowed in ALLOWED.items():
-        if (value := getattr(opened, option)) not in allowed:
-            name, expected = option.replace("_", "-"), ", ".join(allowed)
-            raise InvalidOption(f"--{name} {value}: expected one of {expected} (session {opened.session})")
+    for option in ALLOWED:  # a search of the user's own cannot be run from its log
+        _check(option, getattr(opened, option), f" (session {opened.session})")
     winner, runs = _run_flow(opened, decks)
     all_ms = [None if deck.banned else _agreed_ms(deck.runs["sample"], opened) for deck in decks]
     best_ms = min((ms for ms in all_ms if ms is not None), default=None)

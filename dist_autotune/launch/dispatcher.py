@@ -19,7 +19,6 @@ from ..timing.clock import Clock
 from ..triton_api import identity, interception
 from ..triton_api.launch import Key, Launch, load
 from .fast_path import FastPath
-from .kernel_names import KernelNames
 from .rank_context import Binding, RankContext
 from .registry import Registry
 from .tunable import KnownChoices, texts_of
@@ -35,7 +34,6 @@ class Dispatcher:
 
     def __init__(
         self,
-        names: KernelNames,
         registry: Registry,
         clock: Clock,
         guard: CrashGuard,
@@ -50,7 +48,6 @@ class Dispatcher:
         # The first launches of new contexts, to be preflighted: arguments are held no longer than the run.
         self.new: list[tuple[Binding, Launch]] = []
         self._known_choices = KnownChoices()
-        self._names = names
         self._registry = registry
         self._clock = clock
         self._guard = guard
@@ -95,9 +92,9 @@ class Dispatcher:
 
     def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
         """Answer `tunable`: return the option that this run plans."""
-        found = self._known_choices.find(name, options, key)
-        if found is not None:
-            return found[0]
+        known = self._known_choices.find(name, options, key)
+        if known is not None:
+            return options[known]
         texts = texts_of(name, options)
         with self._lock:
             context = self._registry.choice(name, key, dict(zip(texts, options, strict=True)))
@@ -175,13 +172,13 @@ class Dispatcher:
         """Return what the launch belongs to; a context that is new is to be preflighted after the run."""
         binding = self._registry.find(launch)
         if binding is not None:
-            self._names.keep(launch.tuner)
+            self._registry.names.keep(launch.tuner)
             return binding
         with self._lock:
             binding = self._registry.find(launch)
             if binding is None:
                 for known in self.settled.launched():
-                    self._names.keep(known)
+                    self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
                 if self.tunes and binding.rank_context.measures and not interception.is_interpreted():
                     self.new.append((binding, launch))
@@ -191,7 +188,7 @@ class Dispatcher:
 
     def begin_run(self, *, tunes: bool) -> None:
         """Forget the last run. `tunes`: launches may be trials."""
-        self._names.begin_run()
+        self._registry.names.begin_run()
         self.settled.begin_call()
         if not tunes and not self.tunes and not self._registry.has_news:
             return  # one settled call after another: the choices stand

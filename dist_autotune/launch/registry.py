@@ -43,7 +43,7 @@ class Registry:
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
-        self._names = names
+        self.names = names
         self._options = options
         self._clock = clock
         self._rank = rank
@@ -68,7 +68,7 @@ class Registry:
 
     def look(self, launch: Launch, *, admits: bool = False) -> Binding:
         """Return what `admit` would, and admit nothing."""
-        configs, kernel = launch.candidates(), self._names.name_of(launch.tuner, launches=admits)
+        configs, kernel = launch.candidates(), self.names.name_of(launch.tuner, launches=admits)
         texts = dict(zip(configs, texts_of(list(configs.values())), strict=True))
         source = identity.kernel_source(launch.tuner.base_fn)
         context = self._context(kernel, launch.key(), source, configs, texts, launch)
@@ -77,7 +77,7 @@ class Registry:
     def choice(self, name: str, key: Key, options: dict[str, Any]) -> RankContext:
         """Return the context of a `tunable`, whose options are given by their texts."""
         kernel, configs = (
-            self._names.name_of_choice(name, options),
+            self.names.name_of_choice(name, options),
             {digest(t): o for t, o in options.items()},
         )
         texts = {digest(text): text for text in options}
@@ -107,7 +107,7 @@ class Registry:
         slot, taken = key_text, {context.slot for context in own.values()}
         if self._options.agree == "ordinal":
             slot = next(free for n in range(len(own) + 1) if (free := f"@{n}") not in taken)
-        name = context_name(self._names.alias(kernel), slot)
+        name = context_name(self.names.alias(kernel), slot)
         if name in self.by_name:  # of another Autotuner, one that shares its contexts with peers'
             name = context_name(f"{kernel}!", slot)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
@@ -211,9 +211,9 @@ class Registry:
             order=tuple(context.texts.items()),
             shared=tuple(sorted(context.texts)),
             is_choice=context.is_choice,
-            kernel_id=self._names.alias(kernel),
+            kernel_id=self.names.alias(kernel),
             family=f"{family_of(kernel)}{kernel.partition('#')[2]}",
-            siblings=self._names.siblings(kernel),
+            siblings=self.names.siblings(kernel),
             place=place,
             slot=context.slot,
             claim=context.claim,

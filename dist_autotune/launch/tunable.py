@@ -20,16 +20,15 @@ class KnownChoices:
     def __init__(self) -> None:
         self._places: dict[Any, int] = {}
 
-    def find(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> tuple[T] | None:
-        """Return the option that was learned, in a tuple; None if there is none."""
+    def find(self, name: str, options: Sequence[Any], key: tuple[Any, ...]) -> int | None:
+        """Return the place of the option that stands; None: not known."""
         try:
             # With their types: 1, 1.0 and True are equal, and different options.
-            return (options[self._places[name, key, tuple(options), tuple(map(type, options))]],)
+            return self._places[name, key, tuple(options), tuple(map(type, options))]
         except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
             return None
 
-    def add(self, name: str, options: Sequence[T], key: tuple[Any, ...], place: int) -> None:
-        """Keep which of the options, counted from 0, stands until `clear`."""
+    def add(self, name: str, options: Sequence[Any], key: tuple[Any, ...], place: int) -> None:
         with contextlib.suppress(TypeError):
             self._places[name, key, tuple(options), tuple(map(type, options))] = place
 
@@ -50,13 +49,12 @@ class Choices:
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> T:
         """Return the settled one of `options`, by their texts, or the first."""
-        found = self._known.find(name, options, key)
-        if found is not None:
-            return found[0]
-        texts = texts_of(name, options)
-        settled = self._by_name.get((name, identity.key_text(key)))
-        place = texts.index(settled) if settled in texts else 0
-        self._known.add(name, options, key, place)
+        place = self._known.find(name, options, key)
+        if place is None:
+            texts = texts_of(name, options)
+            settled = self._by_name.get((name, identity.key_text(key)))
+            place = texts.index(settled) if settled in texts else 0
+            self._known.add(name, options, key, place)
         return options[place]
 
 

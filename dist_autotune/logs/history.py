@@ -165,17 +165,12 @@ class Straggler:
 class SessionHistory:
     """One session as its ranks logged it."""
 
-    name: str
+    opened: SessionOpened
     records: tuple[Record, ...]  # rank by rank
     contexts: tuple[ContextHistory, ...]  # those with a choice
 
     def of_kind(self, kind: type[R]) -> list[R]:
         return of_kind(self.records, kind)
-
-    @cached_property
-    def opened(self) -> SessionOpened | None:
-        """Return the record that opens the session; None: it is lost."""
-        return next(iter(self.of_kind(SessionOpened)), None)
 
     @cached_property
     def closed(self) -> SessionClosed:
@@ -185,8 +180,8 @@ class SessionHistory:
         return next(iter(self.of_kind(SessionClosed)), unfinished)
 
     @property
-    def thunk(self) -> str:
-        return self.opened.thunk if self.opened else "?"
+    def name(self) -> str:
+        return self.opened.session
 
     @property
     def ranks(self) -> list[int]:
@@ -195,12 +190,12 @@ class SessionHistory:
 
     @property
     def missing_ranks(self) -> list[int]:
-        return sorted(set(self.opened.ranks) - set(self.ranks)) if self.opened else []
+        return sorted(set(self.opened.ranks) - set(self.ranks))
 
     @property
     def is_wall_clock(self) -> bool:
         """Return whether times come from the host: the interpreter, or no GPU."""
-        return self.opened is not None and self.opened.clock == WALL_CLOCK
+        return self.opened.clock == WALL_CLOCK
 
     @property
     def has_samples(self) -> bool:
@@ -246,6 +241,7 @@ class History:
         """Return the newest session of each function, of those that tried something if there are any."""
         chosen: dict[str, SessionHistory] = {}
         for session in self.sessions:
-            if session.has_samples or session.thunk not in chosen or not chosen[session.thunk].has_samples:
-                chosen[session.thunk] = session
+            before = chosen.get(session.opened.thunk)
+            if session.has_samples or before is None or not before.has_samples:
+                chosen[session.opened.thunk] = session
         return tuple(chosen.values())

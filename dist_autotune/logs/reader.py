@@ -40,14 +40,20 @@ def load(directory: Path) -> History:
         if unreadable:
             skipped[path.name] = unreadable
     known: dict[str, _Contexts] = {}
-    sessions = tuple(_session(name, own, known) for name, own in records.items())
-    return History(directory, sessions, skipped)
+    sessions = []
+    for own in records.values():
+        if opened := of_kind(own, SessionOpened):
+            sessions.append(_session(opened[0], own, known))
+        else:
+            for record in own:
+                reasons = skipped.setdefault(f"rank-{record.rank}.jsonl", Counter())
+                reasons["of a session whose opening is lost"] += 1
+    return History(directory, tuple(sessions), skipped)
 
 
-def _session(name: str, records: Sequence[Record], known: dict[str, _Contexts]) -> SessionHistory:
+def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, _Contexts]) -> SessionHistory:
     """Return one session. known: the contexts of the sessions before it, to which it adds its own."""
-    opened = next(iter(of_kind(records, SessionOpened)), None)
-    earlier = known.get(opened.continues, {}) if opened else {}
+    earlier = known.get(opened.continues, {})
     contexts: _Contexts = {}
     for record in of_kind(records, ContextRecord):
         contexts.setdefault(record.context, []).append(record)
@@ -55,10 +61,10 @@ def _session(name: str, records: Sequence[Record], known: dict[str, _Contexts]) 
         before = earlier.get(context, [])
         if of_kind(before, ContextSettled) and not any(map(_is_of_search, own)):
             contexts[context] = [*before, *own]  # only launched here: shown as it was settled
-    known[name] = {**earlier, **contexts}
-    is_alone = opened is not None and opened.world_size == 1
+    known[opened.session] = {**earlier, **contexts}
+    is_alone = opened.world_size == 1
     shown = (ContextHistory(tuple(own), is_alone) for own in contexts.values() if _is_choice(own))
-    return SessionHistory(name, tuple(records), tuple(shown))
+    return SessionHistory(opened, tuple(records), tuple(shown))
 
 
 def _is_of_search(record: ContextRecord) -> bool:

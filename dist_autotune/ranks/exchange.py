@@ -42,7 +42,7 @@ class Exchange:
         self._deadline = self._began + timeout_s
         self._look_s = min(LOOK_S, timeout_s / 8)
         self._answered_at = self._began  # when the hub last answered
-        self._arrived_at: float | None = None  # when this rank recorded its arrival in the store
+        self._arrived_at = 0.0  # when this rank recorded its arrival in the store
         self._store_error: StoreLost | None = None
         self._merge_error: Exception | None = None
 
@@ -60,42 +60,37 @@ class Exchange:
         """Return the end that the hub gives the exchange; None: there is no hub, or it is lost or stuck."""
         members = self._members
         try:
-            if members.is_lost or not self._find_hub():
+            client = None if members.is_lost else self._find_client()
+            if client is None:
                 return None
-            assert members.client is not None
-            members.client.send_s = min(SEND_S, self._timeout_s)
+            client.send_s = min(SEND_S, self._timeout_s)
             if members.hub is not None:
                 merging = functools.partial(self._merge, members.hub, merge)
                 members.hub.state.merges[self._sequence] = merging
-            end = self._post(members.client, payload)
-            if self._merge_error is not None:
-                raise self._merge_error
-            return self._settled(end)
+            return self._settled(self._post(client, payload))
         except HubLost:
             members.is_lost = True
         except HubSilent:
             pass
         return None
 
-    def _find_hub(self) -> bool:
-        """Wait for the hub; return False when there is none, or this exchange has ended before."""
+    def _find_client(self) -> Client | None:
+        """Wait for the hub; return None when there is none, or this exchange has ended before."""
         if self._members.client is not None:
-            return True
+            return self._members.client
         pauses = _pauses()
-        while not self._members.find_hub(self._limit_s):
+        while (client := self._members.find_client(self._limit_s)) is None:
             self._store.record_arrival(self._sequence, self._limit_s)
             has_ended = self._store.read_end(self._sequence, self._limit_s) is not None
             if has_ended or time.monotonic() > self._deadline:
-                return False
+                return None
             time.sleep(next(pauses))
-        return self._store.read_end(self._sequence, self._limit_s) is None
+        return client if self._store.read_end(self._sequence, self._limit_s) is None else None
 
     def _merge(self, hub: Hub, merge: Merge, payloads: list[bytes]) -> End:
         """Return the end that all payloads make. Runs on the hub's thread."""
-        try:
-            end = None
-            if hub.was_away():  # the others may have gone on meanwhile
-                end = self._store.read_end(self._sequence)
+        try:  # if the process was stopped, the others may have gone on meanwhile
+            end = self._store.read_end(self._sequence) if hub.was_away() else None
             return end or {"merged": merge(*payloads)}
         except Exception as error:
             self._merge_error = error
@@ -137,21 +132,18 @@ class Exchange:
         while (left_s := self._deadline - time.monotonic()) > 0:
             awaits_others = hub is not None and not hub.has_met_all
             reply = client.receive(request, min(left_s, next(pauses) if awaits_others else self._look_s))
-            if reply is not None or hub is not None:
-                self._answered_at = time.monotonic()
             if reply is not None:
                 return reply
-            if hub is not None:
-                if awaits_others:  # ranks of this host need no store that answers
-                    self._try_store(lambda: self._members.admit_hosts(min(self._limit_s, SILENCE_S)))
-                continue
-            if look is not None and client.receive(look, 0.0) is None:
-                if self._arrived_at is None:
-                    self._try_store(self._record_arrival)
-                continue
-            if look is not None:
+            if awaits_others:  # ranks of this host need no store that answers
                 self._answered_at = time.monotonic()
-            look = client.send("look", self._sequence)
+                self._try_store(lambda: self._members.admit_hosts(min(self._limit_s, SILENCE_S)))
+            elif look is None:
+                look = client.send("look", self._sequence)
+            elif client.receive(look, 0.0) is not None:
+                self._answered_at = time.monotonic()
+                look = client.send("look", self._sequence)
+            elif not self._arrived_at:
+                self._try_store(self._record_arrival)
         return None
 
     # -- through the store ---------------------------------------------------------------------------------
@@ -161,11 +153,11 @@ class Exchange:
         members = self._members
         if self._store_error is not None:
             raise self._store_error
-        if self._arrived_at is None:
+        if not self._arrived_at:
             self._record_arrival()
         until = self._deadline
         if members.client is not None:  # the others may still be finding out about the hub
-            until = max(until, (self._arrived_at or 0.0) + ARRIVAL_S)
+            until = max(until, self._arrived_at + ARRIVAL_S)
         pauses = _pauses()
         while (end := self._store.read_end(self._sequence, self._limit_s)) is None:
             absent = self._store.absent_ranks(self._sequence, self._limit_s)
@@ -199,6 +191,8 @@ class Exchange:
 
     def _settled(self, end: End) -> End:
         """Return `end` with ranks for positions; store a bad one where it outlives the hub."""
+        if self._merge_error is not None:
+            raise self._merge_error
         if "missing_positions" in end:
             ranks = [self._members.ranks[position] for position in end["missing_positions"]]
             end = {**end, "missing": ranks}

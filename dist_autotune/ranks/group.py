@@ -27,7 +27,7 @@ from . import watchdog
 from .client import ConnectionLost, HubLost, HubSilent
 from .exchange import Exchange, Merge, failure
 from .members import Members
-from .messages import End, Message
+from .messages import End
 from .store import StoreLost
 from .watchdog import Watch, Watchdog
 
@@ -126,19 +126,15 @@ class ProcessGroup:
         with contextlib.suppress(StoreLost):  # for a peer that has not found the hub yet, or finds it gone
             self.members.store.publish_end(sequence, end)
         with contextlib.suppress(StoreLost, HubLost, HubSilent, OSError):
-            if self.members.is_lost or not self.members.find_hub():
+            client = None if self.members.is_lost else self.members.find_client()
+            if client is None:
                 return
-            reply = self._publish(sequence, end)
+            try:
+                reply = client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
+            except ConnectionLost:  # it may take another one
+                reply = client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
             if reply is not None and "merged" in reply["end"]:
                 self.fail(error)  # the others have gone on: they meet the failure at their next exchange
-
-    def _publish(self, sequence: int, end: End) -> Message | None:
-        """Send the hub the end of an exchange, on a new connection if it hangs up on this one."""
-        client = self.members.client
-        assert client is not None
-        with contextlib.suppress(ConnectionLost):
-            return client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
-        return client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
 
     def _error_of(self, end: End) -> TuningError:
         if "failed" in end:
@@ -165,7 +161,9 @@ class Groups:
     def single(self) -> RankGroup:
         """Return this process as a group of its own."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else settings.process_rank()
-        return self._single.setdefault(rank, SingleRank(rank))
+        if rank not in self._single:
+            self._single[rank] = SingleRank(rank)
+        return self._single[rank]
 
     def of(self, group: Any) -> RankGroup:
         """Return the ranks of `group` (None: the default group).

@@ -28,14 +28,14 @@ class Members:
         self._has_requested_access = False  # from another host
         self._admitted = 0  # requests of hosts
 
-    def find_hub(self, limit_s: float = OPERATION_S) -> bool:
-        """Connect to the hub if it is there by now, or start it; return whether there is one."""
+    def find_client(self, limit_s: float = OPERATION_S) -> Client | None:
+        """Return the client of the hub, which the first rank starts; None: it is not there yet."""
         if self.client is None:
             if self.position == 0:
                 self.hub = self.hub or Hub(len(self.ranks))
                 self.store.publish_address(self.hub.address())
             self.client = self.new_client(limit_s)
-        return self.client is not None
+        return self.client
 
     def new_client(self, limit_s: float = OPERATION_S) -> Client | None:
         """Return one more client, for another thread; None: the hub is not there yet."""

@@ -64,13 +64,10 @@ class Context:
 
     @property
     def stands(self) -> bool:
-        """Return whether the next call takes the result as it is.
-
-        Online, what a session leaves `partial` is for another process, or `retune()`: at the next call its
-        runs or time would be spent again.
-        """
-        is_left = self._rules.mode == "online" and self.status == "partial"
-        return self.settled and (is_left or not self.provisional)
+        """Return whether the next call takes the result as it is."""
+        if self._rules.mode == "online" and self.status == "partial":
+            return True  # left to another process, or `retune()`: its runs or time would be spent again
+        return self.settled and not self.provisional
 
     @property
     def judge(self) -> str:
@@ -93,10 +90,7 @@ class Context:
 
     @property
     def incumbent(self) -> int:
-        """Return the candidate to launch when none is on trial: the winner so far, else the first viable.
-
-        Raises NoValidConfig when all are banned.
-        """
+        """Return the winner so far, else the first viable candidate. Raises NoValidConfig if none is left."""
         if self.winner is not None and self.winner not in self.banned:
             return self.winner
         if not self.is_spent:
@@ -119,12 +113,10 @@ class Context:
 
     @property
     def is_warmup(self) -> bool:
-        """Return whether the trial is no sample."""
         return self._flow is not None and self._flow.is_warmup
 
     @property
     def count(self) -> int:
-        """Return which warm-up or sample of its candidate the trial is, from 1."""
         return 0 if self._flow is None else self._flow.count
 
     @property
@@ -145,8 +137,6 @@ class Context:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
-
-    # -- bans and results that ranks announce --------------------------------------------------------------
 
     def narrow(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
@@ -192,10 +182,9 @@ class Context:
             self._resume(math.inf)
 
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
-        """Record a run of all ranks; return what it was for this context.
+        """Record a run of all ranks, `judged` by `part` or the whole run; return what the run was for.
 
-        judged: the time by which the trial is judged: `part`, or that of the whole run. Where that does not
-        count, the same trial is made again.
+        Where it does not count, the same trial is made again.
         """
         self.apply_bans(part.bans)
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
@@ -205,10 +194,8 @@ class Context:
         if index in self.banned:
             self._resume(math.inf)
             return Outcome(index=index)
-        if not counts:
-            return Outcome()
-        if part.ran != self.digests[index]:
-            return Outcome(index=index)
+        if not counts or part.ran != self.digests[index]:
+            return Outcome(index=index if counts else None)
         self._ran.add(index)
         kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
@@ -229,7 +216,6 @@ class Context:
         self.winner, self.status, self.trial, self.waiting = winner, status, None, False
 
     def _resume(self, ms: float | None) -> None:
-        """Send `ms` to the flow and take what it asks for next, or its winner."""
         assert self._flow is not None
         self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
         winner = self._flow.resume(ms, self.banned)
@@ -241,11 +227,10 @@ class Context:
     def _finish(self, chosen: int) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
         winner, incumbent = int(chosen), self.incumbent
+        tied = chosen.tied if isinstance(chosen, Winner) else None  # None: the flow has decided
         if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
             self.settle("tuned")  # the flow's has no time on some rank that launched it
-        elif isinstance(chosen, Winner) and (  # else the flow has decided
-            incumbent in chosen.tied or self.times.are_equal(winner, incumbent)
-        ):
+        elif tied is not None and (incumbent in tied or self.times.are_equal(winner, incumbent)):
             self.settle("tuned", incumbent)
         else:
             self.settle("tuned", winner)
@@ -256,7 +241,7 @@ class Context:
             self.launch_winner = self.winner
             del self._judges[0]
             self.status = ""
-            self.times.forget_samples()
+            self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
 
 
@@ -274,10 +259,7 @@ class AgreedTimes:
         self._rank_reduce = rank_reduce
 
     def record_sample(self, index: int, judged: Part) -> float:
-        """Return the agreed time so far, an interval where a host may be in it.
-
-        There is none, nan, unless each rank that launched the candidate has a sample.
-        """
+        """Return the agreed time so far; nan unless each rank that launched the candidate has a sample."""
         ms = judged.agreed_ms(self._rank_reduce)
         if ms is None:
             self.ms.pop(index, None)
@@ -296,8 +278,7 @@ class AgreedTimes:
     def _so_far(self, index: int) -> float:
         return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
-    def forget_samples(self) -> None:
-        """Begin anew: candidates are judged by something else now."""
+    def drop_samples(self) -> None:
         self.ms, self.fastest_ms, self.gap_ms = {}, {}, {}
 
     def fastest(self, banned: Container[int]) -> int | None:
@@ -311,10 +292,6 @@ class AgreedTimes:
         return gap_ms if gap_ms > HOST_SHARE * self.ms.get(index, math.inf) else 0.0
 
     def are_equal(self, *indices: int) -> bool:
-        """Return whether two candidates are equal by what the clocks can tell.
-
-        Where the device waited for a host, the slower of two times may hold all of that wait and the faster
-        none of it: their order is known only if it stands even then.
-        """
+        """Return whether two candidates are equal, if the slower time alone held all of the host's."""
         (less, _), (more, slower) = sorted((self.ms.get(index, math.inf), index) for index in indices)
         return more - self.host_ms(slower) <= less

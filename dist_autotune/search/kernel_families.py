@@ -30,11 +30,10 @@ class KernelFamilies:
         self._families: dict[str, _Family] = {}
 
     def unite(self, merged: RunReport, known: Container[str]) -> tuple[RunReport, dict[str, str]]:
-        """Return the report with one name for what is one context; and the new names by the old.
+        """Return the report with one name for what is one context, and the new names by the old.
 
-        Ranks may give an Autotuner different configs. Where no rank has several Autotuners of a function,
-        those of all ranks are one kernel, whose candidates meet in their intersection. `known`: contexts
-        whose names stand.
+        Where no rank has several Autotuners of a function, those of all ranks are one kernel, though their
+        configs may differ. `known`: contexts whose names stand.
         """
         announced = {
             name: part.announcement

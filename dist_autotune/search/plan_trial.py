@@ -29,20 +29,21 @@ class PlanTrial(abc.ABC):
         self._idle_runs = 0  # in a row that launched none of them
 
     @property
+    def is_on_trial(self) -> bool:
+        """Return whether the next run is a trial."""
+        return not self.waiting
+
+    @property
     def holds(self) -> bool:
         """Return whether the next run judges nothing: kernels are tuned by their launches first."""
         return False
 
     @abc.abstractmethod
     def _record(self, ms: float) -> None:
-        """Take the agreed time so far of the plan that ran, nan where it has none; ask for the next plan."""
+        """Record the agreed time so far of the plan that ran, nan where it has none; ask for the next."""
 
     def apply_run(self, merged: RunReport, *, patience: int) -> None:
-        """Record one run of all ranks.
-
-        A run that launches nothing of the plan says nothing of it, but for the last of `patience` such runs
-        in a row.
-        """
+        """Record one run of all ranks; of those that launch nothing of the plan the last of `patience`."""
         self.has_counted = False
         if not self.waiting:  # else the report is of an earlier run
             self._was_launched = any(merged.ran(name) is not None for name in self.plan)

@@ -16,10 +16,7 @@ _ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and a
 
 
 class RunningFlow:
-    """Asks for one of so many candidates after another.
-
-    Whatever the strategy raises, asks for or returns that no flow may is a FlowFailed.
-    """
+    """Asks for one of so many candidates after another; FlowFailed where the strategy breaks its contract."""
 
     def __init__(self, rules: Rules, candidates: int) -> None:
         self.index: int | None = None  # of the candidate asked for; None: it has not begun
@@ -34,13 +31,13 @@ class RunningFlow:
 
     @property
     def count(self) -> int:
-        """Return which warm-up or sample of its candidate it asks for, from 1; 0: it has not begun."""
+        """Return which warm-up or sample of its candidate it asks for, from 1."""
         return 0 if self.index is None else self._times_asked[self.index, self.is_warmup]
 
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
-        """Send the time of what was asked for (None: begin); return the winner once it has one.
+        """Send the time of what was asked for (None: begin); return the winner once there is one.
 
-        Else it asks for a candidate that is not banned: to one that is, the answer is `inf` at once.
+        Else it asks for a candidate that is not banned: one that is gets `inf` at once.
         """
         for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
             try:

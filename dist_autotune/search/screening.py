@@ -1,15 +1,11 @@
-"""Screens the candidates of many contexts at once, by the time of whole runs. No torch, no I/O, no clock.
+"""Screens the candidates of many contexts at once, by the time of whole runs, for the few plans worth a race.
 
-Every run launches every context with one of its candidates, drawn so that in each block of runs every
-candidate comes up about equally often. So each run says something about all contexts, where a search that
-takes one context after another learns of one: the idea of Plackett and Burman, "The design of optimum
-multifactorial experiments" (Biometrika, 1946). The model of a run's time has two parts: of each context what
-its own launches take, times the share of it that shows in the run; and what single candidates add beyond
-that, to their neighbours, which is nothing for most. It is fitted by backfitting with a soft threshold
-(Friedman et al., "Pathwise coordinate optimization", 2007). What it leaves over shows pairs of candidates
-that are faster together than both apart.
-
-It returns the few plans that are worth a race: nothing is decided on the model alone.
+In each block of runs every candidate of every context comes up about equally often: each run says something
+of all contexts (Plackett and Burman, "The design of optimum multifactorial experiments", Biometrika 1946).
+The model of a run's time has two parts: of each context what its own launches take, times the share of it
+that shows in the run; and what single candidates add beyond that, which is nothing for most. It is fitted by
+backfitting with a soft threshold (Friedman et al., "Pathwise coordinate optimization", 2007). What it leaves
+over shows pairs of candidates that are faster together than both apart.
 """
 
 from __future__ import annotations
@@ -78,10 +74,7 @@ def _design(levels: Levels) -> Iterator[Plan]:
 
 
 class _Model:
-    """What contexts and single candidates add to a run, fitted to the runs' times, and what is left over.
-
-    errors: standard errors below which an effect of a single candidate counts as none.
-    """
+    """What contexts and candidates add to a run, where it is more than so many standard errors."""
 
     def __init__(self, levels: Levels, runs: Sequence[tuple[Plan, float]], errors: float) -> None:
         self._levels = levels

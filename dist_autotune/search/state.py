@@ -61,52 +61,35 @@ class SearchState:
 
     @property
     def plan_trial(self) -> PlanTrial | None:
-        """Return what judges whole runs of plans: the search for one, or the final comparison."""
         return self.whole_run if self._comparison.is_over else self._comparison
 
     @property
     def has_trial(self) -> bool:
-        """Return whether the next run tries something."""
         return self.plan_trial is not None or any(c.trial is not None for c in self.contexts.values())
 
     @property
     def has_work(self) -> bool:
-        """Return whether anything is left to try or to compare."""
         return self.plan_trial is not None or any(self.unsettled)
 
     @property
     def tries(self) -> bool:
         """Return whether something that the next run launches may be timed."""
-        return self._is_trying if self.contexts else self.rules.tunes
+        return any(each.is_on_trial for each in self._trials) if self.contexts else self.rules.tunes
 
     @property
-    def _is_trying(self) -> bool:
-        if self.plan_trial is not None:
-            return not self.plan_trial.waiting
-        return any(context.is_on_trial for context in self.contexts.values())
-
-    @property
-    def _is_waiting(self) -> bool:
-        """Return whether the sample of an earlier run is not read yet."""
-        if self.plan_trial is not None:
-            return self.plan_trial.waiting
-        return any(context.waiting for context in self.contexts.values())
+    def _trials(self) -> list[PlanTrial] | list[Context]:
+        return list(self.contexts.values()) if self.plan_trial is None else [self.plan_trial]
 
     @property
     def _tunes_kernels(self) -> bool:
         return any(context.is_tuned_by_launches for context in self.contexts.values())
 
     @property
-    def _on_turn(self) -> Context | None:
-        """Return the context whose turn it is to be judged by the whole run."""
-        return self.contexts.get(self._turns.name or "")
-
-    @property
     def judged_run(self) -> tuple[str, str] | None:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
         if self.plan_trial is not None:
             return None if self.plan_trial.holds else ("", self.plan_trial.label)
-        context = self._on_turn
+        context = self._turns.context
         if context is None or context.trial is None or not context.is_on_trial:
             return None
         return context.name, context.digests[context.trial]
@@ -115,11 +98,6 @@ class SearchState:
     def _searched(self) -> list[Context]:
         """Return the contexts that this session searches. Any thread may ask."""
         return [context for context in tuple(self.contexts.values()) if context.began is not None]
-
-    @property
-    def planned_runs(self) -> int:
-        """Return how many runs the search plans, the final one included."""
-        return budget.planned_runs(self.rules, self._searched)
 
     @property
     def forecast(self) -> Forecast:
@@ -146,7 +124,7 @@ class SearchState:
         return new
 
     def digest_text(self) -> str:
-        """Return the settled state as text: equal on ranks that have lived through the same."""
+        """Return the settled results as text, to compare between ranks."""
         settled = [(name, c) for name, c in sorted(self.contexts.items()) if c.settled]
         return ";".join(f"{name}={c.status}:{c.digests[c.incumbent]}" for name, c in settled)
 
@@ -168,7 +146,7 @@ class SearchState:
         self._close_if_spent(0.0)
 
     def drop_unsettled(self) -> set[str]:
-        """Drop searches under way, and what nothing works for, on all ranks alike; return their names."""
+        """Drop searches under way, and what nothing works for; return their names."""
         spent = [context for context in self.contexts.values() if context.is_spent]
         dropped = {context.name for context in (*self.unsettled, *self._comparison.undecided, *spent)}
         for name in dropped:
@@ -196,9 +174,9 @@ class SearchState:
         """Apply one run of all ranks; return what it was for each context."""
         had_trial, was_closing, plan_trial = self.has_trial, self.closing, self.plan_trial
         is_new = any(part.announcement for part in merged.parts.values())
-        self._spent = self._spent.after(trial=self._is_trying or is_new, wait=self._is_waiting)
-        turn = self._on_turn
-        self._turns.record_launches(merged, None if turn is None or turn.waiting else turn)
+        is_trial = is_new or any(each.is_on_trial for each in self._trials)
+        self._spent = self._spent.after(trial=is_trial, wait=any(each.waiting for each in self._trials))
+        self._turns.record_launches(merged)
         self.runs += 1
         merged = _with_late_hosts(merged)
         self._is_judging = not self._brings_kernels(merged)
@@ -260,11 +238,11 @@ class SearchState:
                 context.settle("starved")
 
     def _is_unasked(self, context: Context) -> bool:
-        """Return whether it is a winner's doing that the context is not launched: it has had no turn yet."""
+        """Return whether a winner keeps the context from being launched: it has had no turn yet."""
         defaults = self._comparison.defaults
         others = (other for other in self.contexts.values() if other is not context)
         has_changed = any(o.incumbent != defaults.get(o.name, o.incumbent) for o in others)
-        return context.judge == BY_RUN and context.name != self._turns.name and has_changed
+        return context.judge == BY_RUN and context is not self._turns.context and has_changed
 
     # -- searches ------------------------------------------------------------------------------------------
 
@@ -289,17 +267,13 @@ class SearchState:
             self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
-        """Return whether the session leaves what is new to others.
-
-        Online, shapes come as the data does: what counts are the runs that brought any. What an option brings
-        that is launched for the first time is never late.
-        """
+        """Return whether what is new is left to other sessions; never what a new option brings."""
         is_late = self.runs > ADMISSION_RUNS
-        if self.rules.mode == "online":
+        if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
         if self.whole_run is not None:
             return is_late and not self.whole_run.admits
-        turn = self._on_turn
+        turn = self._turns.context
         is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS
         return is_late and not is_choosing
 
@@ -313,12 +287,9 @@ class SearchState:
             context.start()
 
     def _begin_next(self) -> None:
-        """Let the next search by the whole run begin, when all kernels are done; last comes the comparison.
-
-        What is new while plans are compared waits until that is over: a whole run is timed for one thing.
-        """
+        """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
-            return
+            return  # what is new waits: a whole run is timed for one thing
         if self.rules.races:
             self._search_plans()
         else:
@@ -338,46 +309,43 @@ class SearchState:
 class Turns:
     """One context after another: kernels, then choices of the host, each in the order of first launch.
 
-    A context that was not launched in the run of the best plan so far gets no turn: none of its candidates
-    would make a difference there. It waits for a run that launches it, of a later winner or because the
-    function does so now and then, as long as a context that is under way would, and is starved then.
+    A context that the run of the best plan so far did not launch waits for a run that does; its candidates
+    would make no difference. If none comes it is starved.
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None  # of the context whose turn it is
+        self.context: Context | None = None  # whose turn it is
         self._launched: dict[int, frozenset[str]] = {}  # its candidate -> contexts of the last run with it
         self._last: frozenset[str] | None = None  # contexts of the last run; None: there was none
 
-    def record_launches(self, merged: RunReport, context: Context | None) -> None:
-        """Keep what a run launched. context: whose turn it was, unless the report is of an earlier run."""
-        self._last = merged.launched
-        if context is not None and (ran := merged.ran(context.name)) in context.digests:
+    def record_launches(self, merged: RunReport) -> None:
+        """Keep what a run launched."""
+        self._last, context = merged.launched, self.context
+        if context is None or context.waiting:  # the report is of an earlier run
+            return
+        if (ran := merged.ran(context.name)) in context.digests:
             self._launched[context.digests.index(str(ran))] = self._last
 
     def pass_on(self, contexts: Mapping[str, Context]) -> None:
         """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""
-        turn = contexts.get(self.name or "")
+        turn = self.context
         if turn is not None and not turn.settled:
             return
         of_plan = self._last  # what the best plan so far launches; None: not known
         if turn is not None and turn.status == "tuned":
             of_plan = self._launched.get(turn.incumbent)
-        self.name, self._launched = None, {}
+        self.context, self._launched = None, {}
         if any(context.is_tuned_by_launches for context in contexts.values()):
             return
         waiting = [context for context in contexts.values() if not context.settled]
         able = [context for context in waiting if of_plan is None or context.name in of_plan]
-        following = min(able, key=lambda context: context.is_choice, default=None)
-        if following is not None:
-            self.name = following.name
-            following.start()
+        self.context = min(able, key=lambda context: context.is_choice, default=None)
+        if self.context is not None:
+            self.context.start()
 
 
 def _with_late_hosts(merged: RunReport) -> RunReport:
-    """Return what was said of a run in which a host was late with that in every sample, on all ranks.
-
-    A peer's data may have come late for it, or copies may have run ahead of a kernel that waits for them.
-    """
+    """Return the report with a late host's time in every sample: peers may have waited for its data."""
     late_ms = merged.late_ms
     if not late_ms:
         return merged

@@ -58,7 +58,7 @@ def runs_at_most(choices: Iterable[int], kernels: int) -> int:
 
 
 class WholeRun(PlanTrial):
-    """The search over all contexts that are judged by the whole run, and the kernels launched with them."""
+    """The search over all that the whole run judges, and the kernels launched with it."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__(contexts, rules.rank_reduce)
@@ -260,8 +260,7 @@ class PlanSpace:
     def plans(self, *, few: bool) -> list[Plan] | None:
         """Return all plans, that of the incumbents first; `few`: with few candidates of each kernel.
 
-        With fewer, where those were too many plans; None: even then. That may be one where kernels are judged
-        by their launches, else what is worth a screening.
+        With fewer, down to what is worth a screening, where those were too many plans; None: even then.
         """
         most = FIRST_CANDIDATES if few else MOST_CANDIDATES[self._objective]
         least = 1 if self._objective == "kernel" else min(screening.MOST_LEVELS, most)
@@ -274,8 +273,7 @@ class PlanSpace:
     def wider(self, near: Iterable[tuple[float, Plan]]) -> list[Plan]:
         """Return plans of these options with more candidates of their kernels, the most promising first.
 
-        What a plan promises is the time given with its options, times what its candidates take by launches
-        over what the fastest take.
+        A plan promises its options' time, times what its candidates take by launches over the fastest.
         """
         promised: list[tuple[float, Plan]] = []
         for options_ms, options in near:

@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..codec import digest, from_json, to_json
@@ -54,8 +55,7 @@ class CrashGuard:
         self._stem = f"{safe_name(name)}-{digest(to_json(identity))}-rank-{rank}"
         self._directory, self._rank, self._complain = directory, rank, complain
         self._pid = os.getpid()
-        self._path: Path | None = None
-        self._descriptor = -1
+        self._file: _LockedFile | None = None
         self._lock = threading.RLock()
         self._session, self._bans = "", CrashBans()
         self._run, self._suspects = 0, dict[str, str]()  # context -> candidate, new in the run under way
@@ -68,19 +68,20 @@ class CrashGuard:
         if self._directory is not None and self._is_own and not self._has_recovered:
             self._has_recovered = True
             with contextlib.suppress(OSError):
-                self._acquire(self._directory, creates=False)
-            try:
-                found = found if self._path is None else _read(self._descriptor)
-            except ValueError as error:
-                text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
-                warnings.warn(text, CacheWarning, stacklevel=2)
+                self._file = self._first_free(self._directory)
+            if self._file is not None:
+                try:
+                    found = self._file.read()
+                except ValueError as error:
+                    text = f"Ignored {self._file.path}: {error}. Nothing is banned for an earlier crash."
+                    warnings.warn(text, CacheWarning, stacklevel=2)
         self._bans = found.crash_bans
         return found
 
     def begin_session(self, session: str, bans: CrashBans) -> None:
         """Keep what all ranks have agreed to ban."""
         self._session, self._bans = session, bans
-        if bans or self._path is not None:
+        if bans or self._file is not None:
             self._write(None)
 
     def begin_run(self, run: int, plan: Mapping[str, str]) -> None:
@@ -109,9 +110,8 @@ class CrashGuard:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Suspect nobody in the block, or what the block itself loads."""
-        suspects, self._suspects = self._suspects, {}
-        if suspects:
-            self._write(None)
+        suspects = dict(self._suspects)
+        self._clear_suspects(None)
         yield
         self._suspects = suspects
         if suspects:
@@ -129,13 +129,11 @@ class CrashGuard:
     def close(self) -> None:
         """Drop all bans and delete the file: the function has settled, or nothing is left to launch."""
         self._bans = CrashBans()
-        if self._path is not None and self._is_own:
-            self._remove()
+        if self._file is not None and self._is_own:
+            self._file.remove()
             with contextlib.suppress(OSError):
-                assert self._directory is not None
-                self._directory.rmdir()  # if it is empty
-
-    # -- the file ------------------------------------------------------------------------------------------
+                self._file.path.parent.rmdir()  # if it is empty
+            self._file = None
 
     @property
     def _is_own(self) -> bool:
@@ -156,36 +154,82 @@ class CrashGuard:
             now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
             crashes[self._session] = Crash(self._rank, self._run, now, kind, suspects or self._suspects)
         opening = Opening(self._rank, crashes=crashes, crash_bans=self._bans)
-        data = to_json({"schema": SCHEMA_VERSION, **opening.as_data()}).encode() + b"\n"
         try:
-            if self._path is None:
-                self._acquire(self._directory, creates=True)
-            if os.pwrite(self._descriptor, data, 0) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file = self._file or self._first_free(self._directory, os.O_CREAT)
+            if self._file is None:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+            self._file.write(opening)
         except OSError as error:  # half a line would accuse the wrong candidate
             directory, self._directory = self._directory, None
-            if self._path is not None:
-                self._remove()
+            if self._file is not None:
+                self._file.remove()
+                self._file = None
             self._complain(directory, error.strerror or str(error))
 
-    def _acquire(self, directory: Path, *, creates: bool) -> None:
+    def _first_free(self, directory: Path, flags: int = 0) -> _LockedFile | None:
         """Take the first file of this function and rank that no living process has, if there is one."""
         for number in range(PROCESSES):
-            path = directory / f"{self._stem}-{number}.json"
-            if creates:
+            if flags & os.O_CREAT:
                 directory.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # while creating: another process removed the folder
-                descriptor = _open_locked(path, os.O_CREAT if creates else 0)
-                if descriptor is not None:
-                    self._path, self._descriptor = path, descriptor
-                    return
-        if creates:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+            with contextlib.suppress(FileNotFoundError):  # or another process has just removed the folder
+                file = _LockedFile.open(directory / f"{self._stem}-{number}.json", flags)
+                if file is not None:
+                    return file
+        return None
 
-    def _remove(self) -> None:
-        assert self._path is not None
-        _remove(self._path, self._descriptor)
-        self._path = None
+
+@dataclass(frozen=True)
+class _LockedFile:
+    """A file that this process has locked, with one line that counts: the first."""
+
+    path: Path
+    descriptor: int
+
+    @classmethod
+    def open(cls, path: Path, flags: int = 0) -> _LockedFile | None:
+        """Open and lock a file; None: another process or guard has it.
+
+        A lock of the process (POSIX): a forked child, such as a data loader's, does not hold it on after the
+        owner's death, as it would a lock of the open file (flock).
+        """
+        if path in _OWNED:
+            return None
+        descriptor = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        is_ours = False
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(descriptor)
+            is_ours = found.st_nlink > 0 and stat.S_ISREG(found.st_mode)  # or another process has deleted it
+        except (BlockingIOError, PermissionError):  # locked
+            pass
+        finally:
+            if not is_ours:
+                os.close(descriptor)
+        if not is_ours:
+            return None
+        _OWNED.add(path)
+        return cls(path, descriptor)
+
+    def read(self) -> Opening:
+        """Return the crash and the bans; a ValueError says what is wrong with the file."""
+        line, end, _ = os.pread(self.descriptor, MAX_BYTES, 0).partition(b"\n")
+        age_s = time.time() - os.fstat(self.descriptor).st_mtime
+        if age_s > MAX_AGE_S or not (line or end):  # empty: its process ended before it wrote
+            return Opening()
+        if not end:
+            raise ValueError("no complete line")
+        return from_json(Opening, parse(line, SCHEMA_VERSION))
+
+    def write(self, opening: Opening) -> None:
+        data = to_json({"schema": SCHEMA_VERSION, **opening.as_data()}).encode() + b"\n"
+        if os.pwrite(self.descriptor, data, 0) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        _OWNED.discard(self.path)
+        os.close(self.descriptor)
 
 
 def remove_abandoned(directory: Path) -> int:
@@ -193,51 +237,8 @@ def remove_abandoned(directory: Path) -> int:
     count = 0
     for path in directory.glob("*.json"):
         with contextlib.suppress(OSError):
-            descriptor = _open_locked(path) if _FILE_NAME.fullmatch(path.name) else None
-            if descriptor is not None:
-                _remove(path, descriptor)
+            file = _LockedFile.open(path) if _FILE_NAME.fullmatch(path.name) else None
+            if file is not None:
+                file.remove()
                 count += 1
     return count
-
-
-def _open_locked(path: Path, flags: int = 0) -> int | None:
-    """Return a descriptor of the file, locked by this process; None if another process or guard has it.
-
-    A lock of the process (POSIX): a forked child, such as a data loader's, does not hold it on after the
-    owner's death, as it would a lock of the open file (flock).
-    """
-    if path in _OWNED:
-        return None
-    descriptor = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    is_ours = False
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = os.fstat(descriptor)
-        is_ours = found.st_nlink > 0 and stat.S_ISREG(found.st_mode)  # or another process has deleted it
-    except (BlockingIOError, PermissionError):  # locked
-        pass
-    finally:
-        if not is_ours:
-            os.close(descriptor)
-    if is_ours:
-        _OWNED.add(path)
-    return descriptor if is_ours else None
-
-
-def _remove(path: Path, descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-    _OWNED.discard(path)
-    os.close(descriptor)
-
-
-def _read(descriptor: int) -> Opening:
-    """Return the crash and the bans of a file; a ValueError says what is wrong with it."""
-    if time.time() - os.fstat(descriptor).st_mtime > MAX_AGE_S:
-        return Opening()
-    line, end, _ = os.pread(descriptor, MAX_BYTES, 0).partition(b"\n")
-    if not (line or end):  # its process ended before it wrote
-        return Opening()
-    if not end:
-        raise ValueError("no complete line")
-    return from_json(Opening, parse(line, SCHEMA_VERSION))

@@ -96,7 +96,6 @@ class Winners:
         self._without_lock = ""  # why writes go on without the lock
         self._has_swept = False
         self._complaints: set[str] = set()
-        self._is_lost = False  # and reported
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
@@ -104,9 +103,9 @@ class Winners:
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
         """Yield every usable entry, by file name, or those of a kernel: no other file is read."""
-        prefix = f"{safe_name(kernel)}-" if kernel else ""
-        for path in self._entry_files():
-            is_wanted = not prefix or path.name[: -len(_SUFFIX)] == prefix
+        prefix = f"{safe_name(kernel)}-"
+        for path in _entry_files(self.directory):
+            is_wanted = not kernel or path.name[: -len(_SUFFIX)] == prefix
             if is_wanted and (entry := self._read(path)) is not None:
                 yield entry
 
@@ -122,7 +121,7 @@ class Winners:
         """Yield the usable entries of what a function is known to launch."""
         if self.directory is None:
             return
-        for path in _named_like_entries(self.directory / LAUNCHED / function):
+        for path in _entry_files(self.directory / LAUNCHED / function):
             if (entry := self._read(self.directory / path.name)) is not None:
                 yield entry
 
@@ -132,7 +131,7 @@ class Winners:
 
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""
-        files = self._entry_files()
+        files = _entry_files(self.directory)
         if files and self.directory is not None:
             with self._lock(self.directory):
                 for path in files:
@@ -171,12 +170,11 @@ class Winners:
                     if not self._holds(entry):  # a peer may have stored it while this process waited
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
-            self._report_lost(self.directory, error.strerror or str(error), NOT_KEPT)
+            self._complain(_unwritable(self.directory, error.strerror or str(error), NOT_KEPT), NOT_KEPT)
         else:
             if self._without_lock:
-                self._complain(
-                    f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
-                )
+                text = f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
+                self._complain(text)
 
     def _holds(self, entry: Entry) -> bool:
         stored = self.get(entry.key)
@@ -207,15 +205,9 @@ class Winners:
                 try:
                     lock = FileLock(directory / ".lock")
                     held.enter_context(lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01))
-                except (
-                    OSError,
-                    NotImplementedError,
-                ) as error:  # held for long, or no locks on the filesystem
+                except (OSError, NotImplementedError) as error:  # held for long; a filesystem without locks
                     self._without_lock = getattr(error, "strerror", None) or str(error)
             yield
-
-    def _entry_files(self) -> list[Path]:
-        return [] if self.directory is None else _named_like_entries(self.directory)
 
     def _read(self, path: Path) -> Entry | None:
         try:
@@ -235,21 +227,19 @@ class Winners:
             with tempfile.TemporaryFile(dir=self.directory) as file:
                 file.write(bytes(4096))
         except OSError:
-            self._report_lost(directory, reason, f"{NOT_KEPT} {NOT_GUARDED}")
+            self._complain(_unwritable(directory, reason, f"{NOT_KEPT} {NOT_GUARDED}"), NOT_KEPT)
         else:
-            self._complain(f"Cannot write the cache in {directory}: {reason}. {NOT_GUARDED}")
+            self._complain(_unwritable(directory, reason, NOT_GUARDED))
 
-    def _report_lost(self, directory: Path, reason: str, consequence: str) -> None:
-        """Warn that winners are lost, once whatever the reason."""
-        if not self._is_lost:
-            self._is_lost = True
-            self._complain(f"Cannot write the cache in {directory}: {reason}. {consequence}")
-
-    def _complain(self, text: str) -> None:
-        """Warn, once for each thing that is wrong."""
-        if text not in self._complaints:
-            self._complaints.add(text)
+    def _complain(self, text: str, subject: str = "") -> None:
+        """Warn, once for each subject, or each text."""
+        if (subject or text) not in self._complaints:
+            self._complaints.add(subject or text)
             warnings.warn(text, CacheWarning, stacklevel=3)
+
+
+def _unwritable(directory: Path, reason: str, consequence: str) -> str:
+    return f"Cannot write the cache in {directory}: {reason}. {consequence}"
 
 
 def safe_name(name: str) -> str:
@@ -269,9 +259,10 @@ def parse(content: bytes, schema_version: int = SCHEMA_VERSION) -> dict[str, Any
     return data
 
 
-def _named_like_entries(directory: Path) -> list[Path]:
+def _entry_files(directory: Path | None) -> list[Path]:
     """Return the files that are named like entries: a directory given by mistake loses nothing else."""
-    return sorted(path for path in directory.glob("*.json") if _ENTRY_NAME.fullmatch(path.name))
+    files = [] if directory is None else directory.glob("*.json")
+    return sorted(path for path in files if _ENTRY_NAME.fullmatch(path.name))
 
 
 def _sweep(directory: Path, before: float) -> None:

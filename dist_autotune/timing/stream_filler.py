@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +38,17 @@ def load_filler(device: int) -> None:
         torch.cuda._sleep(0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Filler:
     """One filler, between two events."""
 
     before: torch.cuda.Event
     behind: torch.cuda.Event
-    is_idle: bool  # the stream, before it
-    cycles: int = 0
+    cycles: int
 
 
 class StreamFiller:
-    """Fills the stream before each run, and learns how long the host takes: `prepare`, `begin`, then `end`.
+    """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`.
 
     fillable: devices on which the filler is loaded. longest_ms: of a filler; a slower host gets none.
     """
@@ -60,7 +59,6 @@ class StreamFiller:
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: _Filler | None = None  # the last one, until its rate is known
-        self._next: _Filler | None = None
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
         self._filled_ms = 0.0
         self._began_ns = 0
@@ -79,34 +77,29 @@ class StreamFiller:
         """Return the length of the filler, where the slowest of all ranks wants so much."""
         return 0.0 if wanted_ms > self._longest_ms else wanted_ms
 
-    def prepare(self) -> None:
-        """Do what takes time before the length of the filler is known: that counts from one moment."""
+    def begin(self, length_ms: Callable[[], float]) -> None:
+        """Keep the current stream busy, if it is idle. Not for one that is being captured.
+
+        The length is asked for last: it counts from that moment.
+        """
         with as_launch_failed():
-            is_loaded = torch.cuda.current_device() in self._fillable
-            last = self._last
-            if last is not None and last.behind.query():  # how fast the device counts
+            last, is_loaded = self._last, torch.cuda.current_device() in self._fillable
+            if last is not None and last.behind.query():
                 self._last = None
                 took_ms = last.before.elapsed_time(last.behind)
                 if took_ms > 0:
                     self._rates.append(last.cycles / took_ms)
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._next = _Filler(before, behind, is_loaded and torch.cuda.current_stream().query())
-
-    def begin(self, length_ms: float) -> None:
-        """Keep the current stream busy for so long, if it is idle. Not for one that is being captured."""
-        if self._next is None:
-            self.prepare()
-        assert self._next is not None
-        filler, self._next = self._next, None
-        with as_launch_failed():
-            self._filled_ms = length_ms if filler.is_idle else 0.0
+            is_idle = is_loaded and torch.cuda.current_stream().query()
+            wanted_ms = length_ms()
+            self._filled_ms = wanted_ms if is_idle else 0.0
             if self._filled_ms > 0:
-                filler.cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
-                filler.before.record()
-                torch.cuda._sleep(filler.cycles)
-                self._last = filler if self._filled_ms >= MEASURED_MS else None
-            self._begin, self._began_ns = filler.behind, time.perf_counter_ns()
-            filler.behind.record()
+                cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
+                before.record()
+                torch.cuda._sleep(cycles)
+                self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
+            self._begin, self._began_ns = behind, time.perf_counter_ns()
+            behind.record()
 
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.

@@ -10,8 +10,6 @@ from rank_programs import TIMEOUT_S, ending, raise_, tune, wait_for
 from dist_autotune import TuningError
 from ranks import assert_all_ok, run_ranks
 
-DEADLY = [signal.SIGKILL, signal.SIGSEGV]
-
 
 def ranks_program(rank, cache, dies=None, timeout_s=TIMEOUT_S, leave=lambda: die(signal.SIGKILL)):
     bench, x = Bench(), numbers()
@@ -29,8 +27,7 @@ def ranks_program(rank, cache, dies=None, timeout_s=TIMEOUT_S, leave=lambda: die
     return {**summary(bench, step, rank), "text": text}
 
 
-@pytest.mark.parametrize("number", DEADLY, ids=lambda number: number.name)
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize(("dying", "number"), [(0, signal.SIGKILL), (1, signal.SIGSEGV)], ids=str)
 def test_after_one_rank_has_crashed_all_ban_its_candidate(tmp_cache, dying, number):
     leave = lambda: die(number)  # noqa: E731
     results = run_ranks(ranks_program, 2, tmp_cache, (dying, (32, 1)), 3.0, leave, init="tcp")

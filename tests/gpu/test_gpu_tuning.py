@@ -294,7 +294,7 @@ def test_a_filler_is_as_long_as_it_says(length_ms: float) -> None:
     torch.cuda.synchronize()
     # Cycles are counted at 2 GHz; a GPU in its lowest state, below 0.4 GHz, takes five times as long.
     assert 0.5 * (1.0 + length_ms) < begin.elapsed_time(end) < 6 * (1.0 + length_ms)
-    filler.begin(length_ms)
+    filler.begin(lambda: length_ms)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
 

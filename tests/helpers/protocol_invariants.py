@@ -36,7 +36,7 @@ def state_of(tuning: SearchState) -> tuple[Any, ...]:
         tuning.closing,
         tuning.has_trial,
         tuning.judged_run,
-        tuning.planned_runs,
+        tuning.forecast,
         tuning.digest_text(),
         dict(tuning.kernels.aliases),
     )

@@ -24,7 +24,7 @@ from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
 @pytest.mark.parametrize(
     ("absent", "init"),
-    [((0,), "file"), ((0,), "tcp"), ((2,), "tcp"), ((0, 3), "file"), ((0, 3), "tcp"), ((1, 2, 3), "file")],
+    [((0,), "tcp"), ((2,), "tcp"), ((0, 3), "file"), ((1, 2, 3), "file")],
     ids=str,
 )
 def test_absent_ranks_are_named_by_all_others_in_time(init, absent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from random import Random
 
@@ -15,7 +16,7 @@ from ranks import Result
 def scenes_with(*kinds: str, world_size: int = 2) -> list[Scene]:
     """Return the first scene with each kind of fault; "": without."""
     found: dict[str, Scene] = {}
-    for number in range(2000):
+    for number in itertools.takewhile(lambda _: len(found) < len(kinds), range(2000)):
         scene = draw_scene(Random(number), number)
         kind = scene.fault.kind if scene.fault is not None else ""
         if scene.world_size == world_size and scene.has_config and kind in kinds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -117,11 +118,8 @@ class Filler:
         self.agreed_ms.append(wanted_ms)
         return wanted_ms
 
-    def prepare(self) -> None:
-        pass
-
-    def begin(self, length_ms: float) -> None:
-        self.leads_ms.append(length_ms)
+    def begin(self, length_ms: Callable[[], float]) -> None:
+        self.leads_ms.append(length_ms())
 
     def end(self, compiled_ms: float) -> float:
         return 0.0
@@ -149,9 +147,9 @@ def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float],
     bench, moments = Bench(), []
 
     class Noting(Filler):
-        def begin(self, length_ms: float) -> None:
+        def begin(self, length_ms: Callable[[], float]) -> None:
             super().begin(length_ms)
-            moments.append(read[-1] + round(length_ms * MS))
+            moments.append(read[-1] + round(self.leads_ms[-1] * MS))
 
     filler = Noting(OWN_MS[rank])
     bench.clock.filler = lambda longest_ms: filler

@@ -24,7 +24,7 @@ from kernels_for_tests import (
 )
 
 from dist_autotune import CacheWarning, tunable
-from dist_autotune.storage.winners import Winners
+from dist_autotune.storage import winners
 from dist_autotune.triton_api import interception
 
 
@@ -72,7 +72,7 @@ def test_another_process_finds_the_winners(bench):
 def test_no_call_scans_the_cache_captured_or_not(bench, tmp_cache, monkeypatch):
     bench.tune(lambda: launch(bench.kernel({16: 3.0, 32: 1.0}), numbers()))()
     bench.forget()
-    monkeypatch.delattr(Winners, "_entry_files")
+    monkeypatch.delattr(winners, "_entry_files")
     fresh = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
     with monkeypatch.context() as capturing:

@@ -94,7 +94,7 @@ assert not {{"torch", "triton", "matplotlib"}} & sys.modules.keys()
 def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) -> None:
     write_session(tmp_path)
     session = load_one(tmp_path)
-    assert (session.thunk, session.ranks, session.closed.runs, session.closed.outcome) == (
+    assert (session.opened.thunk, session.ranks, session.closed.runs, session.closed.outcome) == (
         "layer",
         [0, 1],
         7,
@@ -160,6 +160,15 @@ def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: P
     with SessionLog(tmp_path, 0) as log:
         log.write(records.Exchanged(run=-1, sent_bytes=1, received_bytes=1, ms=0.1))
     assert reader.load(tmp_path).sessions == ()
+
+
+def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path) -> None:
+    with SessionLog(tmp_path, 0) as log:
+        for record in session_records("s1", 0, "layer", "EventClock")[1:4]:
+            log.write(record)
+    history = reader.load(tmp_path)
+    assert history.sessions == ()
+    assert history.skipped == {"rank-0.jsonl": {"of a session whose opening is lost": 3}}
 
 
 def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_path: Path) -> None:

@@ -165,28 +165,17 @@ def test_payloads_of_any_bytes_travel_as_they_are():
     assert list(unpack(buffer)) == [message]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        LENGTH.pack(99) + b"{}",
-        LENGTH.pack(13) + b'{"a":{"bytes":0}}'[:13],
-        LENGTH.pack(17) + b'{"a":{"bytes":0}}',
-        LENGTH.pack(2) + b"[]",
-    ],
-    ids=["empty", "longer than its frame", "torn", "a part that is not there", "no object"],
-)
+@pytest.mark.parametrize("body", [b"", b"{", b'{"a":{"bytes":0}}', b"[]"])
 def test_a_malformed_frame_is_an_error(body):
-    with pytest.raises((ValueError, IndexError)):
+    with pytest.raises((ValueError, AttributeError)):
         list(unpack(bytearray(LENGTH.pack(len(body)) + body)))
 
 
 # ---- the sockets
 
 
-def framed(header):
-    part = LENGTH.pack(len(header)) + header
-    return LENGTH.pack(len(part)) + part
+def framed(body):
+    return LENGTH.pack(len(body)) + body
 
 
 def client_of(hub, position):

@@ -87,7 +87,7 @@ def test_the_runs_that_the_search_plans_are_the_runs_it_makes(contexts, options,
     planned = []
     while not simulation.tuning.done:
         simulation.run()
-        planned.append(simulation.tuning.planned_runs)
+        planned.append(simulation.tuning.forecast.planned_trials + 1)
     assert len(simulation.plans) == planned[0] == runs
 
 

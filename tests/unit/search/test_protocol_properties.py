@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads th
 ALWAYS = Pattern()
 
 
-@pytest.mark.parametrize("first", [0, 1000, 2000, 3000], ids=str)
+@pytest.mark.parametrize("first", [0, 2000], ids=str)
 def test_whatever_ranks_do_they_agree_and_end(first):
     counts: Counter[str] = Counter()
     play_sessions(first, 40, counts)
@@ -28,7 +28,7 @@ def test_whatever_ranks_do_they_agree_and_end(first):
 
 
 @settings(
-    max_examples=25,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 @given(random=st.randoms(use_true_random=False), order=st.integers(0, 1000))
