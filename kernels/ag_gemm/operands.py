@@ -29,7 +29,7 @@ class Call(NamedTuple):
     pushed: int  # 1 where chunks are pushed
     patience_ticks: int  # how long the GEMM waits for a peer
     programs: int  # the most that run at once
-    words: torch.Tensor  # int32; pushed calls have their own
+    flags: torch.Tensor  # int32; pushed calls have their own
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
 

@@ -6,9 +6,9 @@ what the peers have sent. What a rank holds, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    words    int32 [4, W], symmetric: FREE[p], 1 if rank p's slot for our sums may be written; ARRIVED[p], the
+    flags    int32 [4, W], symmetric: FREE[p], 1 if rank p's slot for our sums may be written; ARRIVED[p], the
              number of rows of p's sums once they are here, else 0; DONE[p], 1 once our sums for p are
-             complete, which the GEMM sets; AFTER[p], 0 (but see below)
+             complete, which the GEMM sets; AFTER[p], 0 (see `exchange.push`)
 
 An eager call on rank r:
 
@@ -22,7 +22,7 @@ An eager call on rank r:
     fork                               -->    ARRIVED := AFTER
     join                               <--
 
-A captured call, whose side stream waits for no word:
+A captured call, whose side stream waits for no flag:
 
     fork                               -->    FREE[r] of every peer := 1
     for p = r + 1, r + 2, ...:
@@ -47,7 +47,7 @@ call stands behind on one rank, in its stream, it must stand behind on all.
 **Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
 waits for DONE are enqueued behind the launch of the GEMM. (On the CPU, where a launch returns when the kernel
 has ended, the pushes are enqueued first, and the side stream is a thread.) A graph has no order but that of
-its edges, so in a captured call nothing on the side stream waits for a word: what is pushed stands behind the
+its edges, so in a captured call nothing on the side stream waits for a flag: what is pushed stands behind the
 kernel that computes it, which has seen the permit. Its wait for FREE ends, as the peer's fork precedes all
 kernels of that call.
 
@@ -55,14 +55,9 @@ kernels of that call.
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
 or in a captured call the kernel, and ARRIVED follows the copy.
 
-**Nothing is overwritten while it is read.** The partial sums are rewritten by the GEMM of the next call,
-behind the join, behind their copy. Rank p writes its slot here behind our fork of the next call, behind the
-GEMM that read it.
-
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience ends
-it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the side
-stream runs through. The next call, `check` and `close` report it, and the operation can only be closed. A
-captured call that waits for FREE in vain does the same.
+**Permits, what is overwritten, and patience** are as `exchange.push` says; a captured call that waits for
+FREE in vain records and gives up as one that waits for sums. The partial sums are rewritten by the GEMM of
+the next call, behind the join.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order, each on one stream at a time.
@@ -124,15 +119,15 @@ class GemmReduceScatter(Operation):
         world = self.world_size
         slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
-        self._words = self._memory.allocate((4, world), torch.int32)
+        self._flags = self._memory.allocate((4, world), torch.int32)
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
-        memory, stream, words = self._memory, self._memory.side_stream(), self._words
+        memory, stream, flags = self._memory, self._memory.side_stream(), self._flags
         risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
-        self._permits = Permits(memory, stream, words, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(memory, stream, flags, free=FREE.value, risen=risen, after=after)
         self._pusher = SumPusher(
-            *(memory, stream, self._partial, self._staged, words),
+            *(memory, stream, self._partial, self._staged, flags),
             done=DONE.value,
             arrived=ARRIVED.value,
             permits=self._permits,
@@ -140,7 +135,7 @@ class GemmReduceScatter(Operation):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        held = Held(self._partial, self._staged.local, self._words.local, self._counts, self._errors)
+        held = Held(self._partial, self._staged.local, self._flags.local, self._counts, self._errors)
         self._product = ProductLauncher(
             held,
             capacity=self._capacity,
@@ -152,7 +147,7 @@ class GemmReduceScatter(Operation):
         )
 
     def _forget(self) -> None:
-        del self._staged, self._words, self._partial, self._counts, self._permits, self._pusher, self._product
+        del self._staged, self._flags, self._partial, self._counts, self._permits, self._pusher, self._product
 
     # ---- what the caller may use
 
@@ -238,7 +233,7 @@ class Held(NamedTuple):
 
     partial: torch.Tensor
     staged: torch.Tensor
-    words: torch.Tensor
+    flags: torch.Tensor
     counts: torch.Tensor
     errors: torch.Tensor
 

@@ -31,7 +31,7 @@ TYPES = {
     "a_ptr": "*bf16",
     "b_ptr": "*bf16",
     "c_ptr": "*bf16",
-    "words_ptr": "*i32",
+    "flags_ptr": "*i32",
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_bn", "stride_cm"), "i32"),
     **dict.fromkeys(("rank", "epoch", "base", "pushed", "patience_ticks"), "i32"),
@@ -116,7 +116,7 @@ def test_pointer_loads_need_no_proxy_fence(config):
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_the_kernel_that_waits_before_a_product_of_cublas_compiles(target):
     scalars = ("rank", "m", "epoch", "base", "pushed", "patience_ticks")
-    types = {"words_ptr": "*i32", "errors_ptr": "*i64", **dict.fromkeys(scalars, "i32")}
+    types = {"flags_ptr": "*i32", "errors_ptr": "*i64", **dict.fromkeys(scalars, "i32")}
     compiled = compile_for(target, await_chunks, types, {"WORLD": 8}, any_value=scalars, num_warps=1)
     assert resources(compiled, target)["spilled"] == 0
     names = [name for _, name in events(compiled.asm["ttgir"])]

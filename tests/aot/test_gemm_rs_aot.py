@@ -24,7 +24,7 @@ pytestmark = pytest.mark.aot
 
 TYPES = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "partial_ptr", "staged_ptr"), "*bf16"),
-    **dict.fromkeys(("words_ptr", "counts_ptr"), "*i32"),
+    **dict.fromkeys(("flags_ptr", "counts_ptr"), "*i32"),
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_bn", "stride_cm"), "i32"),
     **dict.fromkeys(("first", "chunks", "rank", "patience_ticks"), "i32"),

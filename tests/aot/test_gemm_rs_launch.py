@@ -91,7 +91,7 @@ CHANGES = {
     "out's alignment": {"shifts": (0, 0, 1)},
     "alignment of the partial sums": {"held_shifts": (1, 0, 0, 0, 0)},
     "alignment of the staged sums": {"held_shifts": (0, 1, 0, 0, 0)},
-    "alignment of the words": {"held_shifts": (0, 0, 1, 0, 0)},
+    "alignment of the flags": {"held_shifts": (0, 0, 1, 0, 0)},
     "alignment of the counts": {"held_shifts": (0, 0, 0, 1, 0)},
     "alignment of the errors": {"held_shifts": (0, 0, 0, 0, 1)},
     "no TMA": {"has_tma": False},
