@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, of_each_pair, resources
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, of_each_value, resources
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import arguments, count_asking, only_compiling
 
@@ -76,7 +76,7 @@ def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
     """Return candidates of a large call with what they compile to."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        configs = of_each_pair(usable_on(target, 2048, monkeypatch))  # it costs seconds
+        configs = of_each_value(usable_on(target, 2048, monkeypatch))  # it costs seconds
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 
