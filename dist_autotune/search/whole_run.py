@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from . import screening
@@ -38,14 +37,7 @@ MOST_WIDER = 12  # of a kernel, when they have been ...
 WIDER = 1.15  # ... within so much of its fastest by launches, beside the first options
 
 
-@dataclass(frozen=True)
-class Explore:
-    """Ask for runs of a plan that are no samples."""
-
-    plan: Plan
-
-
-Search: TypeAlias = Generator["Explore | Plan", float, Plan]
+Search: TypeAlias = Generator[Plan, float, Plan]
 Launched: TypeAlias = Mapping[tuple[str, int], frozenset[str]]  # (choice, option) -> contexts seen with it
 
 
@@ -125,14 +117,12 @@ class WholeRun(PlanTrial):
         self._explored_runs = self._option_runs = 0
         try:
             while True:
-                asked = next(self._search) if ms is None else self._search.send(ms)
-                self.is_warmup = isinstance(asked, Explore)
-                self.plan = asked.plan if isinstance(asked, Explore) else asked
+                self.plan = next(self._search) if ms is None else self._search.send(ms)
                 if not self._is_banned(self.plan):
                     break
                 self._launched, ms = frozenset(), math.inf
         except StopIteration as stop:
-            self.is_over, self.is_warmup = True, False
+            self.is_over = True
             self._settle(self._best_so_far() if self._is_banned(stop.value) else stop.value, "tuned")
         text = ";".join(f"{name}={index}" for name, index in sorted(self.plan.items()))
         self.label = f"plan {hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -182,14 +172,16 @@ class WholeRun(PlanTrial):
         """Explore, then race plans; return the best one."""
         launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice
         met_under: dict[str, Plan] = {}  # what a choice needs to be asked for at all
+        self.is_warmup = True
         while (found := self._unexplored(launched)) is not None:
             name, index = found
             plan = {**met_under.setdefault(name, {}), name: index}
             before = set(self._choices())
-            yield Explore(plan)
+            yield plan
             launched[name, index] = self._launched
             self._seen = (self._seen or frozenset()) | self._launched
             met_under.update(dict.fromkeys(set(self._choices()) - before, plan))
+        self.is_warmup = False
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         space = PlanSpace(self._contexts, self._objective, self._choices(), launched)
         plans = space.plans(few=bool(launched))
