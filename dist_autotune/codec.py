@@ -14,14 +14,14 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
-Reader = Callable[[object], object]
+Reader = Callable[[Any], Any]
 
 _MAX_DEPTH = 64  # of nested lists and objects: what walks them is recursive
 _compact = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
@@ -68,7 +68,7 @@ def from_json(kind: type[D], data: object) -> D:
     if not isinstance(data, dict):
         raise ValueError(f"expected an object, found {type(data).__name__}")
     values = {}
-    for name, read in _field_readers(kind).items():
+    for name, read in _readers(kind).items():
         if name in data:
             try:
                 values[name] = read(data[name])
@@ -80,12 +80,56 @@ def from_json(kind: type[D], data: object) -> D:
         raise ValueError(str(error).partition(" ")[2]) from error
 
 
+@functools.cache
+def _readers(kind: type[DataclassInstance]) -> dict[str, Reader]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+
+
+def _reader(hint: Any) -> Reader:
+    """Return the function that checks and converts a JSON value to the type `hint`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if hint is float:
+        return _read_float
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(from_json, cast("type[DataclassInstance]", hint))
+    readers = [_reader(item) for item in arguments if item not in (..., types.NoneType)]
+    if origin in (types.UnionType, typing.Union):  # with None
+        return lambda value: None if value is None else readers[0](value)
+    if origin in (dict, Mapping):
+        return lambda value: {name: readers[1](item) for name, item in _exactly(dict, value).items()}
+    if origin is tuple and ... in arguments:
+        return lambda value: tuple(map(readers[0], _exactly(list, value)))
+    if origin is tuple:
+        return lambda value: _read_fields(readers, _exactly(list, value))
+    return functools.partial(_exactly, hint)
+
+
+def _exactly(kind: type[T], value: object) -> T:
+    if isinstance(value, kind) and type(value) is kind:  # isinstance alone would take True for an int
+        return value
+    raise ValueError(f"expected {kind.__name__}, found {value!r}")
+
+
+def _read_float(value: Any) -> float:
+    if type(value) in (int, float) or value in ("inf", "-inf", "nan"):
+        return float(value)
+    raise ValueError(f"expected a number, found {value!r}")
+
+
+def _read_fields(readers: list[Reader], items: list[Any]) -> tuple[Any, ...]:
+    if len(items) != len(readers):
+        raise ValueError(f"expected {len(readers)} items, found {items!r}")
+    return tuple(read(item) for read, item in zip(readers, items, strict=True))
+
+
 def _is_deeper(value: object, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return False
-    return depth == 0 or any(
-        _is_deeper(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value)
-    )
+    items = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deeper(item, depth - 1) for item in items)
 
 
 def _finite(value: object) -> object:
@@ -96,70 +140,6 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-@functools.cache
-def _field_readers(kind: type[DataclassInstance]) -> dict[str, Reader]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-
-
-def _reader(hint: object) -> Reader:
-    """Return the function that checks and converts a JSON value to the type `hint`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is float:
-        return _read_float
-    if hint is typing.Any:
-        return _read_anything
-    if hint is str or hint is int or hint is bool:
-        return functools.partial(_read_exactly, hint)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return functools.partial(from_json, hint)
-    if origin is tuple and arguments[1:] == (...,):
-        return functools.partial(_read_tuple, _reader(arguments[0]))
-    if origin is tuple:
-        return functools.partial(_read_fields, tuple(map(_reader, arguments)))
-    if origin in (dict, Mapping) and arguments[0] is str:
-        return functools.partial(_read_dict, _reader(arguments[1]))
-    if origin in (types.UnionType, typing.Union) and len(arguments) == 2 and arguments[1] is types.NoneType:
-        return functools.partial(_read_optional, _reader(arguments[0]))
-    raise TypeError(f"serialize: no reader for a field of type {hint}")
-
-
-def _read_float(value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number or value in ("inf", "-inf", "nan"):
-        return float(typing.cast("float | str", value))
-    raise ValueError(f"expected a number, found {value!r}")
-
-
-def _read_anything(value: object) -> object:
-    return value
-
-
-def _read_exactly(kind: type[T], value: object) -> T:
-    if isinstance(value, kind) and type(value) is kind:  # isinstance alone would take True for an int
-        return value
-    raise ValueError(f"expected {kind.__name__}, found {value!r}")
-
-
-def _read_tuple(read: Reader, value: object) -> tuple[object, ...]:
-    return tuple(read(item) for item in _read_exactly(list, value))
-
-
-def _read_fields(readers: tuple[Reader, ...], value: object) -> tuple[object, ...]:
-    items = _read_exactly(list, value)
-    if len(items) != len(readers):
-        raise ValueError(f"expected {len(readers)} items, found {value!r}")
-    return tuple(read(item) for read, item in zip(readers, items, strict=True))
-
-
-def _read_dict(read: Reader, value: object) -> dict[str, object]:
-    return {name: read(item) for name, item in _read_exactly(dict, value).items()}
-
-
-def _read_optional(read: Reader, value: object) -> object:
-    return None if value is None else read(value)
 
 
 def digest(text: str) -> str:

@@ -61,8 +61,8 @@ class Options:
         if self.budget_s is not None:
             _positive("budget_s", self.budget_s)
         for name in ("is_dist", "share", "watch"):
-            _one_of(name, getattr(self, name), (True, False), bool)
-        _one_of("progress", self.progress, (True, False, None), bool | None)
+            _is_a(name, getattr(self, name), bool, "one of True, False")
+        _is_a("progress", self.progress, bool | None, "one of True, False, None")
         _is_a("name", self.name, str | None, "a string")
         _is_a("log_dir", self.log_dir, str | os.PathLike | None, "a directory, or None for no logs")
         _is_a("cache", self.cache, bool | str | os.PathLike, "True, False or a directory")
@@ -84,13 +84,13 @@ class Options:
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
 
-    @property
-    def repeats(self) -> int:
-        return DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
-
-    @property
-    def warmups(self) -> int:
-        return DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
+    def rules(self) -> dict[str, Any]:
+        """Return what steers decisions, as `Rules` and the log name it."""
+        names = ("mode", "objective", "rank_reduce", "max_runs", "budget_s")
+        n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
+        n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
+        given = {name: getattr(self, name) for name in names}
+        return {**given, "search": self.search_name, "n_repeat": n_repeat, "n_warmup": n_warmup}
 
     @property
     def search_name(self) -> str:
@@ -146,8 +146,8 @@ def _is_mesh(group: Any) -> bool:
     return module is not None and isinstance(group, module.DeviceMesh)
 
 
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...], kind: Any = str) -> None:
-    if not isinstance(value, kind) or value not in allowed:
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
         raise InvalidOption(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
@@ -157,9 +157,8 @@ def _is_a(name: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_int and value >= least):
         raise InvalidOption(f"{name}={value!r}: expected an int of at least {least}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,18 +15,11 @@ LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
 
-# Read by launch.sh and the test suite, not by the package; listed so that a typo is an error.
-TORCH_INDEX = "DIST_AUTOTUNE_TORCH_INDEX"
-TEST_GPU = "DIST_AUTOTUNE_TEST_GPU"
-
+# The last two are read by launch.sh and the test suite; listed so that a typo is an error.
 KNOWN_VARIABLES = (
-    MODE,
-    CACHE_DIR,
-    LOG_DIR,
-    TIMEOUT_S,
-    COMPILE_TIMEOUT_S,
-    TORCH_INDEX,
-    TEST_GPU,
+    *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S),
+    "DIST_AUTOTUNE_TORCH_INDEX",
+    "DIST_AUTOTUNE_TEST_GPU",
 )
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
 OTHERS_VARIABLES = (
@@ -86,7 +80,7 @@ def log_directory() -> str:
 def timeout_s() -> float:
     """Return DIST_AUTOTUNE_TIMEOUT_S, or the default: the longest that a rank waits for its peers."""
     seconds = _seconds(TIMEOUT_S, DEFAULT_TIMEOUT_S)
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < math.inf:
         raise InvalidOption(f"{TIMEOUT_S}={seconds!r}: expected a positive number of seconds")
     return seconds
 
@@ -94,21 +88,15 @@ def timeout_s() -> float:
 def compile_timeout_s() -> float:
     """Return the seconds that one candidate may take to compile; 0: no limit, and no process of its own."""
     seconds = _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S)
-    if not 0 <= seconds < float("inf"):
+    if not 0 <= seconds < math.inf:
         raise InvalidOption(f"{COMPILE_TIMEOUT_S}={seconds}: expected seconds, or 0 for no limit")
     return seconds
 
 
 def cache_directory() -> Path | None:
-    """Return DIST_AUTOTUNE_CACHE_DIR, or the platform's user cache directory; None: this user has no home."""
-    chosen = os.environ.get(CACHE_DIR)
-    if chosen:
+    """Return DIST_AUTOTUNE_CACHE_DIR, or this user's, such as `~/.cache/dist_autotune`; None: no home."""
+    if chosen := os.environ.get(CACHE_DIR):
         return Path(chosen).absolute()
-    return default_cache_directory()
-
-
-def default_cache_directory() -> Path | None:
-    """Return the platform's cache directory of this user, such as `~/.cache/dist_autotune`; None: no home."""
     import platformdirs  # only needed where no directory was chosen
 
     try:
@@ -126,12 +114,8 @@ def variables() -> dict[str, str]:
 
 def check_names() -> None:
     """Raise InvalidOption for a DIST_AUTOTUNE_... variable that nothing here reads: a typo."""
-    unknown = sorted(
-        name
-        for name, value in os.environ.items()
-        if value and name.startswith("DIST_AUTOTUNE_") and name not in KNOWN_VARIABLES
-    )
-    if unknown:
+    ours = {name for name, value in os.environ.items() if value and name.startswith("DIST_AUTOTUNE_")}
+    if unknown := sorted(ours - set(KNOWN_VARIABLES)):
         raise InvalidOption(
             f"unknown environment variable {', '.join(unknown)}; known: {', '.join(KNOWN_VARIABLES)}"
         )
@@ -148,15 +132,12 @@ def check_variables() -> None:
 def environment_of_helpers(changes: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment for a helper process: this one's without our own settings, then `changes`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DIST_AUTOTUNE_")}
-    merged = {**kept, **changes}
-    return {name: value for name, value in merged.items() if value is not None}
+    return {name: value for name, value in {**kept, **changes}.items() if value is not None}
 
 
 def _seconds(name: str, default: float) -> float:
     text = os.environ.get(name)
-    if not text:
-        return default
     try:
-        return float(text)
+        return float(text) if text else default
     except ValueError:
         raise InvalidOption(f"{name}={text!r}: give seconds, such as 60") from None

@@ -39,7 +39,7 @@ REAP_S = 5.0  # a killed process that the kernel holds on to is left behind afte
 IDLE_SHARE = 0.05  # of its time: a child that used less of a core, and has no helper such as ptxas, has slept
 START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
-REASON_CHARACTERS = 1000  # of a failure's text: a report stays below what a pipe takes in one write
+REASON_CHARACTERS = 1000  # of a failure's text
 SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
@@ -65,7 +65,7 @@ class CompilerChild:
         self._what = "the hook" if is_cut_off else "the compiler"
         self._late = "the hook did not end" if is_cut_off else "did not compile"
         self._said = os.memfd_create("compiler-stderr")
-        self._report, reporting = os.pipe()
+        self._report = os.memfd_create("compiler-report")  # a line end when it begins, then how it went
         parent = os.getpid()
         _flush()
         try:
@@ -74,23 +74,18 @@ class CompilerChild:
                 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
                 self._pid: int | None = os.fork()
             if self._pid == 0:
-                _compile(work, parent, limit_s, self._said, reporting, is_cut_off=is_cut_off)
+                _compile(work, parent, limit_s, self._said, self._report, is_cut_off=is_cut_off)
         except OSError:
             self._pid = None
             self._close_files()
             raise
-        finally:
-            os.close(reporting)
         self._forked = time.monotonic()
-        self._heard = b""  # a line end when it begins, then how it went
-        os.set_blocking(self._report, False)
 
     def poll(self) -> Ending | None:
         """Return how the child has ended; None while it works. One that is late is ended here."""
         assert self._pid is not None
         elapsed_s = time.monotonic() - self._forked
-        self._listen()
-        is_late = elapsed_s > self._limit_s or (elapsed_s > START_S and not self._heard)
+        is_late = elapsed_s > self._limit_s or (elapsed_s > START_S and not self._reported_bytes)
         try:
             has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # a handler of the user's has reaped it
@@ -105,7 +100,7 @@ class CompilerChild:
             else:
                 was_idle = not has_helper and cpu_s < IDLE_SHARE * elapsed_s
                 reason = f"{self._late} within {self._limit_s:g} s"
-                ending = Ending(reason, was_idle, has_begun=bool(self._heard))
+                ending = Ending(reason, was_idle, has_begun=self._reported_bytes > 0)
         if said := self._said_so_far():  # to where it would have gone without a child
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(said)
@@ -120,9 +115,8 @@ class CompilerChild:
 
     def _ending(self, code: int | None) -> Ending:
         """Return what the child has reported, or what its exit code and its last words say."""
-        self._listen()
         with contextlib.suppress(ValueError):
-            return Ending(**json.loads(self._heard))
+            return Ending(**json.loads(os.pread(self._report, self._reported_bytes, 0)))
         if code is None:
             ended = f"{self._what}'s process is gone without a word"
         elif code < 0:
@@ -135,9 +129,9 @@ class CompilerChild:
         said = next(iter(telling + lines), "")
         return Ending(f"{ended}: {said}"[:REASON_CHARACTERS] if said else ended)
 
-    def _listen(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._heard += os.read(self._report, 1 << 16)
+    @property
+    def _reported_bytes(self) -> int:
+        return os.fstat(self._report).st_size
 
     def _said_so_far(self) -> str:
         return os.pread(self._said, SAID_BYTES, 0).decode(errors="replace")
@@ -194,9 +188,7 @@ def _compile(
         except BaseException as error:
             reason = (config_failure(error) or "")[:REASON_CHARACTERS]
         report = {"reason": reason, "result": result if isinstance(result, str) else ""}
-        rest = json.dumps(report).encode()
-        while rest:  # a long result takes several writes, as fast as the rank reads
-            rest = rest[os.write(reporting, rest) :]
+        os.write(reporting, json.dumps(report).encode())
         _flush()
         os._exit(0)
     finally:

@@ -43,10 +43,7 @@ class Calls:
         self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
     ) -> None:
         self.state: FunctionState | None = None
-        self._function = function
-        self._options = options
-        self._name = name
-        self._log_dir = log_dir
+        self._function, self._options, self._name, self._log_dir = function, options, name, log_dir
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
@@ -85,9 +82,9 @@ class Calls:
             if interception.is_capturing():
                 if not self._forgets:
                     state.results.looks_on_disk |= state.function.is_alone
-                return _settled_call(state, thunk, self._note, votes=False)[0]
+                return self._run_settled(state, thunk, votes=False)[0]
             if self.settled:
-                return self._call_settled(state, mode, thunk)
+                return self._call_settled(state, thunk)
             return self._run_session(state, thunk)
         finally:
             self._is_under_way = False
@@ -95,17 +92,19 @@ class Calls:
                 self._retunes = False
                 self.retune()
 
-    def _call_settled(self, state: FunctionState, mode: str, thunk: Callable[[], T]) -> T:
+    # -- settled calls -------------------------------------------------------------------------------------
+
+    def _call_settled(self, state: FunctionState, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
-        options, is_alone, tunes = self._options, state.function.is_alone, mode == "tune"
+        options, is_alone, tunes = self._options, state.function.is_alone, state.function.tunes
         votes = tunes and options.watch and not is_alone
         may_tune = votes or (tunes and is_alone)
         is_replay = options.mode == "replay"
         keeps = may_tune and is_replay and self._calls_in_vain < CALLS_THAT_KEEP_STATE
         self._calls_in_vain += 1
         try:
-            result, wants, before = _settled_call(
-                state, thunk, self._note, votes=votes, preserved=options.preserve if keeps else None
+            result, wants, before = self._run_settled(
+                state, thunk, votes=votes, preserved=options.preserve if keeps else None
             )
         except RankMismatch as error:
             self._wants_session = error.starts_anew
@@ -124,6 +123,41 @@ class Calls:
             self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
         return result
 
+    def _run_settled(
+        self,
+        state: FunctionState,
+        thunk: Callable[[], T],
+        *,
+        votes: bool,
+        preserved: Sequence[Any] | None = None,
+    ) -> tuple[T, bool, Snapshot | None]:
+        """Run `thunk` with what is settled; return its result, whether some rank wants a session, a snapshot.
+
+        `votes`: ask the peers. A rank that raises reports that instead, so that they do not wait for it.
+        `preserved`: what the snapshot of the state before the run is to hold; None: none is made.
+        """
+        dispatcher, function = state.dispatcher, state.function
+        dispatcher.begin_run(tunes=False)
+        dispatcher.to_tune.clear()
+        if not votes:
+            before = None if preserved is None else Snapshot(preserved)
+            with INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose):
+                return thunk(), bool(dispatcher.to_tune), before
+        what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
+        try:
+            before = None if preserved is None else Snapshot(preserved)
+            with (
+                function.group.running(Watch(what, state.timeout_s, self._options.on_stuck, write_stuck)),
+                INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose),
+            ):
+                result = thunk()
+            vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
+        except BaseException as error:
+            function.group.fail(error)
+            raise
+        merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
+        return result, merged.wants_session, before
+
     def _note(self, text: str) -> None:
         """Write a remark to the log outside a session."""
         rank = 0 if self.state is None else self.state.function.group.rank
@@ -132,44 +166,41 @@ class Calls:
 
     def _note_new(self, state: FunctionState, what_happens: str) -> None:
         """Log, once each, the keys that are new and are not tuned by this call."""
-        for name in sorted(state.dispatcher.met - self._noted):
+        for name in sorted(state.dispatcher.to_tune - self._noted):
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
 
+    # -- sessions ------------------------------------------------------------------------------------------
+
     def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
-        session = self._resumed() or self._new_session(state)
+        try:
+            if self._session is not None:
+                self._session.resume()
+        finally:
+            self._keep_if_over()
+        session = self._session or self._new_session(state)
         try:
             session.open_once()
             INTERCEPTION.tuning = state.search.rules.tunes
             return session.online(thunk) if self._options.mode == "online" else session.replay(thunk, before)
         finally:
             INTERCEPTION.tuning = False
-            self._keep_if_over(session)
-
-    def _resumed(self) -> Session | None:
-        """Return the session under way, if all ranks go on with it."""
-        session = self._session
-        if session is None:
-            return None
-        try:
-            return session if session.goes_on() else None
-        finally:
-            self._keep_if_over(session)
+            self._keep_if_over()
 
     def _new_session(self, state: FunctionState) -> Session:
-        tunes = state.search.rules.tunes
+        tunes = state.function.tunes
         if tunes and not self._options.is_dist:
             diagnosis.warn_of_missing_is_dist(self._name)
         state.results.ignores_known = self._forgets and tunes
-        log = SessionLog(self._log_dir, state.function.group.rank)
-        self._session = Session(state, log, None if self._log_dir is None else str(self._log_dir))
+        self._session = session = Session(state, self._log_dir)
         self._wants_session = True
-        return self._session
+        return session
 
-    def _keep_if_over(self, session: Session) -> None:
-        """Keep what a session has found, if it is over."""
-        if session.is_over:
+    def _keep_if_over(self) -> None:
+        """Keep what the session has found, if it is over."""
+        session = self._session
+        if session is not None and session.is_over:
             self._report, self._session = session.report(), None
             self._calls_in_vain = 0
             self._wants_session = session.wants_another
@@ -182,45 +213,9 @@ class Calls:
         if known is None or known.function.group is not group or known.function.tunes != tunes:
             try:
                 source = identity.function_digest(self._function)
-                known = FunctionState(TunedFunction.of(options, self._name, source, group, tunes=tunes))
+                known = FunctionState(TunedFunction(options, self._name, source, group, tunes=tunes))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise
             self.state, self._session, self._wants_session = known, None, True
         return known
-
-
-def _settled_call(
-    state: FunctionState,
-    thunk: Callable[[], T],
-    note: Callable[[str], None],
-    *,
-    votes: bool,
-    preserved: Sequence[Any] | None = None,
-) -> tuple[T, bool, Snapshot | None]:
-    """Run `thunk` with what is settled; return its result, whether some rank wants a session, and a snapshot.
-
-    `votes`: ask the peers. A rank that raises reports that instead, so that they do not wait for it.
-    `preserved`: what the snapshot of the state before the run is to hold; None: none is made.
-    """
-    dispatcher, function = state.dispatcher, state.function
-    dispatcher.begin_run(tunes=False)
-    dispatcher.met.clear()
-    if not votes:
-        before = None if preserved is None else Snapshot(preserved)
-        with INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose):
-            return thunk(), bool(dispatcher.met), before
-    what, write_stuck = f"a call of {function.name}", functools.partial(diagnosis.write_stuck, note)
-    try:
-        before = None if preserved is None else Snapshot(preserved)
-        with (
-            function.group.running(Watch(what, state.timeout_s, function.options.on_stuck, write_stuck)),
-            INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose),
-        ):
-            result = thunk()
-        vote = Vote(function.group.rank, function.point, wants_session=bool(dispatcher.met))
-    except BaseException as error:
-        function.group.fail(error)
-        raise
-    merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
-    return result, merged.wants_session, before

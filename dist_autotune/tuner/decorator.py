@@ -43,9 +43,7 @@ class ContextualAutotuner(Generic[P, R]):
                 "Decorate the synchronous function that launches the kernels."
             )
         functools.update_wrapper(self, fn)
-        self.fn = fn
-        self.options = options
-        bare = _bare(fn)
+        self.fn, self.options, bare = fn, options, _bare(fn)
         self._name = str(options.name or getattr(bare, "__qualname__", type(bare).__qualname__))
         self._log_dir = options.resolved_log_dir()
         self._calls: Calls | None = None  # made for the first call
@@ -60,7 +58,7 @@ class ContextualAutotuner(Generic[P, R]):
             return thunk() if INTERCEPTION.active else self._made_calls().call(mode, thunk)
         lock, has_turn = turn.lock, False
         try:
-            has_turn = turn.acquire(self._name, self.options.resolved_timeout_s, _is_active)
+            has_turn = turn.acquire(self._name, self.options.resolved_timeout_s, lambda: INTERCEPTION.active)
             if not has_turn:
                 return turn.lend(thunk)
             INTERCEPTION.restore()  # what a second Ctrl-C may have left of the call before
@@ -191,10 +189,6 @@ def _is_asynchronous(fn: Callable[..., Any]) -> bool:
     """Return whether `fn`, a function or an object that can be called, is an `async def`."""
     kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction
     return any(kind(called) for kind in kinds for called in (inspect.unwrap(fn), type(fn).__call__))
-
-
-def _is_active() -> bool:
-    return INTERCEPTION.active
 
 
 def _leave() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,10 +26,9 @@ class Diagnosis:
     """Describes the failures of one session on this rank: names runs, launches and logs."""
 
     def __init__(self, state: FunctionState, recorder: Recorder, log_dir: str | None) -> None:
-        self._state = state
-        self._recorder = recorder
-        self._log_dir = log_dir
+        self._state, self._recorder, self._log_dir = state, recorder, log_dir
         self._rank = state.function.group.rank
+        self.write_stuck = functools.partial(write_stuck, recorder.note)
 
     def of_error(self, error: BaseException) -> BaseException:
         """Return what peers are told of an error.
@@ -36,10 +36,9 @@ class Diagnosis:
         An error on the device names the launches that may have caused it: in its own text if it is ours, in
         another error if the function raised it.
         """
-        is_ours = isinstance(error, LaunchFailed | LaunchTimeout)
+        is_ours, state = isinstance(error, LaunchFailed | LaunchTimeout), self._state
         if not (is_ours or is_reported(error)):
             return error
-        state = self._state
         where = f"Rank {self._rank}: run {state.search.runs} of {state.function.name}"
         text = diagnosis(error, where, state.registry.launched(), self._own_log())
         if is_ours:
@@ -62,10 +61,6 @@ class Diagnosis:
             error.args = (f"{error} Last records: {files}",)
         self.record_failure(error, getattr(error, "rank", self._rank))
 
-    def write_stuck(self, text: str) -> None:
-        """Say why this process may be stuck; any thread may."""
-        write_stuck(self._recorder.note, text)
-
     def whereabouts(self) -> str:
         """Return what the run under way is at; asked on another thread."""
         return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
@@ -85,7 +80,7 @@ class Diagnosis:
 
 
 def write_stuck(note: Callable[[str], None], text: str) -> None:
-    """Say why this process may be stuck: by `note`, and on stderr, where it is seen if it never ends."""
+    """Say why this process may be stuck: by `note`, and on stderr; any thread may."""
     note(text)
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
         sys.stderr.write(f"dist_autotune: {text}\n")

@@ -6,32 +6,25 @@ The state outlives its sessions: a later one takes up what an earlier one left u
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
-from ..ranks.group import SingleRank
 from ..search import strategies
 from ..search.context import Context
-from ..search.messages import Message, Opening, RunReport, bans_for_crashes
+from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..storage.winners import Winners
 from ..timing.time_spent import TimeSpent
-from .function import KernelSources, TunedFunction
+from .function import TunedFunction
 from .results import Results
 
-
-@dataclass(frozen=True)
-class Opened:
-    """What the opening of a session has found."""
-
-    session: str
-    shares_clock: bool  # all ranks read one monotonic clock
-    remarks: tuple[str, ...]
+SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 
 
 class FunctionState:
@@ -48,28 +41,14 @@ class FunctionState:
         self.guard = function.crash_guard(disk)
         self.time_spent = TimeSpent()  # of the session under way
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
-        self._sources = KernelSources()
+        self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
     def _reset(self) -> None:
         """Start without any context."""
         function, options = self.function, self.function.options
-        self.search = SearchState(
-            Rules(
-                strategy=options.search
-                if callable(options.search)
-                else strategies.STRATEGIES[options.search_name],
-                search=options.search_name,
-                n_warmup=options.warmups,
-                n_repeat=options.repeats,
-                rank_reduce=options.rank_reduce,
-                objective=options.objective,
-                mode=options.mode,
-                max_runs=options.max_runs,
-                budget_s=options.budget_s,
-                tunes=function.tunes,
-            )
-        )
+        strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
+        self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
         self.registry = Registry(
             KernelNames(self.search.kernels.aliases),
             options,
@@ -84,7 +63,7 @@ class FunctionState:
             function.clock,
             self.guard,
             self.compiling,
-            passes_single=isinstance(function.group, SingleRank),
+            passes_single=function.is_alone,
             is_frozen=not function.tunes,
         )
 
@@ -104,8 +83,7 @@ class FunctionState:
 
     def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
-        settled, forgets = self.search.digest_text(), self.results.ignores_known
-        return self.function.opening(state, settled, retunes=forgets)
+        return self.function.opening(state, self.search.digest_text(), retunes=self.results.ignores_known)
 
     def opening_with_results(self) -> Opening:
         """Return this rank's report when a session opens anew, with what its disk holds."""
@@ -115,11 +93,9 @@ class FunctionState:
             return opening
         return replace(opening, crashes=left.crashes, crash_bans=left.crash_bans)
 
-    def open(self, merged: Opening) -> Opened:
-        """Begin the session that all ranks have agreed on."""
-        remarks = []
-        facts = merged.facts
-        (session,) = facts["session"]
+    def open(self, session: str, merged: Opening) -> list[str]:
+        """Begin the session that all ranks have agreed on; return remarks for its log."""
+        remarks, facts = [], merged.facts
         self.results.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
         differ = len(facts["settled"]) > 1
         if differ:
@@ -136,30 +112,40 @@ class FunctionState:
         for rank_context in self.registry.by_name.values():
             if rank_context.search is None and rank_context.claim is None:  # met in a settled call
                 rank_context.claim = self.results.claim_on_disk(rank_context)
-        return Opened(session, len(facts["clock"]) == 1, tuple(remarks))
+        return remarks
 
     def check_run(self, merged: Message) -> RunReport:
-        """Return what all ranks reported, and take up what they offer; raises RankMismatch."""
-        report = self._sources.check_run(merged)
+        """Return what all ranks reported, and take up what they offer; raises RankMismatch where they differ.
+
+        A kernel's name may stand for several source texts (functions made by functions), and ranks may launch
+        different ones of them: they differ when they have none in common.
+        """
+        facts = {}
+        for name, values in merged.facts.items():
+            if name.startswith(SOURCE_OF):
+                values = self._sources[name] = {**values, **self._sources.get(name, {})}
+                texts = [set(value.split()) for value in values]
+                if all(one & other for one, other in itertools.combinations(texts, 2)):
+                    continue
+            facts[name] = values
+        report = checked(merged, RunReport, facts)
         self.results.add_offers(report.offers)
         return report
 
     def drop_searches(self) -> None:
         """Forget the searches under way, on all ranks alike."""
-        unshared = {
-            name for name, rank_context in self.registry.by_name.items() if rank_context.search is None
-        }
+        by_name = self.registry.by_name
+        unshared = {name for name, rank_context in by_name.items() if rank_context.search is None}
         self.registry.forget(self.search.drop_unsettled() | unshared)
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
         new = self.search.newly_final()
-        for context in new:
-            rank_context = self.registry.by_name.get(context.name)
-            if rank_context is not None:
+        for rank_context in self.registry.by_name.values():
+            context = rank_context.search
+            # What is not new may have settled before it was launched here.
+            if context is not None and (
+                context in new or (not rank_context.is_published and self.search.is_final(context))
+            ):
                 self.results.publish(context, rank_context, seconds)
-        for rank_context in self.registry.by_name.values():  # settled before they were launched here
-            late = rank_context.search
-            if late is not None and not rank_context.is_published and self.search.is_final(late):
-                self.results.publish(late, rank_context, seconds)
         return new

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from ..compilation.pool import Terms
-from ..launch.rank_context import RankContext
 from ..logs import decisions
-from ..logs.records import RunStarted, RunTimed, Trial
+from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
@@ -19,22 +18,10 @@ from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
 from ..timing.synchronized_start import SynchronizedStart
 from ..triton_api import interception
-from . import recorder
-from .function import SOURCE_OF
-from .function_state import FunctionState
+from .function_state import SOURCE_OF, FunctionState
 from .recorder import Recorder
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What one run was on this rank, once the ranks have agreed on it."""
-
-    trials: tuple[Trial, ...]
-    timed: RunTimed | None  # what the run took as a whole, if that was read
-    is_sample: bool  # of any context
-    has_time: bool  # of anything that it was a sample of
 
 
 class RankRun:
@@ -43,15 +30,14 @@ class RankRun:
     def __init__(self, state: FunctionState, log: Recorder) -> None:
         options, clock = state.function.options, state.function.clock
         self.launched: set[str] = set()  # contexts, in any run so far
+        self.has_sample = self.has_time = False  # a run was a sample here, and one of them gave a time
         self.shares_clock = False  # all ranks read one monotonic clock
         self._whole = Samples(clock, options.statistic)  # of whole runs
         self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
         self._start = SynchronizedStart()
-        make_filler = getattr(clock, "filler", None)  # of `EventClock`
-        self._filler: StreamFiller | None = (
-            None if make_filler is None else make_filler(LONGEST_MS[options.mode])
-        )
+        make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
+        self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
         self._tries = False  # the run under way is a trial
@@ -95,9 +81,12 @@ class RankRun:
         elapsed_s: since the session's first call.
         """
         state, function = self._state, self._state.function
-        if state.dispatcher.new:
+        if state.dispatcher.to_preflight:
+            position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
+            patience_s = PATIENCE * state.timeout_s if count > 1 else math.inf
+            terms = Terms.agreed(self._log.session, position, count, patience_s)
             with state.compiling(), state.guard.paused():
-                for rank_context, tally in state.dispatcher.preflight(self._terms()):
+                for rank_context, tally in state.dispatcher.preflight(terms):
                     self._log.record_preflight(state.search.runs, rank_context, tally)
         parts = state.registry.report_run(waits=self._waits)
         whole = Part()
@@ -105,47 +94,38 @@ class RankRun:
             whole = self._whole.report_run("|".join(self._judged or ()), waits=self._waits)
         state.guard.end_run()
         self.launched.update(parts)
-        facts = function.point
-        for name, texts in state.registry.new_sources().items():
-            facts |= function.fact(SOURCE_OF + name, texts)
-        rank = function.group.rank
-        report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
+        facts = function.facts(sources)
+        report = RunReport(function.group.rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
         return state.results.with_offers(report, state.registry.announced_now())
 
-    def apply_reports(self, merged: RunReport) -> None:
-        """Take up what all ranks reported, before anything follows from it."""
+    def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
+        """Take up what all ranks reported, and call contexts what all ranks call them."""
         self._start.apply_exchange(merged)
         self._wanted_ms = merged.wanted_ms
-
-    def rename(self, names: dict[str, str]) -> None:
-        """Call contexts what all ranks call them."""
         self._state.registry.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
-    def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> RunResult:
-        """Keep the samples that count, drop the others, and return what the run was."""
-        contexts, reported = self._state.search.contexts, self._state.registry.reported()
-        trials = tuple(
-            recorder.trial(
-                run, contexts[rank_context.name], rank_context, outcomes[rank_context.name], self._whole
-            )
-            for rank_context in reported
-            if rank_context.launches or rank_context.samples.is_read
-        )
-        self._state.registry.apply_outcomes(contexts, outcomes, late_ms=merged.late_ms)
-        counts, waiting = self._state.search.has_counted_run, bool(merged.run.pending)
-        whole = self._whole
-        is_read = whole.report is not None and not waiting
-        timed = recorder.run_timed(run, whole, counts=counts) if is_read else None
-        has_time = any(_has_time(rank_context, outcomes[rank_context.name]) for rank_context in reported)
-        has_time |= is_read and counts and whole.sample is not None
+    def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> None:
+        """Write down what the run was on this rank, keep the samples that count, and drop the others."""
+        search, registry, whole = self._state.search, self._state.registry, self._whole
+        counts, waiting = search.has_counted_run, bool(merged.run.pending)
+        if whole.report is not None and not waiting:
+            self._log.record_whole_run(run, whole, counts=counts)
+            self.has_time |= counts and whole.sample is not None
+        for rank_context in registry.reported():
+            context, outcome = search.contexts[rank_context.name], outcomes[rank_context.name]
+            if rank_context.launches or rank_context.samples.is_read:
+                self._log.record_trial(run, context, rank_context, outcome, whole)
+            if outcome.kind == "sample":
+                self.has_sample = True
+                self.has_time |= outcome.judge == BY_LAUNCH and rank_context.samples.sample is not None
+        registry.apply_outcomes(search.contexts, outcomes, late_ms=merged.late_ms)
         whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
-        is_sample = any(outcomes[rank_context.name].kind == "sample" for rank_context in reported)
-        return RunResult(trials, timed, is_sample, has_time)
 
     def retract(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
@@ -158,15 +138,3 @@ class RankRun:
         """Drop what the run under way has measured: it raised."""
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()
-
-    def _terms(self) -> Terms:
-        """Return on what terms this rank compiles candidates, here and now."""
-        group = self._state.function.group
-        position, count = group.ranks.index(group.rank), len(group.ranks)
-        patience_s = PATIENCE * self._state.timeout_s if count > 1 else math.inf
-        return Terms.agreed(self._log.session, position, count, patience_s)
-
-
-def _has_time(rank_context: RankContext, outcome: Outcome) -> bool:
-    is_sample = outcome.kind == "sample" and outcome.judge == BY_LAUNCH and outcome.index is not None
-    return is_sample and rank_context.samples.sample is not None

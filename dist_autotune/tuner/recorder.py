@@ -6,32 +6,19 @@ import dataclasses
 import datetime
 import os
 import time
-from collections.abc import Iterable
-
-import torch
-import triton
+from collections.abc import Container, Mapping
 
 from ..compilation.pool import Tally
 from ..launch.rank_context import RankContext
 from ..logs import decisions
-from ..logs.records import (
-    Banned,
-    Exchanged,
-    Merged,
-    Note,
-    Preflighted,
-    Record,
-    RunTimed,
-    SessionOpened,
-    Trial,
-)
+from ..logs.records import Banned, Exchanged, Note, Preflighted, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
 from ..search.context import Context, Outcome
 from ..search.messages import RunReport
 from ..search.rules import BY_LAUNCH
+from ..search.state import SearchState
 from ..timing.samples import Samples
-from ..version import __version__
-from .function import TunedFunction
+from .function import TunedFunction, versions
 
 
 class Recorder:
@@ -41,13 +28,11 @@ class Recorder:
         self.session = ""  # its name, agreed when it opens
         self._function = function
         self._rank, self._ranks = function.group.rank, function.group.ranks
+        self.close = log.close
         self._log = log
         self._began = time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
         self._admitted: set[str] = set()
-
-    def close(self) -> None:
-        self._log.close()
 
     def note(self, text: str) -> None:
         """Write a remark, and nothing that waits to be written; may be called on another thread."""
@@ -68,39 +53,28 @@ class Recorder:
         """Write that the session `session` is open; continues: the one before it."""
         self.session = session
         function, options = self._function, self._function.options
-        versions = {
-            "dist_autotune": __version__,
-            "triton": triton.__version__,
-            "torch": str(torch.__version__),
-        }
         self.write(
             SessionOpened(
+                **options.rules(),
                 thunk=function.name,
                 world_size=len(self._ranks),
                 ranks=self._ranks,
-                mode=options.mode,
-                search=options.search_name,
-                objective=options.objective,
                 statistic=options.statistic,
-                rank_reduce=options.rank_reduce,
-                n_warmup=options.warmups,
-                n_repeat=options.repeats,
                 device=function.device.text,
-                versions=versions,
+                versions=versions(),
                 pid=os.getpid(),
                 started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 clock=type(function.clock).__name__,
                 continues=continues,
                 own_search=callable(options.search),
-                max_runs=options.max_runs,
-                budget_s=options.budget_s,
                 tunes=function.tunes,
             )
         )
 
-    def record_exchange(self, exchange: Exchanged) -> None:
-        """Keep the record of an exchange for the next write: the first comes before the session's name."""
+    def record_exchange(self, run: int, sent_bytes: int, received_bytes: int, ms: float) -> None:
+        """Write an exchange with the next record: the first comes before the session's name."""
         if len(self._ranks) > 1:
+            exchange = Exchanged(run=run, sent_bytes=sent_bytes, received_bytes=received_bytes, ms=ms)
             self._exchanges.append(exchange)
 
     def record_ban(self, run: int, rank_context: RankContext, candidate: str, reason: str) -> None:
@@ -123,63 +97,58 @@ class Recorder:
         kernel, key = rank_context.source.short_name, rank_context.key_text
         self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
-    def record_reports(self, run: int, merged: RunReport) -> None:
-        """Write what all ranks reported of a run."""
-        self.write(Merged(run=run, payload=merged.decisive()))
+    def record_contexts(self, run: int, search: SearchState, merged: RunReport, here: Container[str]) -> None:
+        """Write which contexts of a run are new; here: those that this rank launches."""
+        for name, context in search.contexts.items():
+            if name in merged.parts and name not in self._admitted:
+                self._admitted.add(name)
+                self.write(decisions.admission(run, context, local=name in here))
 
-    def record_contexts(self, run: int, contexts: Iterable[Context], launched_here: Iterable[str]) -> None:
-        """Write which contexts are new."""
-        here = set(launched_here)
-        for context in contexts:
-            if context.name not in self._admitted:
-                self._admitted.add(context.name)
-                self.write(decisions.admission(run, context, local=context.name in here))
+    def record_trial(
+        self, run: int, context: Context, rank_context: RankContext, outcome: Outcome, whole: Samples
+    ) -> None:
+        """Write what this rank's launches of one context took in one run; whole: the run's samples."""
+        by_launch, report = outcome.judge == BY_LAUNCH, rank_context.report
+        samples = rank_context.samples if by_launch else whole
+        judged, sample = report if by_launch else whole.report, samples.sample
+        assert report is not None
+        assert judged is not None
+        index = context.digests.index(report.ran) if report.ran in context.digests else -1
+        self.write(
+            Trial(
+                run=run,
+                context=context.name,
+                kernel=context.kernel,
+                key=context.key,
+                config_id=index,
+                config=context.texts[index] if index >= 0 else "several configs in one run",
+                kind=outcome.kind,
+                k=outcome.k,
+                n=outcome.n,
+                launches=rank_context.launches,
+                ms=None if sample is None else sample.ms,
+                statistic_ms=judged.worst_ms if judged.measured else None,
+                gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,
+                judge=outcome.judge,
+            )
+        )
 
-    def record_outcome(self, run: int, context: Context, merged: RunReport, outcome: Outcome) -> None:
-        """Write what the ranks agreed of a context in one run; alone, the trial's record says it."""
-        if len(self._ranks) == 1:
-            return
-        for ban in decisions.bans(run, context, merged.parts[context.name]):
-            if ban.by_rank != self._rank:  # else it is written already
-                self.write(ban)
-        if outcome.index is not None:
-            self.write(decisions.agreed(run, context, outcome))
+    def record_whole_run(self, run: int, whole: Samples, *, counts: bool) -> None:
+        """Write what a run took as a whole on this rank."""
+        report, sample = whole.report, whole.sample
+        assert report is not None
+        ms = None if sample is None else sample.ms
+        statistic_ms = report.worst_ms if report.measured else None
+        self.write(RunTimed(run=run, judged=str(report.ran), counts=counts, ms=ms, statistic_ms=statistic_ms))
 
-
-def run_timed(run: int, whole: Samples, *, counts: bool) -> RunTimed:
-    """Return the record of what a run took as a whole on this rank."""
-    report = whole.report
-    assert report is not None
-    return RunTimed(
-        run=run,
-        judged=str(report.ran),
-        counts=counts,
-        ms=None if whole.sample is None else whole.sample.ms,
-        statistic_ms=report.worst_ms if report.measured else None,
-    )
-
-
-def trial(run: int, context: Context, rank_context: RankContext, outcome: Outcome, whole: Samples) -> Trial:
-    """Return the record of this rank's launches of one context in one run; whole: the run's samples."""
-    by_launch = outcome.judge == BY_LAUNCH
-    sample, told = (rank_context.samples if by_launch else whole).sample, rank_context.report
-    report = told if by_launch else whole.report
-    assert told is not None
-    assert report is not None
-    index = context.digests.index(told.ran) if told.ran in context.digests else -1
-    return Trial(
-        run=run,
-        context=context.name,
-        kernel=context.kernel,
-        key=context.key,
-        config_id=index,
-        config=context.texts[index] if index >= 0 else "several configs in one run",
-        kind=outcome.kind,
-        k=outcome.k,
-        n=outcome.n,
-        launches=rank_context.launches,
-        ms=None if sample is None else sample.ms,
-        statistic_ms=report.worst_ms if report.measured else None,
-        gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,
-        judge=outcome.judge,
-    )
+    def record_outcomes(
+        self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]
+    ) -> None:
+        """Write what the ranks agreed of each context in one run; alone, the trials' records say it."""
+        for name, outcome in outcomes.items() if len(self._ranks) > 1 else ():
+            context = search.contexts[name]
+            for ban in decisions.bans(run, context, merged.parts[name]):
+                if ban.by_rank != self._rank:  # else it is written already
+                    self.write(ban)
+            if outcome.index is not None:
+                self.write(decisions.agreed(run, context, outcome))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import re
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup, SingleRank
 from ..search.context import Context
 from ..search.messages import Claim, RunReport
-from ..storage.winners import Entry, EntryKey, Winners
+from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
@@ -55,36 +54,40 @@ class Results:
         self.looks_on_disk = False
         self._in_session = False
         self._offers: Offers = {}  # disk entries that all ranks use
-        self._function = function
-        self._disk = disk
-        self._scope = function.scope
-        options, device = function.options, function.device
+        self._function, self._disk, self._scope = function, disk, function.scope
+        options, device, ranks = function.options, function.device, len(function.group.ranks)
         # A launch's time and the whole run's are no answers to one question.
         by_run = options.objective != "kernel"
         self._kernel_scope = f"{self._scope} by the whole run".strip() if by_run else self._scope
+        self._conditions: dict[str, Any] = {  # of an entry's key: the same for all results of the function
+            "device": device.name,
+            "capability": device.capability,
+            "driver": device.driver,
+            "triton_version": triton.__version__,
+            "world_size": ranks,
+            "agree": options.agree,
+        }
         named = f"{function.name}#{function.source_digest}"
-        ranks = len(function.group.ranks)
         facts = [named, *vars(device).values(), triton.__version__, ranks, options.agree]
-        readable = re.sub(r"[^A-Za-z0-9_.]+", "_", named)[:80]
-        self._folder = f"{readable}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
+        self._folder = f"{safe_name(named)}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
 
     # -- what ranks offer each other -----------------------------------------------------------------------
 
     def offered_at_opening(self) -> Offers:
         """Return the entries of what the function is known to launch."""
-        if self.ignores_known or self._is_alone:  # one rank looks entries up when it needs them
+        if self.ignores_known or self._function.is_alone:  # one rank looks entries up when it needs them
             return {}
         return self._offers_of(self._disk.launched_by(self._folder))
 
     def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
         """Offer all entries of the kernels that a run announces, if no later vote agrees on them."""
-        votes_later = self._function.options.watch and self._function.tunes
-        if self._is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
+        function = self._function
+        votes_later = function.options.watch and function.tunes
+        if function.is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
             return report
         wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
-        entries = itertools.chain.from_iterable(
-            self._disk.entries(name) for name in sorted({name for name, _ in wanted})
-        )
+        names = sorted({name for name, _ in wanted})
+        entries = itertools.chain.from_iterable(map(self._disk.entries, names))
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
         return replace(report, offers=self._offers_of(found))
 
@@ -101,8 +104,16 @@ class Results:
         self._offers = {**offers, **self._offers}
 
     def _offers_of(self, entries: Iterable[Entry]) -> Offers:
-        rank = self._function.group.rank
-        return {e.key.digest: (rank, e.winner, e.ms) for e in entries if self._is_usable(e)}
+        rank, scopes, conditions = (
+            self._function.group.rank,
+            (self._scope, self._kernel_scope),
+            self._conditions,
+        )
+        return {
+            entry.key.digest: (rank, entry.winner, entry.ms)
+            for entry in entries
+            if entry.key.scope in scopes and conditions.items() <= vars(entry.key).items()
+        }
 
     # -- what is known of a context ------------------------------------------------------------------------
 
@@ -120,54 +131,54 @@ class Results:
         key = self._entry_key(rank_context)
         if key.digest in self._offers:
             return self._offers[key.digest]
-        if not self.looks_on_disk or not (self._in_session or self._is_alone):
+        if not self.looks_on_disk or not (self._in_session or self._function.is_alone):
             return None
         entry = self._disk.get(key)
         return None if entry is None else (self._function.group.rank, entry.winner, entry.ms)
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
-        if subclasses.keeps_its_own_cache(tuner):
-            return None
-        config, origin = tuner.cache.get(key), _origins.get(tuner, {}).get(key)
-        if config is None or (origin is not None and origin.provisional):
-            return None
+        group, is_alone = self._function.group, self._function.is_alone
+        origin = _origins.get(tuner, {}).get(key)
         if origin is None:  # stock Triton's, or the user's
-            return config if self._is_alone and not self._scope else None
-        is_ours = self._is_alone or origin.group is self._function.group
-        return config if is_ours and origin.scope == self._scope else None
-
-    @property
-    def _is_alone(self) -> bool:
-        return isinstance(self._function.group, SingleRank)
+            counts = is_alone and not self._scope
+        else:
+            is_ours = is_alone or origin.group is group
+            counts = is_ours and origin.scope == self._scope and not origin.provisional
+        return tuner.cache.get(key) if counts and not subclasses.keeps_its_own_cache(tuner) else None
 
     # -- where a result goes -------------------------------------------------------------------------------
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
         rank_context.is_published = True
-        winner = context.digests[context.incumbent]
-        timings = {context.digests[index]: ms for index, ms in context.times.ms.items()}
+        index, times = context.incumbent, context.times.ms
+        winner = context.digests[index]
         if rank_context.is_choice:
             CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
-        failed = {context.digests[index]: math.inf for index in context.banned}
-        self._to_memory(context, rank_context, winner, {**timings, **failed}, seconds)
+        known = {**times, **dict.fromkeys(context.banned, math.inf)}
+        self._to_memory(context, rank_context, {context.digests[i]: ms for i, ms in known.items()}, seconds)
         if len(context.digests) == 1:
             return
-        if context.status == "tuned" and winner in timings:
-            self._disk.put(self._entry(context, rank_context, winner, timings[winner]))
+        key = self._entry_key(rank_context)
+        if context.status == "tuned" and index in times:
+            entry = Entry(
+                key=key,
+                winner=winner,
+                config=context.texts[index],
+                ms=times[index],
+                timings={context.texts[i]: ms for i, ms in times.items()},
+                created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                package_version=__version__,
+            )
+            self._disk.put(entry)
         if context.status in ("tuned", "cached") and not self._function.is_alone:
-            self._disk.record_launch(self._folder, self._entry_key(rank_context))
+            self._disk.record_launch(self._folder, key)
 
     def _to_memory(
-        self,
-        context: Context,
-        rank_context: RankContext,
-        winner: str,
-        known: dict[str, float],
-        seconds: float,
+        self, context: Context, rank_context: RankContext, known: dict[str, float], seconds: float
     ) -> None:
-        is_cached = context.status == "cached"
+        winner, is_cached = context.digests[context.incumbent], context.status == "cached"
         for binding in rank_context.bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
@@ -184,17 +195,6 @@ class Results:
             if not context.provisional:
                 autotuner_cache.announce(tuner, binding.key, cache_hit=is_cached)
 
-    def _entry(self, context: Context, rank_context: RankContext, winner: str, ms: float) -> Entry:
-        return Entry(
-            key=self._entry_key(rank_context),
-            winner=winner,
-            config=context.texts[context.incumbent],
-            ms=ms,
-            timings={context.texts[index]: ms for index, ms in context.times.ms.items()},
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            package_version=__version__,
-        )
-
     def _entry_key(self, rank_context: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
@@ -204,21 +204,5 @@ class Results:
             constants=rank_context.constants,
             candidates=tuple(sorted(rank_context.texts)),
             scope=self._scope if rank_context.is_choice else self._kernel_scope,
-            **self._conditions(),
+            **self._conditions,
         )
-
-    def _is_usable(self, entry: Entry) -> bool:
-        holds = all(getattr(entry.key, name) == value for name, value in self._conditions().items())
-        return holds and entry.key.scope in (self._scope, self._kernel_scope)
-
-    def _conditions(self) -> dict[str, Any]:
-        """Return the fields of an entry's key that hold for all results of the function."""
-        device = self._function.device
-        return {
-            "device": device.name,
-            "capability": device.capability,
-            "driver": device.driver,
-            "triton_version": triton.__version__,
-            "world_size": len(self._function.group.ranks),
-            "agree": self._function.options.agree,
-        }

@@ -6,17 +6,17 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import described
 from ..logs import decisions
-from ..logs.records import Exchanged, Note, SessionClosed
+from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
-from ..search.context import Outcome
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
@@ -41,29 +41,23 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log: SessionLog, log_dir: str | None) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None) -> None:
         function = state.function
-        self.state = state
-        self.function = function
-        self.executions = 0
-        self.warning = ""
-        self.is_over = False
-        self.wants_another = False
-        self.has_failed = False
-        self._log_dir = log_dir
+        self.state, self.function = state, function
+        self.executions, self.warning = 0, ""
+        self.is_over = self.has_failed = self.wants_another = False
+        self._log_dir = None if log_dir is None else str(log_dir)
         self._began = time.monotonic()
-        self._recorder = Recorder(function, log)
+        self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
         self._run = RankRun(state, self._recorder)
-        self._diagnosis = Diagnosis(state, self._recorder, log_dir)
-        self._progress = Progress(
-            function.name, shown=is_shown(function.options.progress, function.group.rank)
-        )
+        self._diagnosis = Diagnosis(state, self._recorder, self._log_dir)
+        shown = is_shown(function.options.progress, function.group.rank)
+        self._progress = Progress(function.name, shown=shown)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
         self._is_stepping = False  # the state is between two runs
-        self._has_sample = self._has_time = False  # runs were samples here, and one gave a time
         self._next_forecast = FIRST_FORECAST
 
     @property
@@ -81,12 +75,10 @@ class Session:
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
         with self._reporting_failures(), steps as stepped:
-            is_first = before is None
             snapshot = before or Snapshot(preserve)
+            if before is not None:
+                snapshot.restore()
             while True:
-                if not is_first:
-                    snapshot.restore()
-                is_first = False
                 result = self._run_once(thunk)
                 if self.state.search.done:
                     self.close()
@@ -94,12 +86,13 @@ class Session:
                 if not preserve:
                     diagnosis.warn_of_repeated_steps(self.function.name, stepped)
                 del result  # a trial's outputs must not add to the memory of the next
+                snapshot.restore()
 
     def online(self, thunk: Callable[[], T]) -> T:
         """Run `thunk` once, as one trial of the session."""
         with self._reporting_failures():
             result = self._run_once(thunk)
-            if not self._has_more_to_try:
+            if not self.state.search.has_work:
                 self.close()
             return result
 
@@ -115,18 +108,16 @@ class Session:
         state = self.state
         state.time_spent = TimeSpent()
         with self._reporting_failures():
-            try:
-                opened = state.open(self._agree_on_opening())
-            except TuningError as error:
-                self._report_own(error)
-                self.close(error)
-                raise
+            with self._dropping_searches():
+                opening = self._agree_on_opening()
+                (session,) = opening.facts["session"]
+                remarks = state.open(session, opening)
             search = state.search  # the opening may have made a new one
             state.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
-            self._run.shares_clock = opened.shares_clock
-            continues, search.session = search.session, opened.session
-            self._recorder.record_opening(opened.session, continues=continues)
-            for remark in opened.remarks:
+            self._run.shares_clock = len(opening.facts["clock"]) == 1
+            continues, search.session = search.session, session
+            self._recorder.record_opening(session, continues=continues)
+            for remark in remarks:
                 self._recorder.write(Note(text=remark))
 
     def _agree_on_opening(self) -> Opening:
@@ -142,27 +133,23 @@ class Session:
             # Some would have gone on with one, and know now that not all would: next time none has any.
             self.state.drop_searches()
 
-    def goes_on(self) -> bool:
-        """Return whether the session goes on, after a run that failed on some rank, from the run before it.
+    def resume(self) -> None:
+        """After a run that failed on some rank: go on from the run before it, or be over.
 
-        It does if all ranks come back with the same state; else it is dropped on all of them.
+        It goes on if all ranks come back with the same state; else it is dropped on all of them.
         """
         left_by, self._left_by = self._left_by, None
         if left_by is None:
-            return True
+            return
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
             received = self._exchange(self.state.opening(point), OPENING)
-            try:
+            with self._dropping_searches():
                 merged = check_opening(received)
-            except TuningError as error:
-                self._drop(error)
-                raise
         if set(merged.facts[SESSION_STATE]) == {point}:
             self._recorder.write(Note(text=f"resumed after {left_by}"))
-            return True
-        self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
-        return False
+        else:
+            self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -172,13 +159,8 @@ class Session:
         self._run.begin()
         self.executions += 1
         what = f"run {state.search.runs} of {function.name}{self._diagnosis.on_trial()}"
-        watch = Watch(
-            what,
-            state.timeout_s,
-            function.options.on_stuck,
-            self._diagnosis.write_stuck,
-            self._diagnosis.whereabouts,
-        )
+        write_stuck, whereabouts = self._diagnosis.write_stuck, self._diagnosis.whereabouts
+        watch = Watch(what, state.timeout_s, function.options.on_stuck, write_stuck, whereabouts)
         with (
             function.group.running(watch),
             INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
@@ -197,41 +179,23 @@ class Session:
         search = self.state.search
         run = search.runs
         self._is_stepping = True
-        try:
+        with self._dropping_searches():
             merged = self.state.check_run(received)
-            self._run.apply_reports(merged)
-            self._recorder.record_reports(run, merged)
+            self._recorder.write(Merged(run=run, payload=merged.decisive()))
             merged, names = search.kernels.unite(merged, search.contexts)
-            self._run.rename(names)
+            self._run.apply_reports(merged, names)
             outcomes = search.step(merged)
-        except TuningError as error:
-            self._report_own(error)
-            self._drop(error)
-            raise
-        self._record(run, merged, outcomes)
+        self._recorder.record_contexts(run, search, merged, self.state.registry.by_name)
+        self._run.apply_outcomes(run, outcomes, merged)
+        self._recorder.record_outcomes(run, search, merged, outcomes)
+        if search.remark:
+            self._recorder.write(Note(text=search.remark))
+            self.warning, search.remark = search.remark, ""
         for context in self.state.publish(self.elapsed_s):
             self._recorder.write(decisions.settled(run, context))
         detail = ", ".join(context.title for context in search.unsettled) or self.function.name
         self._progress.update(search.runs, self._expected_runs(), detail[:60])
         self._is_stepping = False
-
-    def _record(self, run: int, merged: RunReport, outcomes: Mapping[str, Outcome]) -> None:
-        """Keep this rank's samples that count, and write down what the run was."""
-        search, recorder = self.state.search, self._recorder
-        result = self._run.apply_outcomes(run, outcomes, merged)
-        self._has_sample |= result.is_sample
-        self._has_time |= result.has_time
-        if result.timed is not None:
-            recorder.write(result.timed)
-        if search.remark:
-            recorder.write(Note(text=search.remark))
-            self.warning, search.remark = search.remark, ""
-        known = (context for name, context in search.contexts.items() if name in merged.parts)
-        recorder.record_contexts(run, known, self.state.registry.by_name)
-        for trial in result.trials:
-            recorder.write(trial)
-        for name, outcome in outcomes.items():
-            recorder.record_outcome(run, search.contexts[name], merged, outcome)
 
     def _expected_runs(self) -> int:
         """Return how many runs the session may have; online, write now and then what is left."""
@@ -241,14 +205,9 @@ class Session:
             return forecast.planned_trials + 1
         if search.runs == self._next_forecast:
             self._next_forecast *= 2
-            if self._has_more_to_try:
+            if search.has_work:
                 self._recorder.write(Note(text=str(forecast)))
         return search.runs + forecast.more_runs
-
-    @property
-    def _has_more_to_try(self) -> bool:
-        search = self.state.search
-        return search.has_work
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
@@ -266,12 +225,10 @@ class Session:
             raise
         if is_run:
             self._history.update(received)
-        ms = (time.perf_counter() - began) * 1e3
-        self.state.time_spent.add("exchanges_s", ms / 1e3)
-        run = self.state.search.runs if is_run else -1
-        self._recorder.record_exchange(
-            Exchanged(run=run, sent_bytes=len(sent), received_bytes=len(received), ms=ms)
-        )
+        seconds = time.perf_counter() - began
+        self.state.time_spent.add("exchanges_s", seconds)
+        run, sizes = self.state.search.runs if is_run else -1, (len(sent), len(received))
+        self._recorder.record_exchange(run, *sizes, seconds * 1e3)
         return decode(received)
 
     # -- failures ------------------------------------------------------------------------------------------
@@ -306,23 +263,26 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         self._run.retract()
-        known = self.state.registry.by_name
-        self.state.registry.forget(
-            [name for name, rank_context in known.items() if not rank_context.announced]
-        )
+        registry = self.state.registry
+        registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._left_by = described(error)  # not the error: it holds the function's variables
 
-    def _report_own(self, error: TuningError) -> None:
-        """Report what a flow of the user's did; every other error of a step is the same on every rank."""
-        if isinstance(error, FlowFailed):
-            self.function.group.fail(error)
+    @contextlib.contextmanager
+    def _dropping_searches(self) -> Iterator[None]:
+        """Drop them for an error in the block: it is the same on every rank, unless a user's flow raised."""
+        try:
+            yield
+        except TuningError as error:
+            if isinstance(error, FlowFailed):
+                self.function.group.fail(error)
+            self._drop(error)
+            raise
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
+        unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
         self._dropped = tuple(
-            replace(context, status="unfinished", config=None, ms=None, fastest_rank_ms=None)
-            if context.status == "tuning"
-            else context
+            replace(context, **unfinished) if context.status == "tuning" else context
             for context in self._contexts()
         )
         self.state.drop_searches()
@@ -346,10 +306,8 @@ class Session:
             and any(context.status == "partial" for context in search.contexts.values())
         )
         self._progress.close()
-        names = sorted(self._run.launched & search.contexts.keys())
-        contexts = [
-            c for name in names if len((c := search.contexts[name]).digests) > 1
-        ]  # there was a choice
+        launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
+        contexts = [context for context in launched if len(context.digests) > 1]  # there was a choice
         left = [context for context in contexts if context.provisional and not context.is_unasked]
         if not outcome:
             outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
@@ -358,12 +316,12 @@ class Session:
             self.warning = "no launches of autotuned kernels seen"
         elif starved:
             self.warning = f"no longer launched, settled with the samples so far: {', '.join(starved)}"
-        if error is None and self._has_sample and not self._has_time:
+        if error is None and self._run.has_sample and not self._run.has_time:
             self.warning = diagnosis.warn_of_useless_clock(self.function.name, self.function.clock)
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        count = len(contexts) if self._dropped is None else len(self._dropped)
+        count = len(contexts if self._dropped is None else self._dropped)
         self._recorder.write(
             SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=self.warning)
         )

@@ -208,7 +208,7 @@ def test_a_python_that_has_the_libraries_needs_no_package_index(tmp_path):
         shutil.copy(LAUNCH.parent / name, tree)
     libraries = tmp_path / "libraries"  # of this environment, all but the project
     libraries.mkdir()
-    places = [Path(place) for place in sys.path if Path(place).name == "site-packages"]
+    places = [Path(place) for place in sys.path if Path(place, "torch").is_dir() or "site-packages" in place]
     for path in itertools.chain.from_iterable(place.iterdir() for place in places):  # .pth files add some
         if "dist_autotune" not in path.name and not (libraries / path.name).exists():
             (libraries / path.name).symlink_to(path)

@@ -44,31 +44,17 @@ def test_a_machine_without_gpus_is_healthy_and_its_world_is_the_interpreter(tmp_
     assert list(tmp_path.iterdir()) == []  # what was made to try it is gone
 
 
-def test_a_broken_cache_directory_is_a_problem_with_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    result = run()
-    assert result.exit_code == 1
-    assert f"{tmp_path}/file/cache: Not a directory" in result.stdout
-    step = "problem: cache directory: Set DIST_AUTOTUNE_CACHE_DIR to a directory that you can write"
-    assert step in result.stdout
-    assert "Something needed is broken (1 problem" in result.stdout
-
-
-def test_a_probe_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = helpers.command
-    monkeypatch.setattr(
-        helpers, "command", lambda probe, about: HANG if probe == "gpus" else real(probe, about)
-    )
+def test_probes_that_hang_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helpers, "command", lambda probe, about: HANG)
     monkeypatch.setattr(examination, "GPU_LIMIT_S", 0.5)
+    monkeypatch.setattr(examination, "RANKS_LIMIT_S", 0.5)
     result = run("--json")
     assert result.exit_code == 1
-    (problem,) = [each for each in json.loads(result.stdout)["findings"] if each["level"] == "problem"]
-    assert problem["check"] == "GPUs"
-    assert re.fullmatch(r"cut off after \d+ s \(in the start\)", problem["seen"])
-    assert "nvidia-smi" in problem["next_step"]
+    problems = [each for each in json.loads(result.stdout)["findings"] if each["level"] == "problem"]
+    assert [problem["check"] for problem in problems] == ["GPUs", "two CPU ranks"]
+    for problem in problems:
+        assert re.fullmatch(r"cut off after \d+ s \(in the start\)", problem["seen"])
+    assert "nvidia-smi" in problems[0]["next_step"]
 
 
 @pytest.mark.gpu(devices=2)
@@ -215,6 +201,18 @@ def test_a_healthy_machine_with_gpus_has_nothing_to_do() -> None:
     assert "on 2 GPUs (NVIDIA H200)" in [finding.seen for finding in judge(seen)]
     link = {"from": 0, "to": 1, "peer_access": True}
     assert as_dict(seen, judge(seen))["links"][0] == link
+
+
+def test_a_broken_directory_is_a_problem_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        examination, "examine", lambda: with_ranks({"directories": {CACHE: "Not a directory"}})
+    )
+    result = run()
+    assert result.exit_code == 1
+    assert "/cache: Not a directory" in result.stdout
+    step = "problem: cache directory: Set DIST_AUTOTUNE_CACHE_DIR to a directory that you can write"
+    assert step in result.stdout
+    assert "Something needed is broken (1 problem)." in result.stdout
 
 
 def test_the_tables_show_what_there_is_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from example_files import KEY, entry
 
 from dist_autotune.errors import CacheWarning
-from dist_autotune.settings import default_cache_directory
+from dist_autotune.settings import cache_directory
 from dist_autotune.storage import winners as cache_module
 from dist_autotune.storage.winners import Entry, EntryKey, Winners
 
@@ -102,7 +102,8 @@ def test_the_default_directory_is_the_users_cache_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_directory() == tmp_path / "dist_autotune"
+    monkeypatch.delenv("DIST_AUTOTUNE_CACHE_DIR", raising=False)
+    assert cache_directory() == tmp_path / "dist_autotune"
 
 
 # ---- export and import

@@ -118,7 +118,7 @@ def test_a_run_of_several_candidates_is_no_sample_of_any():
     assert not any(samples.by_candidate.values())
 
 
-def test_a_run_that_turns_out_not_to_count_is_taken_back():
+def test_a_run_that_does_not_count_is_not_kept():
     samples = Samples(ListClock(9.0, 1.0), "median")
     run(samples)
     samples.apply_outcome(waiting=False, counts=False)

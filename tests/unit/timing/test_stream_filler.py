@@ -96,13 +96,6 @@ def test_a_host_that_is_usually_slower_than_the_longest_filler_gets_none(gpu, mo
     ]  # of the second longest: soon it is forgotten
 
 
-def test_one_slow_run_does_not_end_the_filling(gpu):
-    filler = filler_of(gpu)
-    for host_ms in (1.0, 1.0, 2 * LONGEST, 1.0):
-        run(gpu, filler, host_ms)
-    assert len(gpu.fillers_ms) == 4
-
-
 def test_the_slowest_rank_decides_for_all_and_one_that_is_too_slow_for_any_filler_leaves_all_without(gpu):
     filler = filler_of(gpu)
     run(gpu, filler, host_ms=1.0)

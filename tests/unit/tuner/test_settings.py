@@ -122,7 +122,8 @@ def test_auto_is_exhaustive_when_a_count_is_given(options, search):
 
 
 def test_the_counts_default_to_five_and_three():
-    assert (Options().repeats, Options().warmups) == (5, 3)
+    rules = Options().rules()
+    assert (rules["n_repeat"], rules["n_warmup"]) == (5, 3)
 
 
 def test_a_strategy_goes_by_its_name():
