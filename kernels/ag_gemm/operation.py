@@ -33,7 +33,7 @@ from ..exchange.pull import ChunkProducer
 from ..exchange.push import ChunkPusher
 from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, keep, place_of
+from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, key_of, remember
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
 from .matmul import MatmulConsumer, wait_for_all
@@ -121,7 +121,7 @@ class AllGatherGemm(Operation):
             "matmul": lambda *tensors: MatmulConsumer(),
         }
         self._operands = KnownOperands(self._gather.local, consumers)
-        self._known: dict[Hashable, Operands] = {}  # by the places of three tensors that have been checked
+        self._known: dict[Hashable, Operands] = {}  # by the keys of three tensors that have been checked
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._gathered, self._flags
@@ -159,8 +159,8 @@ class AllGatherGemm(Operation):
     ) -> torch.Tensor:
         self._check_usable()
         check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out)
-        places = given = place_of(a_shard), place_of(weight), place_of(out)
-        operands = self._known.get(places)
+        key = given = key_of(a_shard), key_of(weight), key_of(out)
+        operands = self._known.get(key)
         if operands is None:
             self._check_tensors(a_shard, weight, out)
         self._check_device()
@@ -169,15 +169,15 @@ class AllGatherGemm(Operation):
         rows = a_shard.shape[0]
         if out is None:
             out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
-            places = given[0], given[1], place_of(out)
-            operands = self._known.get(places)
+            key = given[0], given[1], key_of(out)
+            operands = self._known.get(key)
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
         self._gathered = None
         if operands is None:
             operands = self._operands.find(weight, out, rows, self._options_of)
-            for checked in (given, places):
-                keep(self._known, checked, operands)
+            for checked in (given, key):
+                remember(self._known, checked, operands)
         choice = self._choose(operands)
         self._load(weight, out, operands, choice, pushed=pushed)
         (self._run_pushed if pushed else self._run)(weight, out, operands, choice)

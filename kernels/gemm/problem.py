@@ -1,7 +1,5 @@
 """The tiles of a plain product (`Problem`), and the schedulers: which tile comes next.
 
-All partitions of a kernel ask for themselves:
-
     StaticSchedule     arithmetic: every partition computes the number of a visit
     DynamicSchedule    a counter in global memory: the loading partition claims numbers and passes them on
                        through a ring in shared memory

@@ -82,6 +82,50 @@ from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_redu
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
+class Held(NamedTuple):
+    """The tensors of an operation that no call changes, in the order of the kernel's parameters."""
+
+    partial: torch.Tensor
+    staged: torch.Tensor
+    flags: torch.Tensor
+    counts: torch.Tensor
+    errors: torch.Tensor
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    m: int
+    n: int
+    k: int
+    capacity: int
+    stride_am: int
+    stride_bn: int
+    stride_cm: int
+    world_size: int
+    chunks: int  # of one launch
+    programs: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, bool, bool]  # to 16 bytes, which the compiler makes use of: a, weight and out
+    held_aligned: tuple[bool, ...]
+    tma_legal: bool
+    upcasts: bool
+
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k}
+
+    def constants(self) -> dict[str, Any]:
+        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
+        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
+
+
 class GemmReduceScatter(Operation):
     """`op(a [M, K], weight [N, K])` returns this rank's rows of `sum over ranks a @ weight.T`, [M / W, N].
 
@@ -135,19 +179,13 @@ class GemmReduceScatter(Operation):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        held = Held(self._partial, self._staged.local, self._flags.local, self._counts, self._errors)
-        self._product = ProductLauncher(
-            held,
-            capacity=self._capacity,
-            rank=self.rank,
-            world_size=self.world_size,
-            programs=self._sms or INTERPRETED_PROGRAMS,
-            has_tma=self._has_tma,
-            upcasts=self._upcasts,
-        )
+        self._hold(Held(self._partial, self._staged.local, self._flags.local, self._counts, self._errors))
+
+    def _hold(self, held: Held) -> None:
+        self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
 
     def _forget(self) -> None:
-        del self._staged, self._flags, self._partial, self._counts, self._permits, self._pusher, self._product
+        del self._staged, self._flags, self._partial, self._counts, self._permits, self._pusher, self._held
 
     # ---- what the caller may use
 
@@ -218,91 +256,11 @@ class GemmReduceScatter(Operation):
     def _launch(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
     ) -> None:
-        self._product.launch(a, weight, out, self._patience_ticks, step)
-
-    def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == OTHER_ROWS.value:
-            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
-        if failure.kind == NO_PERMIT.value:
-            return f"rank {peer}, or one that it waits for, did not come to the call in time"
-        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"
-
-
-class Held(NamedTuple):
-    """The tensors of an operation that no call changes, in the order of the kernel's parameters."""
-
-    partial: torch.Tensor
-    staged: torch.Tensor
-    flags: torch.Tensor
-    counts: torch.Tensor
-    errors: torch.Tensor
-
-
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
-
-    m: int
-    n: int
-    k: int
-    capacity: int
-    stride_am: int
-    stride_bn: int
-    stride_cm: int
-    world_size: int
-    chunks: int  # of one launch
-    programs: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, bool, bool]  # to 16 bytes, which the compiler makes use of: a, weight and out
-    held_aligned: tuple[bool, ...]
-    tma_legal: bool
-    upcasts: bool
-
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
-
-    def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
-
-
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
-
-
-class ProductLauncher:
-    """Launches `gemm_reduce_scatter` for one operation, of which it is told what does not change."""
-
-    def __init__(
-        self,
-        held: Held,
-        *,
-        capacity: int,
-        rank: int,
-        world_size: int,
-        programs: int,
-        has_tma: bool,
-        upcasts: bool,
-    ) -> None:
-        self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
-        self._capacity, self._rank, self._world_size = capacity, rank, world_size
-        self._programs, self._has_tma, self._upcasts = programs, has_tma, upcasts
-
-    def launch(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        patience_ticks: int,
-        step: int | None = None,
-    ) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
         The own chunk is the last one, and the only one that waits for what the peers push.
         """
-        first, chunks = (0, self._world_size) if step is None else (step, 1)
+        first, chunks = (0, self.world_size) if step is None else (step, 1)
         m, k = a.shape
         stride_am, stride_bn = a.stride(0), weight.stride(0)
         aligned = (a.data_ptr() % 16 == 0, weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
@@ -315,9 +273,9 @@ class ProductLauncher:
             stride_am,
             stride_bn,
             out.stride(0),
-            self._world_size,
+            self.world_size,
             chunks,
-            self._programs,
+            self._sms or INTERPRETED_PROGRAMS,
             a.dtype,
             a.device,
             aligned,
@@ -326,5 +284,12 @@ class ProductLauncher:
             self._upcasts,
         )
         tensors = (a.detach(), weight.detach(), out, *self._held)
-        scalars = (*shape[:7], first, chunks, self._rank, patience_ticks)
+        scalars = (*shape[:7], first, chunks, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, scalars)
+
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == OTHER_ROWS.value:
+            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
+        if failure.kind == NO_PERMIT.value:
+            return f"rank {peer}, or one that it waits for, did not come to the call in time"
+        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"
