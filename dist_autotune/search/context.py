@@ -116,10 +116,6 @@ class Context:
         return self._flow is not None and self._flow.is_warmup
 
     @property
-    def count(self) -> int:
-        return 0 if self._flow is None else self._flow.count
-
-    @property
     def is_launch_bound(self) -> bool:
         """Return whether a host's part may be in the incumbent's time, or in the fastest."""
         judges = (self.incumbent, self.times.fastest(self.banned))
@@ -148,11 +144,11 @@ class Context:
         """Take the result that some rank already has; return whether every rank can use it."""
         if claim is None or claim[1] not in self.digests:
             return False
-        index = self.digests.index(claim[1])
+        index, ms = self.digests.index(claim[1]), claim[2]
         if index in self.banned:
             return False
-        if claim[2] is not None:
-            self.times.ms[index] = claim[2]
+        if ms is not None:
+            self.times.ms[index] = ms
         self.winner = index
         return True
 
@@ -197,6 +193,7 @@ class Context:
         if not counts or part.ran != self.digests[index]:
             return Outcome(index=index if counts else None)
         self._ran.add(index)
+        assert self._flow is not None
         kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
             kind, ms = "warm-up", self.times.record_warmup(index, judged)
@@ -204,7 +201,7 @@ class Context:
                 ms = math.nan  # its first run may compile and load whatever the option launches
         else:
             ms = self.times.record_sample(index, judged)
-        outcome = Outcome(kind, index, self.count, planned, self.judge)
+        outcome = Outcome(kind, index, self._flow.count, planned, self.judge)
         self._resume(ms)
         return outcome
 
