@@ -45,7 +45,6 @@ class Rehearsal:
 
     @property
     def remark(self) -> str:
-        """Say what is left out; empty: nothing."""
         if not self.left_out:
             return ""
         why = next(iter(self.left_out.values()))

@@ -113,7 +113,6 @@ class Dispatcher:
         return not self.tunes and (context.is_settled or self._is_frozen)
 
     def _candidate(self, binding: Binding) -> str:
-        """Return the candidate of this run, the same for all launches of it."""
         context = binding.rank_context
         candidate = context.chosen(binding)
         if not self.tunes and not context.is_settled:
