@@ -127,14 +127,7 @@ class RankRun:
         registry.apply_outcomes(search.contexts, outcomes, late_ms=merged.late_ms)
         whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
 
-    def retract(self) -> None:
-        """Drop what the run under way has measured and reported: no rank counts it."""
-        for rank_context in self._state.registry.by_name.values():
-            rank_context.samples.apply_outcome(waiting=False, counts=False)
-        self._whole.apply_outcome(waiting=False, counts=False)
-        self.abandon()
-
     def abandon(self) -> None:
-        """Drop what the run under way has measured: it raised."""
+        """Drop what the run under way has measured and reported: no rank counts it."""
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()

@@ -34,7 +34,6 @@ from .snapshot import Snapshot
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
 
 OPENING = "the opening of a session"
-
 T = TypeVar("T")
 
 
@@ -217,10 +216,10 @@ class Session:
             received = group.exchange(sent, merge, self.state.timeout_s, what)
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
+            self._run.abandon()
             if is_run and type(error) is PeerFailed:
                 self._leave(error)
             else:
-                self._run.abandon()
                 self._drop(error)
             raise
         if is_run:
@@ -250,19 +249,17 @@ class Session:
         self._diagnosis.record_failure(reported, group.rank)
         is_of_function = self._is_in_function and not isinstance(error, TuningError) and reported is error
         self._is_in_function = False
+        self._run.abandon()
         if self.function.is_alone and not (isinstance(error, TuningError) or self._is_stepping):
-            self._run.abandon()
             return
         group.fail(reported)
         if is_of_function:
             self._leave(error)
         else:
-            self._run.abandon()
             self._drop(error)
 
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
-        self._run.retract()
         registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._left_by = described(error)  # not the error: it holds the function's variables
