@@ -30,8 +30,7 @@ class Recorder:
         self._function = function
         self._rank, self._ranks = function.group.rank, function.group.ranks
         self.close = log.close
-        self._log = log
-        self._began = time.monotonic()
+        self._log, self._began = log, time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
         self._admitted: set[str] = set()
 
@@ -40,10 +39,9 @@ class Recorder:
         self._log.write(self._stamped(Note(text=text)))
 
     def write(self, record: Record) -> None:
-        """Write `record`, stamped with session, rank and time, and the exchanges before it."""
+        """Write the exchanges before `record`, then itself, stamped with session, rank and time."""
         exchanges, self._exchanges = self._exchanges, []
-        opens = isinstance(record, SessionOpened)
-        for each in [record, *exchanges] if opens else [*exchanges, record]:
+        for each in (*exchanges, record):
             self._log.write(self._stamped(each))
 
     def _stamped(self, record: Record) -> Record:
@@ -54,23 +52,22 @@ class Recorder:
         """Write that the session `session` is open; continues: the one before it."""
         self.session = session
         function, options = self._function, self._function.options
-        self.write(
-            SessionOpened(
-                **options.rules(),
-                thunk=function.name,
-                world_size=len(self._ranks),
-                ranks=self._ranks,
-                statistic=options.statistic,
-                device=function.device.text,
-                versions=versions(),
-                pid=os.getpid(),
-                started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                clock=type(function.clock).__name__,
-                continues=continues,
-                own_search=callable(options.search),
-                tunes=function.tunes,
-            )
+        opened = SessionOpened(
+            **options.rules(),
+            thunk=function.name,
+            world_size=len(self._ranks),
+            ranks=self._ranks,
+            statistic=options.statistic,
+            device=function.device.text,
+            versions=versions(),
+            pid=os.getpid(),
+            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            clock=type(function.clock).__name__,
+            continues=continues,
+            own_search=callable(options.search),
+            tunes=function.tunes,
         )
+        self._log.write(self._stamped(opened))
 
     def record_exchange(self, run: int, sent_bytes: int, received_bytes: int, ms: float) -> None:
         """Write an exchange with the next record: the first comes before the session's name."""
@@ -80,18 +77,17 @@ class Recorder:
 
     def record_ban(self, run: int, rank_context: RankContext, candidate: str, reason: str) -> None:
         """Write that a candidate failed on this rank."""
-        self.write(
-            Banned(
-                run=run,
-                context=rank_context.name,
-                kernel=rank_context.source.short_name,
-                key=rank_context.key_text,
-                config_id=list(rank_context.texts).index(candidate),
-                config=rank_context.texts[candidate],
-                by_rank=self._rank,
-                reason=reason,
-            )
+        ban = Banned(
+            run=run,
+            context=rank_context.name,
+            kernel=rank_context.source.short_name,
+            key=rank_context.key_text,
+            config_id=list(rank_context.texts).index(candidate),
+            config=rank_context.texts[candidate],
+            by_rank=self._rank,
+            reason=reason,
         )
+        self.write(ban)
 
     def record_preflight(self, run: int, rank_context: RankContext, tally: Tally) -> None:
         """Write how this rank compiled the candidates of a new context."""

@@ -54,7 +54,7 @@ class Results:
         self.looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
         self._function, self._disk, self._scope = function, disk, function.scope
-        options, device, ranks = function.options, function.device, len(function.group.ranks)
+        options, device = function.options, function.device
         # A launch's time and the whole run's are no answers to one question.
         by_run = options.objective != "kernel"
         self._kernel_scope = f"{self._scope} by the whole run".strip() if by_run else self._scope
@@ -63,12 +63,12 @@ class Results:
             "capability": device.capability,
             "driver": device.driver,
             "triton_version": triton.__version__,
-            "world_size": ranks,
+            "world_size": len(function.group.ranks),
             "agree": options.agree,
         }
         named = f"{function.name}#{function.source_digest}"
-        facts = [named, *vars(device).values(), triton.__version__, ranks, options.agree]
-        self._folder = f"{safe_name(named)}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
+        facts = [named, *self._conditions.values(), self._scope, self._kernel_scope]
+        self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
     def offered_at_opening(self) -> Offers:
         """Return the entries of what the function is known to launch."""
