@@ -1,22 +1,14 @@
 """The one place for names that differ between Triton 3.6 and the newest: what uses them compiles on both.
 
     tma_load, tma_store      3.8 renamed them; 3.9 keeps the old names and lets them raise
-    aggregate                a class of tensors and constants, from its annotations. 3.6 has only the private
-                             decorator, which wants an `__init__`; and annotations that are no strings
-    reinterpret              of shared memory; the method lost its underscore
-    partition_barrier        of all warps of a partition, for their writes to global memory as well; renamed
+    aggregate                3.6 has only the private decorator, which wants an `__init__`, and annotations
+                             that are no strings
     load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
     inline_asm               PTX with a tensor's registers and addresses of shared memory; None before 3.9
-    HAS_CLUSTERS_AND_PTX     whether there is that, and loads that several CTAs receive
-    GluonASTSource           public since 3.9; what ahead-of-time compilation starts from
-    compiled_for             "cuda", "hip", or "cpu" in the interpreter: known while a kernel is compiled, and
-                             told to functions that count as Triton's own
-    leave_the_core           a sleep of the interpreter
-    is_one_warp              whether one warp runs it; told to such functions, too
+    compiled_for             "cuda", "hip", or "cpu" in the interpreter
 
-What the function that launches takes is no name, but differs too: `launch.bare_launch`.
-
-Gluon is NVIDIA's and AMD's; importing this needs no GPU. Triton without Gluon's names is not supported.
+What the function that launches takes is no name, but differs too: `launch.bare_launch`. Gluon is NVIDIA's and
+AMD's; importing this needs no GPU.
 """
 
 from __future__ import annotations

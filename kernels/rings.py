@@ -1,15 +1,14 @@
 """Which slot of a ring of buffers a step uses, and what its mbarriers are waited for with.
 
-Step s of a ring of `size` slots uses slot s % size, for the (s // size)-th time. Two mbarriers guard a slot:
-`full`, which completes a phase when the slot has been filled, and `empty`, when it has been read:
+Step s of a ring of `size` slots uses slot s % size, for the (s // size)-th time. `full` completes a phase
+when the slot has been filled, `empty` when it has been read:
 
     use of the slot               0       1       2       3
     the reader waits for full     0       1       0       1      ring_phase
     the writer waits for empty    1       0       1       0      ring_phase ^ 1
 
-`mbarrier.wait(bar, parity)` returns unless the phase with that parity is the one under way. A fresh mbarrier
-is in phase 0, so a wait for parity 1 returns at once: the first use of a slot waits for nobody. The hardware
-tells only neighbouring phases apart, which is enough: a slot is not filled again before it has been read.
+A wait for a parity returns unless the phase with that parity is under way. A fresh mbarrier is in phase 0, so
+the first use of a slot waits for nobody.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ _ONE_AT_A_TIME = threading.Lock()
 Known = TypeVar("Known")
 
 
-def place_of(tensor: Any) -> Hashable:
+def key_of(tensor: Any) -> Hashable:
     """Return all that a call with a tensor depends on but its elements; of what is no tensor, its type."""
     if not isinstance(tensor, torch.Tensor):
         return str(type(tensor))
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def keep(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
+def remember(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
     """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten.
 
     Any thread may call this; those that look up need not wait.

@@ -42,11 +42,11 @@ class Dispatcher:
         passes_single: bool,
         is_frozen: bool,
     ) -> None:
-        self.settled = FastPath(self.handle, self._replaces, passes_single=passes_single)
+        self.fast_path = FastPath(self.handle, self._replaces, passes_single=passes_single)
         self.tunes = False  # True while a launch may be a trial
-        self.met: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
-        # The first launches of new contexts, to be preflighted: arguments are held no longer than the run.
-        self.new: list[tuple[Binding, Launch]] = []
+        self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
+        # The first launches of new contexts: their arguments are held no longer than the run.
+        self.to_preflight: list[tuple[Binding, Launch]] = []
         self._known_choices = KnownChoices()
         self._registry = registry
         self._clock = clock
@@ -83,7 +83,7 @@ class Dispatcher:
             try:
                 result = self._launch(launch, binding, candidate)
                 if self._stays(binding.rank_context):
-                    self.settled.add(launch.tuner, binding.key, config)
+                    self.fast_path.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
                 if not self._replaces(launch, config, error):
@@ -113,11 +113,10 @@ class Dispatcher:
         return not self.tunes and (context.is_settled or self._is_frozen)
 
     def _candidate(self, binding: Binding) -> str:
-        """Return the candidate of this run, the same for all launches of it."""
         context = binding.rank_context
         candidate = context.chosen(binding)
         if not self.tunes and not context.is_settled:
-            self.met.add(context.name)
+            self.to_tune.add(context.name)
         return candidate
 
     def _launch(self, launch: Launch, binding: Binding, candidate: str) -> Any:
@@ -158,9 +157,9 @@ class Dispatcher:
                 self._registry.ban(context, {candidate: reason})
             if context.choice in (candidate, None):
                 context.choice = context.stand_in()
-        self.settled.clear()
+        self.fast_path.clear()
         if not self.tunes:
-            self.met.add(context.name)  # the peers are to know
+            self.to_tune.add(context.name)
         return True
 
     def _quiet_config(self, launch: Launch) -> Any:
@@ -177,11 +176,11 @@ class Dispatcher:
         with self._lock:
             binding = self._registry.find(launch)
             if binding is None:
-                for known in self.settled.launched():
+                for known in self.fast_path.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
                 if self.tunes and binding.rank_context.measures and not interception.is_interpreted():
-                    self.new.append((binding, launch))
+                    self.to_preflight.append((binding, launch))
             return binding
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -189,11 +188,11 @@ class Dispatcher:
     def begin_run(self, *, tunes: bool) -> None:
         """Forget the last run. `tunes`: launches may be trials."""
         self._registry.names.begin_run()
-        self.settled.begin_call()
+        self.fast_path.begin_call()
         if not tunes and not self.tunes and not self._registry.has_news:
             return  # one settled call after another: the choices stand
         self.tunes = tunes
-        self.settled.clear()
+        self.fast_path.clear()
         self._known_choices.clear()
         self._registry.begin_run()
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
@@ -201,12 +200,12 @@ class Dispatcher:
 
     def abandon_run(self) -> None:
         """Drop what the run under way has measured: it raised."""
-        self.new.clear()
+        self.to_preflight.clear()
         self._registry.abandon_run()
 
     def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
         """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
-        launches, self.new = self.new, []
+        launches, self.to_preflight = self.to_preflight, []
         for binding, launch in launches:
             context = binding.rank_context
             if context.announced:

@@ -52,7 +52,6 @@ class FastPath:
         return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
 
     def begin_call(self) -> None:
-        """Forget what the last call launched."""
         self._call += 1
 
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -152,13 +152,11 @@ class Registry:
     # -- one run -------------------------------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Forget the last run."""
         self.has_news = False
         for context in self.by_name.values():
             context.begin_run()
 
     def abandon_run(self) -> None:
-        """Drop what the run under way has measured: it raised."""
         for context in self.by_name.values():
             context.samples.abandon_run()
             context.begin_run()

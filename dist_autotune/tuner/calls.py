@@ -130,20 +130,20 @@ class Calls:
         """
         dispatcher, function = state.dispatcher, state.function
         dispatcher.begin_run(tunes=False)
-        dispatcher.met.clear()
+        dispatcher.to_tune.clear()
         if not votes:
             before = None if preserved is None else Snapshot(preserved)
-            with INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose):
-                return thunk(), bool(dispatcher.met), before
+            with INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose):
+                return thunk(), bool(dispatcher.to_tune), before
         what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
         try:
             before = None if preserved is None else Snapshot(preserved)
             with (
                 function.group.running(Watch(what, state.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.settled.runner, dispatcher.choose),
+                INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose),
             ):
                 result = thunk()
-            vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.met))
+            vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
         except BaseException as error:
             function.group.fail(error)
             raise
@@ -157,7 +157,7 @@ class Calls:
 
     def _note_new(self, state: FunctionState, what_happens: str) -> None:
         """Log, once each, the keys that are new and are not tuned by this call."""
-        for name in sorted(state.dispatcher.met - self._noted):
+        for name in sorted(state.dispatcher.to_tune - self._noted):
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
 

@@ -76,7 +76,7 @@ class RankRun:
         elapsed_s: since the session's first call.
         """
         state, function = self._state, self._state.function
-        if state.dispatcher.new:
+        if state.dispatcher.to_preflight:
             position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
             patience_s = PATIENCE * state.timeout_s if count > 1 else math.inf
             terms = Terms.agreed(self._log.session, position, count, patience_s)

@@ -3,16 +3,12 @@
     consumer     who multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or "matmul",
                  which waits first and leaves the product to cuBLAS
     pieces       in how many pieces this rank copies a chunk
-    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside; no matter to
-                 "matmul"
+    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside
 
-Ranks tell each other of rows of chunks, never of tiles, pieces or programs, so none of these needs agreement,
-and each is a `tunable`: tuned by the time of the whole run inside `contextual_autotune`, outside the settled
-option or the first. Who copies, `producer="pull"` or `"push"`, is none of them: one rank that waited for a
-push and another that waited to be pulled from would wait for each other for ever.
-
-A captured call takes what eager calls of the same shape have settled on: in a capture nothing can be tried.
-What the caller has fixed is not chosen.
+Ranks tell each other of rows of chunks, so none of these needs agreement, and each is a `tunable`, tuned by
+the time of the whole run. Who copies, `producer=`, is none: one rank that waited for a push and another that
+waited to be pulled from would wait for each other for ever. A captured call takes what eager calls of the
+same shape have settled on. What the caller has fixed is not chosen.
 """
 
 from __future__ import annotations

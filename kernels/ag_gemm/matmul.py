@@ -20,10 +20,10 @@ from .operands import Call
 
 
 @triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "patience_ticks"])
-def await_chunks(words_ptr, errors_ptr, rank, m, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
+def await_chunks(flags_ptr, errors_ptr, rank, m, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
     """Return when all chunks are here and nobody needs ours, or patience has ended; a program a peer."""
     peer = (rank + 1 + tl.program_id(0)) % WORLD
-    part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
+    part_from(peer, rank, m, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
 
 
 class Run(NamedTuple):
@@ -56,20 +56,20 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
     """
     if call.world_size == 1:
         return
-    words, errors = call.words, call.errors
+    flags, errors = call.flags, call.errors
     scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.patience_ticks)
-    key = (call.world_size, words.device, words.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
+    key = (call.world_size, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
     loaded = _LOADED.get(key)
     if loaded is not None and only_load:
         return
     if loaded is not None:
-        loaded(words, errors, *scalars)
+        loaded(flags, errors, *scalars)
         return
     grid = (call.world_size - 1, 1, 1)
     if only_load:
-        load(await_chunks, grid, words, errors, *scalars, WORLD=call.world_size, num_warps=1)
+        load(await_chunks, grid, flags, errors, *scalars, WORLD=call.world_size, num_warps=1)
         return
-    compiled = await_chunks[grid](words, errors, *scalars, WORLD=call.world_size, num_warps=1)
+    compiled = await_chunks[grid](flags, errors, *scalars, WORLD=call.world_size, num_warps=1)
     if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
         _LOADED[key] = PreparedLaunch(compiled, grid, (), (call.world_size,))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..tensors import keep, place_of
+from ..tensors import key_of, remember
 from .choices import Options
 
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     pushed: int  # 1 where chunks are pushed
     patience_ticks: int  # how long the GEMM waits for a peer
     programs: int  # the most that run at once
-    words: torch.Tensor  # int32; pushed calls have their own
+    flags: torch.Tensor  # int32; pushed calls have their own
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
 
@@ -82,15 +82,15 @@ class KnownOperands:
         options_of: Callable[[torch.Tensor, torch.Tensor, int], Options],
     ) -> Operands:
         """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
-        place = rows, place_of(weight), place_of(out)
-        found = self._operands.get(place)
+        key = rows, key_of(weight), key_of(out)
+        found = self._operands.get(key)
         if found is None:
             lies = ((each.stride(0), each.data_ptr() % 16) for each in (weight, out))
             alike = rows, weight.shape[0], *lies
             kind = self._kinds.get(alike)
             if kind is None:
-                kind = keep(self._kinds, alike, Kind(options_of(weight, out, rows)))
-            found = keep(self._operands, place, Operands(rows, kind))
+                kind = remember(self._kinds, alike, Kind(options_of(weight, out, rows)))
+            found = remember(self._operands, key, Operands(rows, kind))
         return found
 
     def consumer(self, name: str, weight: torch.Tensor, out: torch.Tensor, operands: Operands) -> Consumer:

@@ -19,21 +19,21 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.distributed as dist
 
-from ..exchange.operation import Operation
-from ..exchange.pull import ChunkProducer
-from ..exchange.push import ChunkPusher
-from ..exchange.words import (
+from ..exchange.flags import (
+    FLAGS,
     NOT_COPIED,
     NOT_FETCHED,
     NOT_PUSHED,
     NOT_READY,
     OTHER_ROWS,
     OTHER_ROWS_PUSHED,
-    WORDS,
 )
+from ..exchange.operation import Operation
+from ..exchange.pull import ChunkProducer
+from ..exchange.push import ChunkPusher
 from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, keep, place_of
+from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, key_of, remember
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
 from .matmul import MatmulConsumer, wait_for_all
@@ -104,11 +104,11 @@ class AllGatherGemm(Operation):
         slots = ChunkPusher.slots(world) if self._has_pusher else world
         self._gather = memory.allocate((slots, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
-        self._words = memory.allocate((WORDS, world), torch.int32)
-        self._producer = ChunkProducer(memory, self._gather, self._words)
+        self._flags = memory.allocate((FLAGS, world), torch.int32)
+        self._producer = ChunkProducer(memory, self._gather, self._flags)
         self._pusher: ChunkPusher | None = None
         if self._has_pusher:
-            self._pusher = ChunkPusher(memory, self._gather, memory.allocate((WORDS, world), torch.int32))
+            self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -121,10 +121,10 @@ class AllGatherGemm(Operation):
             "matmul": lambda *tensors: MatmulConsumer(),
         }
         self._operands = KnownOperands(self._gather.local, consumers)
-        self._known: dict[Hashable, Operands] = {}  # by the places of three tensors that have been checked
+        self._known: dict[Hashable, Operands] = {}  # by the keys of three tensors that have been checked
 
     def _forget(self) -> None:
-        del self._gather, self._shard, self._gathered, self._words
+        del self._gather, self._shard, self._gathered, self._flags
         del self._producer, self._pusher, self._operands
 
     def _describe(self, peer: int, failure: Failure) -> str:
@@ -159,8 +159,8 @@ class AllGatherGemm(Operation):
     ) -> torch.Tensor:
         self._check_usable()
         check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out)
-        places = given = place_of(a_shard), place_of(weight), place_of(out)
-        operands = self._known.get(places)
+        key = given = key_of(a_shard), key_of(weight), key_of(out)
+        operands = self._known.get(key)
         if operands is None:
             self._check_tensors(a_shard, weight, out)
         self._check_device()
@@ -169,15 +169,15 @@ class AllGatherGemm(Operation):
         rows = a_shard.shape[0]
         if out is None:
             out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
-            places = given[0], given[1], place_of(out)
-            operands = self._known.get(places)
+            key = given[0], given[1], key_of(out)
+            operands = self._known.get(key)
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
         self._gathered = None
         if operands is None:
             operands = self._operands.find(weight, out, rows, self._options_of)
-            for checked in (given, places):
-                keep(self._known, checked, operands)
+            for checked in (given, key):
+                remember(self._known, checked, operands)
         choice = self._choose(operands)
         self._load(weight, out, operands, choice, pushed=pushed)
         (self._run_pushed if pushed else self._run)(weight, out, operands, choice)
@@ -201,7 +201,7 @@ class AllGatherGemm(Operation):
         kernel = choice.consumer, pushed, self._stamps is not None
         if kernel in operands.kind.loaded or self._is_capturing():
             return
-        call = self._call_of(operands.rows, choice, self._words.local, epoch=1, base=0, pushed=int(pushed))
+        call = self._call_of(operands.rows, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
         consumer = self._operands.consumer(choice.consumer, weight, out, operands)
         consumer.load(self._gather.local, weight, out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
@@ -277,7 +277,7 @@ class AllGatherGemm(Operation):
         self._rows = rows = operands.rows
         epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
-        call = self._call_of(rows, choice, self._words.local, epoch, base)
+        call = self._call_of(rows, choice, self._flags.local, epoch, base)
         try:
             if self._pusher is not None and self._pushed_rows:
                 self._pusher.note_eager_call()
@@ -295,7 +295,7 @@ class AllGatherGemm(Operation):
         assert self._pusher is not None
         rows = operands.rows
         before, self._pushed_rows = self._pushed_rows, rows
-        call = self._call_of(rows, choice, self._pusher.words, epoch=1, base=0, pushed=1)
+        call = self._call_of(rows, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
         try:
             self._pusher.start(rows, choice.pieces)
             self._launch(weight, out, operands, choice, call)
@@ -311,7 +311,7 @@ class AllGatherGemm(Operation):
             raise
 
     def _call_of(
-        self, rows: int, choice: Choice, words: torch.Tensor, epoch: int, base: int, pushed: int = 0
+        self, rows: int, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
     ) -> Call:
         slots, capacity, _ = self._gather.local.shape
         return Call(
@@ -325,7 +325,7 @@ class AllGatherGemm(Operation):
             pushed,
             self._patience_ticks,
             choice.programs,
-            words,
+            flags,
             self._errors,
             self._stamps,
         )

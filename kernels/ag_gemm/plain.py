@@ -53,7 +53,7 @@ def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], rows stride_bn apart
     c_ptr,  # out [M, N], rows stride_cm apart
-    words_ptr,  # int32 [WORDS, WORLD]; pushed calls have their own
+    flags_ptr,  # int32 [FLAGS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     M,
     N,
@@ -108,7 +108,7 @@ def all_gather_gemm(
                 chunk,
                 needed,
                 rank,
-                words_ptr,
+                flags_ptr,
                 errors_ptr,
                 epoch,
                 base,
@@ -146,7 +146,7 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
+            part_from(peer, rank, m, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
 
 
 class Shape(NamedTuple):
@@ -223,6 +223,6 @@ class PlainConsumer:
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
         """Return the kernel's arguments before the constants: tensors and scalars."""
-        tensors = (gather, weight, out, call.words, call.errors)
+        tensors = (gather, weight, out, call.flags, call.errors)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return tensors, (*self._sizes, *scalars)

@@ -158,7 +158,7 @@ class SpecializedConsumer:
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
         """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
         return (
-            call.words,
+            call.flags,
             call.errors,
             call.errors if call.stamps is None else call.stamps,
             shape.m,

@@ -33,7 +33,7 @@ class Chunks:
     waited for, or are not this program's business any more, so a single number says what is known to be here.
     """
 
-    words_ptr: gl.tensor
+    flags_ptr: gl.tensor
     errors_ptr: gl.tensor
     stamps_ptr: gl.tensor
     m: gl.tensor
@@ -100,7 +100,7 @@ class Chunks:
                 chunk,
                 needed,
                 self.rank,
-                self.words_ptr,
+                self.flags_ptr,
                 self.errors_ptr,
                 self.epoch,
                 self.base,
@@ -123,7 +123,7 @@ class Chunks:
                     peer,
                     self.rank,
                     self.m,
-                    self.words_ptr,
+                    self.flags_ptr,
                     self.errors_ptr,
                     self.epoch,
                     self.base,
@@ -144,19 +144,19 @@ class Chunks:
 
 
 UNSPECIALIZED = [
-    *("words_ptr", "errors_ptr", "stamps_ptr"),
+    *("flags_ptr", "errors_ptr", "stamps_ptr"),
     *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks"),
 ]
 
 
-# Sizes only count tiles, and words are read one by one: one binary serves all shapes and both lanes.
+# Sizes only count tiles, and flags are read one by one: one binary serves all shapes and both lanes.
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def specialized_all_gather_gemm(
     a_desc,  # gather buffer [slots * capacity, K]; the first M / WORLD rows of each slot count
     b_desc,  # weight [N, K]
     extra_desc,
     c_desc,  # out [M, N]
-    words_ptr,  # int32 [WORDS, WORLD]
+    flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     stamps_ptr,  # int64 [tiles, 4] with STAMPS: ns before and after the wait, ns of the store, SM
     M,
@@ -193,7 +193,7 @@ def specialized_all_gather_gemm(
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, WIDTH)
     problem = Chunks(
-        words_ptr,
+        flags_ptr,
         errors_ptr,
         stamps_ptr,
         m,
@@ -220,6 +220,6 @@ def specialized_all_gather_gemm(
         b_desc,
         extra_desc,
         c_desc,
-        words_ptr,  # in place of a counter: the schedule is static
+        flags_ptr,  # in place of a counter: the schedule is static
         config,
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..signals import GIVEN_UP, give_up, poll_until, record_failure, wait_until
-from .words import (
+from .flags import (
     AFTER,
     ANNOUNCED,
     ARRIVED,
@@ -39,7 +39,7 @@ def wait_for_rows(
     chunk,
     rows,
     rank,
-    words_ptr,
+    flags_ptr,
     errors_ptr,
     epoch,
     base,
@@ -54,12 +54,12 @@ def wait_for_rows(
     wait, by TMA if it passed FENCE. A chunk that is given up, now or in an earlier call, is on record; what
     is returned is then far above any number of rows, so that the caller does not ask again.
     """
-    arrived_ptr = words_ptr + ARRIVED * WORLD + chunk
+    arrived_ptr = flags_ptr + ARRIVED * WORLD + chunk
     # A push is announced before its first row: who has that knows whether `rows` will ever be here.
     first = tl.where(pushed != 0, 1, rows)
     arrived = poll_until(arrived_ptr, base + first, patience_ticks, FENCE) - base
     if (arrived < rows) & (arrived > 0) & (pushed != 0):
-        announced = tl.load(words_ptr + ANNOUNCED * WORLD + chunk)
+        announced = tl.load(flags_ptr + ANNOUNCED * WORLD + chunk)
         if announced < rows:
             record_failure(errors_ptr + chunk, OTHER_ROWS_PUSHED, 0, announced)
             arrived += GIVEN_UP  # for the caller alone: what was announced does come
@@ -68,17 +68,17 @@ def wait_for_rows(
     if arrived < rows:
         if pushed != 0:
             record_failure(errors_ptr + chunk, NOT_PUSHED, 0, arrived)
-            give_up(words_ptr + AFTER * WORLD + chunk, base)
-            give_up(words_ptr + FREE * WORLD + chunk, base)
+            give_up(flags_ptr + AFTER * WORLD + chunk, base)
+            give_up(flags_ptr + FREE * WORLD + chunk, base)
         else:
-            _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD)
+            _blame(chunk, rank, flags_ptr, errors_ptr, epoch, WORLD)
         give_up(arrived_ptr, base)
         arrived = max(arrived, 0) + GIVEN_UP
     return arrived
 
 
 @triton.jit
-def _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
+def _blame(chunk, rank, flags_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
     """Record why the chunk has not arrived, and let the side stream, which nobody else watches, run through.
 
     Chunks are fetched in order, so a peer that is not ready also holds up the chunks behind its own.
@@ -86,28 +86,28 @@ def _blame(chunk, rank, words_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
     known = 0
     for peer in range(0, WORLD):
         if peer != rank:
-            ready = tl.atomic_add(words_ptr + READY * WORLD + peer, 0, sem="acquire", scope="sys")
+            ready = tl.atomic_add(flags_ptr + READY * WORLD + peer, 0, sem="acquire", scope="sys")
             if ready - epoch < 0:
                 record_failure(errors_ptr + peer, NOT_READY, epoch, ready)
-                give_up(words_ptr + READY * WORLD + peer, epoch)
+                give_up(flags_ptr + READY * WORLD + peer, epoch)
             known += (tl.load(errors_ptr + peer) != 0).to(tl.int32)
     if known == 0:
         record_failure(errors_ptr + chunk, NOT_COPIED, epoch, 0)
 
 
 @triton.jit
-def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
+def part_from(peer, rank, m, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once it no longer needs our shard.
 
     All of its chunk is here then, or it has been given up.
     """
     wanted = tl.where(pushed != 0, 1, m)
     arrived = wait_for_rows(
-        peer, wanted, rank, words_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD, False
+        peer, wanted, rank, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD, False
     )
     if pushed != 0:
         if arrived < GIVEN_UP:
-            announced = tl.load(words_ptr + ANNOUNCED * WORLD + peer)
+            announced = tl.load(flags_ptr + ANNOUNCED * WORLD + peer)
             if announced != m:
                 record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, announced)
             # All of it, were it more than ours: behind this call nobody expects a piece of this push.
@@ -115,7 +115,7 @@ def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patienc
                 peer,
                 announced,
                 rank,
-                words_ptr,
+                flags_ptr,
                 errors_ptr,
                 epoch,
                 base,
@@ -127,14 +127,14 @@ def part_from(peer, rank, m, words_ptr, errors_ptr, epoch, base, pushed, patienc
         if arrived >= GIVEN_UP:
             # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.
             # No other can be missing: a peer whose chunk is here has given its permit before.
-            give_up(words_ptr + FREE * WORLD + peer, base)
+            give_up(flags_ptr + FREE * WORLD + peer, base)
     elif arrived == m:
-        rows = tl.load(words_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
+        rows = tl.load(flags_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
         if rows != m:
             record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
         # Twice the patience: the peer may be held up by a third rank, on which its own kernel gives up first.
         wait_until(
-            words_ptr + FETCHED * WORLD + peer,
+            flags_ptr + FETCHED * WORLD + peer,
             epoch,
             errors_ptr + peer,
             NOT_FETCHED,

@@ -25,7 +25,7 @@ class Operation(abc.ABC):
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
 
     Opening and closing are collective. A subclass allocates in `_allocate`, lets go of what it allocated in
-    `_forget`, and describes what its kernels wrote to the error words, one of them for each rank.
+    `_forget`, and describes what its kernels wrote to the error records, one of them for each rank.
     """
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
@@ -49,10 +49,10 @@ class Operation(abc.ABC):
             self._check_dtype(dtype)
             # Pinned, not on the device: the host looks for failures without waiting for the GPU.
             on_gpu = self.device.type == "cuda"
-            words = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=on_gpu)
-            self._errors = self._memory.hold(words)
-            self._error_words = self._errors.numpy()
-            self._no_errors = self._error_words.tobytes()
+            flags = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=on_gpu)
+            self._errors = self._memory.hold(flags)
+            self._error_records = self._errors.numpy()
+            self._no_errors = self._error_records.tobytes()
             self._allocate()
         except BaseException:
             self._memory.abandon()
@@ -76,9 +76,9 @@ class Operation(abc.ABC):
         return []
 
     def _failure(self) -> Exception | None:
-        """Return the exception for what the kernels wrote to the error words."""
-        words = enumerate(self._error_words)
-        failures = {peer: found for peer, word in words if (found := read_failure(int(word)))}
+        """Return the exception for what the kernels wrote to the error records."""
+        flags = enumerate(self._error_records)
+        failures = {peer: found for peer, flag in flags if (found := read_failure(int(flag)))}
         if not failures:
             return None
         texts = [self._describe(peer, failure) for peer, failure in failures.items()]
@@ -155,7 +155,7 @@ class Operation(abc.ABC):
         name = type(self).__name__
         if self._is_closed:
             raise RuntimeError(f"this {name} is closed; open another on all ranks")
-        if self._error_words.tobytes() != self._no_errors:  # in every call: `any()` takes microseconds
+        if self._error_records.tobytes() != self._no_errors:  # in every call: `any()` takes microseconds
             error = self._failure()
             if error is not None:
                 raise error

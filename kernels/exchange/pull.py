@@ -4,7 +4,7 @@ What a rank holds, W ranks:
 
     gather   [W, m_per_rank, K], symmetric, behind it slots for what is pushed. Chunk p is rank p's shard; the
              own chunk is `op.shard`, read in place by the own GEMM and copied by the peers
-    words    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
+    flags    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
              alone writes, and ARRIVED, which this rank's side stream writes
 
 What call e does on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk
@@ -40,7 +40,7 @@ base: a value above b was written in call e.
 **Nothing is overwritten while it is read.** Chunk p here is written by the copies of call e + 1, behind the
 fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind the
 GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
-buffer is enough. ROWS has a word for even and one for odd epochs: p writes the word again in call e + 2,
+buffer is enough. ROWS has a flag for even and one for odd epochs: p writes the flag again in call e + 2,
 behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that
 read it. A rank copies as many rows as it has itself; that a peer has others is found by ROWS in the end.
 
@@ -63,7 +63,7 @@ import torch
 
 from ..configs import INTERPRETED
 from ..symm import Copy, Step, SymmetricMemory, SymmetricTensor, Wait, Write
-from .words import ARRIVED, FETCHED, READY, ROWS
+from .flags import ARRIVED, FETCHED, READY, ROWS
 
 BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces end at multiples of it: of what most tiles have
 
@@ -87,7 +87,7 @@ EXCHANGES_KEPT = 64
 
 @dataclass(frozen=True)
 class _Peer:
-    """One peer's chunk and the words between it and this rank; views made once, not in every call."""
+    """One peer's chunk and the flags between it and this rank; views made once, not in every call."""
 
     chunk_here: torch.Tensor
     chunk_there: torch.Tensor
@@ -106,7 +106,7 @@ class ChunkProducer:
     calls of a driver they become, they happen in that order (`SymmetricMemory.prepare`).
     """
 
-    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
+    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
         self._memory = memory
         self._stream = memory.side_stream()
         self._announced_rows = [0, 0]
@@ -114,13 +114,13 @@ class ChunkProducer:
         self._peers = []
         for step in range(1, memory.world_size):
             peer = (memory.rank + step) % memory.world_size
-            theirs = words.peers[peer][:, memory.rank]
+            theirs = flags.peers[peer][:, memory.rank]
             self._peers.append(
                 _Peer(
                     chunk_here=gather.local[peer],
                     chunk_there=gather.peers[peer][peer],
-                    arrived=words.local[ARRIVED.value, peer],
-                    ready=words.local[READY.value, peer],
+                    arrived=flags.local[ARRIVED.value, peer],
+                    ready=flags.local[READY.value, peer],
                     our_ready=theirs[READY.value],
                     our_fetched=theirs[FETCHED.value],
                     our_rows=(theirs[ROWS.value], theirs[ROWS.value + 1]),

@@ -1,6 +1,6 @@
 """Pushing to peers beside a kernel, with their permits; nothing depends on the number of a call.
 
-A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Each word
+A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Each flag
 goes up and down once in a call instead, and has one who raises and one who lowers it: FREE[p], 1 while rank
 p's memory for what comes from here may be written, and ARRIVED[p], above 0 once p's data is here.
 
@@ -9,11 +9,11 @@ p's memory for what comes from here may be written, and ARRIVED[p], above 0 once
                    `producer="push"`
     SumPusher      sums to the ranks they are for: `GemmReduceScatter`, `MoEReduceScatter`
 
-**Chunks.** They have slots and words of their own and share with calls that fetch only `op.shard` and the
+**Chunks.** They have slots and flags of their own and share with calls that fetch only `op.shard` and the
 caller's tensors.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
-    words    int32 [6, W], symmetric: FREE[p]; ANNOUNCED[p], how many rows p pushes; ARRIVED[p], how many of
+    flags    int32 [6, W], symmetric: FREE[p]; ANNOUNCED[p], how many rows p pushes; ARRIVED[p], how many of
              them are here; AFTER[p], 0 (but see below)
 
 Call k on rank r, with m rows:
@@ -38,30 +38,31 @@ forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of cal
 a graph run side by side is what the hardware does, not what CUDA promises: where it did not, the GEMM would
 report it, see below.)
 
+**Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
+then looks at ANNOUNCED[p]; if they are not among those, it records that and asks no more in this call. At its
+end a GEMM waits for as many as were announced, so the flags are as after any other call.
+
+What follows holds for sums and for choices of experts as well, with their kernels in place of the GEMM.
+
 **Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
 of our ARRIVED of k, which follows our FREE[p] := 0 of k.
 
-**It reads no stale data.** GEMM k ends after ARRIVED[p] has come to what p announced, behind which push k
-writes nothing; then that is set to 0, then call k + 1 gives p its permit. So what GEMM k + 1 finds above 0 in
-ARRIVED[p] was put there by push k + 1, behind the rows that it counts and behind ANNOUNCED.
+**It reads no stale data.** GEMM k ends after it has seen all of ARRIVED[p], behind which push k writes
+nothing; then that is set to 0, then call k + 1 gives p its permit. So what GEMM k + 1 finds above 0 in
+ARRIVED[p] was put there by push k + 1, behind the data that it stands for.
 
-**Nothing is overwritten while it is read.** Push k + 1 of p writes its slot and ANNOUNCED[p] here behind our
-fork of k + 1: behind GEMM k, cuBLAS, and whatever read `op.gathered` between the calls. (A permit at the end
-of call k would let a fast peer write while that is read.) Chunk r is read by GEMM k and by our pushes of k,
-all before the join.
-
-**Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
-then looks at ANNOUNCED[p]; if they are not among those, it records that and asks no more in this call. At its
-end a GEMM waits for as many as were announced, so the words are as after any other call.
+**Nothing is overwritten while it is read.** Push k + 1 of p writes here behind our fork of k + 1: behind GEMM
+k, cuBLAS, and whatever read `op.gathered` between the calls. (A permit at the end of call k would let a fast
+peer write while that is read.) What our pushes of k read is written again behind the join.
 
 **No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience ends
 it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays wait no second time.
 Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
-be missing: a rank gives those of call k before it pushes its chunk of call k.) The host sees the record in
-`check`, `close` and the next eager call; replays that are enqueued already end with wrong results. So may
-those of a rank that has been given up and comes back: each piece that it still pushes lowers ARRIVED[p] once
-more. The failure is that of the operation, on all ranks. With three ranks or more a live peer may be given up
-too: one whose push to us stands behind its push to the dead one.
+be missing: a rank gives those of call k before it pushes its data of call k.) The host sees the record in
+`check`, `close` and the next eager call, and the operation can only be closed; replays that are enqueued
+already end with wrong results. So may those of a rank that has been given up and comes back: each piece that
+it still pushes lowers ARRIVED[p] once more. The failure is that of the operation, on all ranks. With three
+ranks or more a live peer may be given up too: one whose push to us stands behind its push to the dead one.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ from dataclasses import dataclass
 import torch
 
 from ..symm import SideStream, SymmetricMemory, SymmetricTensor
+from .flags import AFTER, ANNOUNCED, ARRIVED, FREE
 from .pull import piece_ends
-from .words import AFTER, ANNOUNCED, ARRIVED, FREE
 
 
 class Permits:
-    """The words with which one side stream asks peers for permits, gives its own, and ends a call.
+    """The flags with which one side stream asks peers for permits, gives its own, and ends a call.
 
     free: the row of FREE. risen, after: the rows that the peers raise, and what they become after a call.
     """
@@ -87,15 +88,15 @@ class Permits:
         self,
         memory: SymmetricMemory,
         stream: SideStream,
-        words: SymmetricTensor,
+        flags: SymmetricTensor,
         *,
         free: int,
         risen: slice,
         after: slice,
     ) -> None:
         self._memory, self._stream = memory, stream
-        self._free, self._risen, self._after = words.local[free], words.local[risen], words.local[after]
-        self._ours = [theirs[free, memory.rank] for p, theirs in enumerate(words.peers) if p != memory.rank]
+        self._free, self._risen, self._after = flags.local[free], flags.local[risen], flags.local[after]
+        self._ours = [theirs[free, memory.rank] for p, theirs in enumerate(flags.peers) if p != memory.rank]
 
     def give(self) -> None:
         """Let the peers write here, behind what the caller has enqueued so far."""
@@ -118,7 +119,7 @@ class Permits:
 
 @dataclass(frozen=True)
 class _ChunkPeer:
-    """One peer's slot for our chunk, and the words there; views made once."""
+    """One peer's slot for our chunk, and the flags there; views made once."""
 
     rank: int
     slot: torch.Tensor
@@ -129,12 +130,12 @@ class _ChunkPeer:
 class ChunkPusher:
     """Pushes this rank's chunk to its peers."""
 
-    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, words: SymmetricTensor) -> None:
-        self.words = words.local
+    def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
+        self.flags = flags.local
         self._memory, self._gather = memory, gather.local
         self._stream = memory.side_stream()  # its own: an eager call's may have work that is not captured
         risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
-        self._permits = Permits(memory, self._stream, words, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(memory, self._stream, flags, free=FREE.value, risen=risen, after=after)
         self.finish = self._permits.finish
         # Rows of the last pushed call; 0 once an eager call has followed. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
@@ -144,7 +145,7 @@ class ChunkPusher:
         self._peers = []
         for step in range(1, world):
             peer = (rank - step) % world
-            slot, theirs = gather.peers[peer][world - 1 + step], words.peers[peer][:, rank]
+            slot, theirs = gather.peers[peer][world - 1 + step], flags.peers[peer][:, rank]
             self._peers.append(_ChunkPeer(peer, slot, theirs[ANNOUNCED.value], theirs[ARRIVED.value]))
 
     @staticmethod
@@ -190,7 +191,7 @@ class ChunkPusher:
 
 @dataclass(frozen=True)
 class _SumPeer:
-    """The way of our sums to one peer, and the words of it; views made once."""
+    """The way of our sums to one peer, and the flags of it; views made once."""
 
     rank: int
     sums: torch.Tensor  # here
@@ -203,7 +204,7 @@ class SumPusher:
     """Pushes sums to the peers they are for, rank + 1 first.
 
     partial, staged: slot s - 1 holds the sums for rank + s, and there those of rank + s for that rank. done,
-    arrived: the rows of these words. permits: what a push asks for; None where the call has them already.
+    arrived: the rows of these flags. permits: what a push asks for; None where the call has them already.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class SumPusher:
         stream: SideStream,
         partial: torch.Tensor,
         staged: SymmetricTensor,
-        words: SymmetricTensor,
+        flags: SymmetricTensor,
         *,
         done: int,
         arrived: int,
@@ -224,8 +225,8 @@ class SumPusher:
         for step in range(1, world):
             peer = (rank + step) % world
             slot = staged.peers[peer][world - step - 1]  # this rank is `world - step` behind the peer
-            our_arrived = words.peers[peer][arrived, rank]
-            self._peers.append(_SumPeer(peer, partial[step - 1], slot, words.local[done, peer], our_arrived))
+            our_arrived = flags.peers[peer][arrived, rank]
+            self._peers.append(_SumPeer(peer, partial[step - 1], slot, flags.local[done, peer], our_arrived))
         # A driver that sets up something at the first copy to a peer must not do so while a kernel spins.
         for each in self._peers:
             memory.copy(each.slot[:1], each.sums[:1], stream)  # zeros; read behind ARRIVED only

@@ -110,71 +110,6 @@ def _side_by_side(strips, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @aggregate
-class AnyWidthAccumulator:
-    strips: gl.tuple  # of [BLOCK_M, 8]
-    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to STEPS_OF_A_BLOCK
-    BLOCK_M: gl.constexpr
-    WIDTH: gl.constexpr
-    DTYPE: gl.constexpr
-    TEAM: gl.constexpr
-
-    @gluon.jit
-    def multiply(self, operands, step, k):
-        """Start the step's k block, then give back the slot of the block before it; see `mma`."""
-        return self.start(operands, step, k, STEPS_OF_A_BLOCK)
-
-    @gluon.jit
-    def multiply_last(self, operands, step, k):
-        """Do so for the last k block of a tile: of zeros behind K no more than need be are multiplied."""
-        accumulator = self
-        if self.end_steps <= 1:
-            accumulator = self.start(operands, step, k, 1)
-        elif self.end_steps <= 2:
-            accumulator = self.start(operands, step, k, 2)
-        else:
-            accumulator = self.start(operands, step, k, STEPS_OF_A_BLOCK)
-        return accumulator
-
-    @gluon.jit
-    def start(self, operands, step, k, STEPS: gl.constexpr):
-        """Start so many steps of a k block, then give back the slot of the block before it."""
-        COUNT: gl.constexpr = self.WIDTH // STRIP_N
-        ROWS: gl.constexpr = self.BLOCK_M // gl.num_ctas()
-        REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
-        strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
-        addresses = (operands.a(step, self.TEAM), operands.b_bufs, operands.b_offset(step))
-        strips = inline_asm(
-            _products(self.WIDTH, self.DTYPE, gl.num_warps() // 4, REPS, STEPS),
-            _in_place(4 * REPS * COUNT, 3),
-            addresses + self.strips,
-            _times(strip, COUNT),
-        )
-        operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
-        return AnyWidthAccumulator(strips, self.end_steps, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
-
-    @gluon.jit
-    def end(self, operands, step):
-        """Wait for the last k block and give its slot back; `step` is the one behind it."""
-        COUNT: gl.constexpr = self.WIDTH // STRIP_N
-        ROWS: gl.constexpr = self.BLOCK_M // gl.num_ctas()
-        REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
-        strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
-        strips = inline_asm(
-            "wgmma.wait_group.sync.aligned 0;",
-            _in_place(4 * REPS * COUNT, 0),
-            self.strips,
-            _times(strip, COUNT),
-        )
-        operands.give_back(step + operands.NUM_BUFFERS - 1)
-        return AnyWidthAccumulator(strips, self.end_steps, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
-
-    @gluon.jit
-    def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
-        """Return STORE_N columns, from `piece_start` on."""
-        return _side_by_side(self.strips, piece_start(i, STORE_N, self.WIDTH) // STRIP_N, STORE_N // STRIP_N)
-
-
-@aggregate
 class WgmmaAnyWidth:
     end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to STEPS_OF_A_BLOCK
     BLOCK_M: gl.constexpr
@@ -195,7 +130,7 @@ class WgmmaAnyWidth:
         strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
         zeros = gl.zeros((self.BLOCK_M, STRIP_N), gl.float32, strip.layout)
         strips = (zeros,) * (self.WIDTH // STRIP_N)
-        return AnyWidthAccumulator(strips, self.end_steps, self.BLOCK_M, self.WIDTH, self.DTYPE, self.TEAM)
+        return AnyWidthAccumulator(strips, self)
 
     @gluon.jit
     def await_result(self, visit):
@@ -204,3 +139,65 @@ class WgmmaAnyWidth:
     @gluon.jit
     def drained(self, visit):
         """Nobody else uses the registers."""
+
+
+@aggregate
+class AnyWidthAccumulator:
+    strips: gl.tuple  # of [BLOCK_M, 8]
+    mma: WgmmaAnyWidth
+
+    @gluon.jit
+    def multiply(self, operands, step, k):
+        """Start the step's k block, then give back the slot of the block before it; see `mma`."""
+        return self.start(operands, step, k, STEPS_OF_A_BLOCK)
+
+    @gluon.jit
+    def multiply_last(self, operands, step, k):
+        """Do so for the last k block of a tile: of zeros behind K no more than need be are multiplied."""
+        accumulator = self
+        if self.mma.end_steps <= 1:
+            accumulator = self.start(operands, step, k, 1)
+        elif self.mma.end_steps <= 2:
+            accumulator = self.start(operands, step, k, 2)
+        else:
+            accumulator = self.start(operands, step, k, STEPS_OF_A_BLOCK)
+        return accumulator
+
+    @gluon.jit
+    def start(self, operands, step, k, STEPS: gl.constexpr):
+        """Start so many steps of a k block, then give back the slot of the block before it."""
+        COUNT: gl.constexpr = self.mma.WIDTH // STRIP_N
+        ROWS: gl.constexpr = self.mma.BLOCK_M // gl.num_ctas()
+        REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
+        strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps(), gl.num_ctas())
+        addresses = (operands.a(step, self.mma.TEAM), operands.b_bufs, operands.b_offset(step))
+        strips = inline_asm(
+            _products(self.mma.WIDTH, self.mma.DTYPE, gl.num_warps() // 4, REPS, STEPS),
+            _in_place(4 * REPS * COUNT, 3),
+            addresses + self.strips,
+            _times(strip, COUNT),
+        )
+        operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
+        return AnyWidthAccumulator(strips, self.mma)
+
+    @gluon.jit
+    def end(self, operands, step):
+        """Wait for the last k block and give its slot back; `step` is the one behind it."""
+        COUNT: gl.constexpr = self.mma.WIDTH // STRIP_N
+        ROWS: gl.constexpr = self.mma.BLOCK_M // gl.num_ctas()
+        REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
+        strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps(), gl.num_ctas())
+        strips = inline_asm(
+            "wgmma.wait_group.sync.aligned 0;",
+            _in_place(4 * REPS * COUNT, 0),
+            self.strips,
+            _times(strip, COUNT),
+        )
+        operands.give_back(step + operands.NUM_BUFFERS - 1)
+        return AnyWidthAccumulator(strips, self.mma)
+
+    @gluon.jit
+    def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
+        """Return STORE_N columns, from `piece_start` on."""
+        first: gl.constexpr = piece_start(i, STORE_N, self.mma.WIDTH) // STRIP_N
+        return _side_by_side(self.strips, first, STORE_N // STRIP_N)

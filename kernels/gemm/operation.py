@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..tensors import check_no_gradient, keep, place_of
+from ..tensors import check_no_gradient, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import Route, counter_of, follow, route_of
@@ -139,8 +139,8 @@ def persistent_matmul(
         check_operands(a, b)
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
-    places = (place_of(a), place_of(b), place_of(out), variant, scheduler, programs)
-    route = _ROUTES.get(places)
+    key = (key_of(a), key_of(b), key_of(out), variant, scheduler, programs)
+    route = _ROUTES.get(key)
     if route is not None and out_dtype in (None, out.dtype):
         with _on(a.device):
             follow(route, a, b, out)
@@ -155,7 +155,7 @@ def persistent_matmul(
         with _on(a.device):
             route = _multiply(a, b, out, variant, scheduler, programs)
         if route is not None:
-            keep(_ROUTES, places, route)
+            remember(_ROUTES, key, route)
     elif INTERPRETED:
         _run_plain(a, b, out, scheduler, programs or INTERPRETED_PROGRAMS)
     else:

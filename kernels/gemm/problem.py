@@ -1,7 +1,5 @@
 """The tiles of a plain product (`Problem`), and the schedulers: which tile comes next.
 
-All partitions of a kernel ask for themselves:
-
     StaticSchedule     arithmetic: every partition computes the number of a visit
     DynamicSchedule    a counter in global memory: the loading partition claims numbers and passes them on
                        through a ring in shared memory
@@ -20,26 +18,13 @@ from ..rings import ring_phase, ring_slot
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .operands import Config
 
+CHIPLETS, CHUNK = gl.constexpr(8), gl.constexpr(8)  # of the order "chiplet", see `tiles`
+
 
 @aggregate
 class StaticSchedule:
     tiles: gl.tensor
     SCHEDULE: gl.constexpr
-    CHIPLETS: gl.constexpr
-    CHUNK: gl.constexpr
-
-    @staticmethod
-    @gluon.jit
-    def create(
-        counter_ptr,
-        tiles,
-        SCHEDULE: gl.constexpr,
-        CHIPLETS: gl.constexpr,
-        CHUNK: gl.constexpr,
-        SLOTS: gl.constexpr,
-        READERS: gl.constexpr,
-    ):
-        return StaticSchedule(tiles, SCHEDULE, CHIPLETS, CHUNK)
 
     @gluon.jit
     def publish(self, visit):
@@ -49,15 +34,8 @@ class StaticSchedule:
     @gluon.jit
     def take(self, visit):
         """Return what the loader's `publish` of this visit returns."""
-        return scheduled_number(
-            visit,
-            gl.program_id(0),
-            gl.num_programs(0),
-            self.tiles,
-            self.SCHEDULE,
-            self.CHIPLETS,
-            self.CHUNK,
-        )
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        return scheduled_number(visit, program, programs, self.tiles, self.SCHEDULE, CHIPLETS, CHUNK)
 
     @gluon.jit
     def finish(self):
@@ -75,15 +53,7 @@ class DynamicSchedule:
 
     @staticmethod
     @gluon.jit
-    def create(
-        counter_ptr,
-        tiles,
-        SCHEDULE: gl.constexpr,
-        CHIPLETS: gl.constexpr,
-        CHUNK: gl.constexpr,
-        SLOTS: gl.constexpr,
-        READERS: gl.constexpr,
-    ):
+    def create(counter_ptr, tiles, SLOTS: gl.constexpr, READERS: gl.constexpr):
         """Allocate the ring; each of READERS partitions takes every number that is meant for it."""
         numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

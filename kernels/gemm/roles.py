@@ -278,9 +278,9 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
     SLOTS: gl.constexpr = config.NUM_BUFFERS + 2
     READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
     if SCHEDULE == "dynamic":
-        schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SCHEDULE, 8, 8, SLOTS, READERS)
+        schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SLOTS, READERS)
     else:
-        schedule = StaticSchedule.create(counter_ptr, problem.tiles, SCHEDULE, 8, 8, SLOTS, READERS)
+        schedule = StaticSchedule(problem.tiles, SCHEDULE)
     if STEALS:
         epilogue = StolenBuffers.create(c_desc, operands)
     else:

@@ -37,7 +37,7 @@ GPU_CANDIDATES = [
 CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
-# Rows of a rank's int32 [4, WORLD] words. Column p is about rank p.
+# Rows of a rank's int32 [4, WORLD] flags. Column p is about rank p.
 FREE = tl.constexpr(0)  # whether p's slot for our sums may be written; p writes it
 ARRIVED = tl.constexpr(1)  # how many rows of p's sums are here, 0 before they are; p writes it
 DONE = tl.constexpr(2)  # whether our sums for p are complete; the GEMM of an eager call writes it
@@ -62,7 +62,7 @@ def gemm_reduce_scatter(
     c_ptr,  # out [M / WORLD, N], rows stride_cm apart
     partial_ptr,  # [WORLD - 1, capacity, N]: our sums for rank + 1, rank + 2, ...
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
-    words_ptr,  # int32 [4, WORLD]: FREE, ARRIVED, DONE, AFTER
+    flags_ptr,  # int32 [4, WORLD]: FREE, ARRIVED, DONE, AFTER
     counts_ptr,  # int32 [WORLD + 2], 0 between launches: tiles of each chunk that are stored; tiles that are
     # claimed; programs that claim no more
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
@@ -125,7 +125,7 @@ def gemm_reduce_scatter(
             )
         if chunk == rank:
             if waited == 0:
-                _wait_for_sums(rank, words_ptr, errors_ptr, patience_ticks, WORLD)
+                _wait_for_sums(rank, flags_ptr, errors_ptr, patience_ticks, WORLD)
                 waited = 1
             _add_and_store(
                 acc,
@@ -150,16 +150,16 @@ def gemm_reduce_scatter(
             )
             if _is_last(chunk, counts_ptr, tiles_per_chunk):
                 if chunks == WORLD:
-                    notify(words_ptr + DONE * WORLD + chunk, 1)
+                    notify(flags_ptr + DONE * WORLD + chunk, 1)
                 else:
-                    _take_permit(chunk, words_ptr, errors_ptr, patience_ticks, WORLD)
+                    _take_permit(chunk, flags_ptr, errors_ptr, patience_ticks, WORLD)
         tile = first_tile + claim_number(claims_ptr)
     reset_counter(claims_ptr, tl.num_programs(0))
 
     if first + chunks == WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:
-                _part_from(peer, m, words_ptr, errors_ptr, patience_ticks, WORLD)
+                _part_from(peer, m, flags_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
@@ -177,46 +177,46 @@ def _is_last(chunk, counts_ptr, tiles_per_chunk):
 
 
 @triton.jit
-def _take_permit(peer, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
+def _take_permit(peer, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Take the peer's permit to write its slot, in place of the side stream; or give the peer up.
 
     What was given up stays so for later replays: `_part_from` sets FREE again in each call.
     """
-    free_ptr = words_ptr + FREE * WORLD + peer
+    free_ptr = flags_ptr + FREE * WORLD + peer
     value = poll_until(free_ptr, 1, patience_ticks, False)
     if value < 1:
         record_failure(errors_ptr + peer, NO_PERMIT, 0, value)
-        give_up(words_ptr + AFTER * WORLD + peer, 1)
-        give_up(words_ptr + ARRIVED * WORLD + peer, 1)
+        give_up(flags_ptr + AFTER * WORLD + peer, 1)
+        give_up(flags_ptr + ARRIVED * WORLD + peer, 1)
     tl.atomic_xchg(free_ptr, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit
-def _wait_for_sums(rank, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
+def _wait_for_sums(rank, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Return once every peer's sums are here or the peer is given up."""
     for peer in range(0, WORLD):
         if peer != rank:
-            _arrival(peer, words_ptr, errors_ptr, patience_ticks, WORLD)
+            _arrival(peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
-def _arrival(peer, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
+def _arrival(peer, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Return ARRIVED when the peer's sums are here; a value below 1 or far above if it is given up."""
-    arrived_ptr = words_ptr + ARRIVED * WORLD + peer
+    arrived_ptr = flags_ptr + ARRIVED * WORLD + peer
     value = poll_until(arrived_ptr, 1, patience_ticks, False)
     if value < 1:
         record_failure(errors_ptr + peer, NOT_PUSHED, 0, value)
-        give_up(words_ptr + AFTER * WORLD + peer, 1)
+        give_up(flags_ptr + AFTER * WORLD + peer, 1)
         give_up(arrived_ptr, 1)
     return value
 
 
 @triton.jit
-def _part_from(peer, m, words_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
+def _part_from(peer, m, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours, and let our side stream go on if the peer is given up."""
-    value = _arrival(peer, words_ptr, errors_ptr, patience_ticks, WORLD)
+    value = _arrival(peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
     if (value <= 0) | (value >= GIVEN_UP):
-        give_up(words_ptr + FREE * WORLD + peer, 1)
+        give_up(flags_ptr + FREE * WORLD + peer, 1)
     elif value != m:
         record_failure(errors_ptr + peer, OTHER_ROWS, 0, value)
 

@@ -6,9 +6,9 @@ what the peers have sent. What a rank holds, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    words    int32 [4, W], symmetric: FREE[p], 1 if rank p's slot for our sums may be written; ARRIVED[p], the
+    flags    int32 [4, W], symmetric: FREE[p], 1 if rank p's slot for our sums may be written; ARRIVED[p], the
              number of rows of p's sums once they are here, else 0; DONE[p], 1 once our sums for p are
-             complete, which the GEMM sets; AFTER[p], 0 (but see below)
+             complete, which the GEMM sets; AFTER[p], 0 (see `exchange.push`)
 
 An eager call on rank r:
 
@@ -22,7 +22,7 @@ An eager call on rank r:
     fork                               -->    ARRIVED := AFTER
     join                               <--
 
-A captured call, whose side stream waits for no word:
+A captured call, whose side stream waits for no flag:
 
     fork                               -->    FREE[r] of every peer := 1
     for p = r + 1, r + 2, ...:
@@ -47,7 +47,7 @@ call stands behind on one rank, in its stream, it must stand behind on all.
 **Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
 waits for DONE are enqueued behind the launch of the GEMM. (On the CPU, where a launch returns when the kernel
 has ended, the pushes are enqueued first, and the side stream is a thread.) A graph has no order but that of
-its edges, so in a captured call nothing on the side stream waits for a word: what is pushed stands behind the
+its edges, so in a captured call nothing on the side stream waits for a flag: what is pushed stands behind the
 kernel that computes it, which has seen the permit. Its wait for FREE ends, as the peer's fork precedes all
 kernels of that call.
 
@@ -55,14 +55,9 @@ kernels of that call.
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
 or in a captured call the kernel, and ARRIVED follows the copy.
 
-**Nothing is overwritten while it is read.** The partial sums are rewritten by the GEMM of the next call,
-behind the join, behind their copy. Rank p writes its slot here behind our fork of the next call, behind the
-GEMM that read it.
-
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience ends
-it records the peer, sets AFTER[p], so that later replays wait no second time, and FREE[p], so that the side
-stream runs through. The next call, `check` and `close` report it, and the operation can only be closed. A
-captured call that waits for FREE in vain does the same.
+**Permits, what is overwritten, and patience** are as `exchange.push` says; a captured call that waits for
+FREE in vain records and gives up as one that waits for sums. The partial sums are rewritten by the GEMM of
+the next call, behind the join.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order, each on one stream at a time.
@@ -85,6 +80,50 @@ from ..tensors import check_no_gradient, check_out, check_tensor
 from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+
+
+class Held(NamedTuple):
+    """The tensors of an operation that no call changes, in the order of the kernel's parameters."""
+
+    partial: torch.Tensor
+    staged: torch.Tensor
+    flags: torch.Tensor
+    counts: torch.Tensor
+    errors: torch.Tensor
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    m: int
+    n: int
+    k: int
+    capacity: int
+    stride_am: int
+    stride_bn: int
+    stride_cm: int
+    world_size: int
+    chunks: int  # of one launch
+    programs: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, bool, bool]  # to 16 bytes, which the compiler makes use of: a, weight and out
+    held_aligned: tuple[bool, ...]
+    tma_legal: bool
+    upcasts: bool
+
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k}
+
+    def constants(self) -> dict[str, Any]:
+        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
+        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
 class GemmReduceScatter(Operation):
@@ -124,15 +163,15 @@ class GemmReduceScatter(Operation):
         world = self.world_size
         slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
-        self._words = self._memory.allocate((4, world), torch.int32)
+        self._flags = self._memory.allocate((4, world), torch.int32)
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
-        memory, stream, words = self._memory, self._memory.side_stream(), self._words
+        memory, stream, flags = self._memory, self._memory.side_stream(), self._flags
         risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
-        self._permits = Permits(memory, stream, words, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(memory, stream, flags, free=FREE.value, risen=risen, after=after)
         self._pusher = SumPusher(
-            *(memory, stream, self._partial, self._staged, words),
+            *(memory, stream, self._partial, self._staged, flags),
             done=DONE.value,
             arrived=ARRIVED.value,
             permits=self._permits,
@@ -140,19 +179,13 @@ class GemmReduceScatter(Operation):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        held = Held(self._partial, self._staged.local, self._words.local, self._counts, self._errors)
-        self._product = ProductLauncher(
-            held,
-            capacity=self._capacity,
-            rank=self.rank,
-            world_size=self.world_size,
-            programs=self._sms or INTERPRETED_PROGRAMS,
-            has_tma=self._has_tma,
-            upcasts=self._upcasts,
-        )
+        self._hold(Held(self._partial, self._staged.local, self._flags.local, self._counts, self._errors))
+
+    def _hold(self, held: Held) -> None:
+        self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
 
     def _forget(self) -> None:
-        del self._staged, self._words, self._partial, self._counts, self._permits, self._pusher, self._product
+        del self._staged, self._flags, self._partial, self._counts, self._permits, self._pusher, self._held
 
     # ---- what the caller may use
 
@@ -223,91 +256,11 @@ class GemmReduceScatter(Operation):
     def _launch(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
     ) -> None:
-        self._product.launch(a, weight, out, self._patience_ticks, step)
-
-    def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == OTHER_ROWS.value:
-            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
-        if failure.kind == NO_PERMIT.value:
-            return f"rank {peer}, or one that it waits for, did not come to the call in time"
-        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"
-
-
-class Held(NamedTuple):
-    """The tensors of an operation that no call changes, in the order of the kernel's parameters."""
-
-    partial: torch.Tensor
-    staged: torch.Tensor
-    words: torch.Tensor
-    counts: torch.Tensor
-    errors: torch.Tensor
-
-
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
-
-    m: int
-    n: int
-    k: int
-    capacity: int
-    stride_am: int
-    stride_bn: int
-    stride_cm: int
-    world_size: int
-    chunks: int  # of one launch
-    programs: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, bool, bool]  # to 16 bytes, which the compiler makes use of: a, weight and out
-    held_aligned: tuple[bool, ...]
-    tma_legal: bool
-    upcasts: bool
-
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
-
-    def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
-
-
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
-
-
-class ProductLauncher:
-    """Launches `gemm_reduce_scatter` for one operation, of which it is told what does not change."""
-
-    def __init__(
-        self,
-        held: Held,
-        *,
-        capacity: int,
-        rank: int,
-        world_size: int,
-        programs: int,
-        has_tma: bool,
-        upcasts: bool,
-    ) -> None:
-        self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
-        self._capacity, self._rank, self._world_size = capacity, rank, world_size
-        self._programs, self._has_tma, self._upcasts = programs, has_tma, upcasts
-
-    def launch(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        patience_ticks: int,
-        step: int | None = None,
-    ) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
         The own chunk is the last one, and the only one that waits for what the peers push.
         """
-        first, chunks = (0, self._world_size) if step is None else (step, 1)
+        first, chunks = (0, self.world_size) if step is None else (step, 1)
         m, k = a.shape
         stride_am, stride_bn = a.stride(0), weight.stride(0)
         aligned = (a.data_ptr() % 16 == 0, weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
@@ -320,9 +273,9 @@ class ProductLauncher:
             stride_am,
             stride_bn,
             out.stride(0),
-            self._world_size,
+            self.world_size,
             chunks,
-            self._programs,
+            self._sms or INTERPRETED_PROGRAMS,
             a.dtype,
             a.device,
             aligned,
@@ -331,5 +284,12 @@ class ProductLauncher:
             self._upcasts,
         )
         tensors = (a.detach(), weight.detach(), out, *self._held)
-        scalars = (*shape[:7], first, chunks, self._rank, patience_ticks)
+        scalars = (*shape[:7], first, chunks, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, scalars)
+
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == OTHER_ROWS.value:
+            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
+        if failure.kind == NO_PERMIT.value:
+            return f"rank {peer}, or one that it waits for, did not come to the call in time"
+        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

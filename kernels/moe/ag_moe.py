@@ -4,9 +4,9 @@ What a rank holds, W ranks:
 
     gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
     ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
-    words    int32 [7, W], symmetric: FREE[p], 1 if what comes from here may be written on rank p; TOLD[p],
+    flags    int32 [7, W], symmetric: FREE[p], 1 if what comes from here may be written on rank p; TOLD[p],
              rank p's number of tokens and topk once its ids are here, else 0; ARRIVED[p], 1 once its chunk is
-             here; AFTER[p], 0 (but see below); GIVEN[p], of which number of tokens rank p's host knows
+             here; AFTER[p], 0 (see `exchange.push`); GIVEN[p], of which number of tokens rank p's host knows
 
 A call on rank r:
 
@@ -32,21 +32,9 @@ it needs an SM, and it is enqueued before the kernels that wait for it. The kern
 of peers alone. So if all of call k - 1 ends, then all forks of k happen, all ids and chunks are pushed, and
 all kernels of k end.
 
-**Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen our TOLD
-and ARRIVED of k, which follow our FREE[p] := 0 of k.
-
-**It reads no stale data.** A word of call k is seen by the kernels of k, then set to 0, and only then does
-call k + 1 permit its writer to set it again, behind what it stands for. The acquire of a wait orders the
-ordinary loads of ids and of A behind it; TMA, of which that could not be said, loads the weight alone.
-
-**Nothing is overwritten while it is read.** What p pushes in call k + 1 is written here behind our fork of k
-+ 1, behind the kernels of k. Chunk r and our ids are read by our kernels and our pushes of k, all before the
-join.
-
-**No wait is unbounded.** A stream's wait has no limit of its own; the kernels' waits have. When one's
-patience ends it records the peer and sets AFTER[p], so that nothing waits for p a second time, and FREE[p],
-so that our side stream runs through, in later calls and replays too. The next call, `check` and `close`
-report it, and the operation can only be closed.
+**Permits, what is overwritten, and patience** are as `exchange.push` says, with TOLD beside ARRIVED. The
+acquire of a wait orders the ordinary loads of ids and of A behind it; TMA, of which that could not be said,
+loads the weight alone.
 
 **What the host must know.** The result has a row for each choice of all ranks, so its shape needs the number
 of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
@@ -68,10 +56,10 @@ from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_overlap, check_tensor
 from .ag_moe_kernel import all_gather_moe
+from .flags import ARRIVED
 from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_experts
 from .plan import Plan
-from .words import ARRIVED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -115,7 +103,7 @@ class AllGatherMoE(ExpertOperation):
         self._shard = self._gather.local[self.rank]
         peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
         self._chunks = [
-            (self._gather.peers[p][self.rank], self._words.peers[p][ARRIVED.value, self.rank]) for p in peers
+            (self._gather.peers[p][self.rank], self._flags.peers[p][ARRIVED.value, self.rank]) for p in peers
         ]
         # A driver that sets up something at the first copy to a peer must not do so while a kernel spins.
         for chunk, _ in self._chunks:
@@ -213,7 +201,7 @@ class AllGatherMoE(ExpertOperation):
             plan.sources,
             plan.ends,
             plan.tables,
-            self._words.local,
+            self._flags.local,
             self._errors,
         )
         strides = (weight.stride(0), weight.stride(1), out.stride(0))

@@ -7,10 +7,10 @@ import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..tiles import grouped_tile
+from .flags import ARRIVED, NOT_PUSHED, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES, ordered
 from .products import multiply_rows, store_rows, table_of
 from .routing import ENTRY
-from .words import ARRIVED, NOT_PUSHED, wait_for_word
 
 # Expert by expert is for short gathers: nearly all tiles wait for all of it, and each weight is read once.
 GPU_CANDIDATES = [
@@ -40,7 +40,7 @@ def all_gather_moe(
     sources_ptr,  # of the plan: topk times the token in the gather buffer, plus the choice
     ends_ptr,  # of the plan, as is the next
     tables_ptr,
-    words_ptr,  # int32 [7, WORLD]
+    flags_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     size_class,  # the power of two that the number of choices is tuned as
     N,
@@ -85,8 +85,8 @@ def all_gather_moe(
         stage = tl.load(table_ptr + block * ENTRY + 3)
         while here < stage:
             here += 1
-            wait_for_word(
-                ARRIVED, NOT_PUSHED, (rank + here) % WORLD, words_ptr, errors_ptr, patience_ticks, WORLD
+            wait_for_flag(
+                ARRIVED, NOT_PUSHED, (rank + here) % WORLD, flags_ptr, errors_ptr, patience_ticks, WORLD
             )
         places = begin + tl.arange(0, BLOCK_M)
         real = places < end
@@ -116,4 +116,4 @@ def all_gather_moe(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:  # its push is a part of this call, whether a tile needed it or not
-            wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
+            wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)

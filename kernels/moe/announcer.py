@@ -8,12 +8,12 @@ import torch
 
 from ..exchange.push import Permits
 from ..symm import SideStream, SymmetricMemory, SymmetricTensor
-from .words import AFTER, ARRIVED, FREE, GIVEN, TOLD, TOPK_SPAN
+from .flags import AFTER, ARRIVED, FREE, GIVEN, TOLD, TOPK_SPAN
 
 
 @dataclass(frozen=True)
 class _Peer:
-    """What this rank tells one peer: words there; views made once."""
+    """What this rank tells one peer: flags there; views made once."""
 
     rank: int
     our_told: torch.Tensor
@@ -30,17 +30,17 @@ class Announcer:
         self,
         memory: SymmetricMemory,
         stream: SideStream,
-        words: SymmetricTensor,
+        flags: SymmetricTensor,
         lists: tuple[SymmetricTensor, ...],
     ) -> None:
         self._memory, self._stream, self._lists = memory, stream, lists
         risen, after = slice(TOLD.value, ARRIVED.value + 1), slice(AFTER.value, AFTER.value + 2)
-        self._permits = Permits(memory, stream, words, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(memory, stream, flags, free=FREE.value, risen=risen, after=after)
         self.finish = self._permits.finish
         rank, world = memory.rank, memory.world_size
         self._peers = []
         for peer in ((rank - step) % world for step in range(1, world)):
-            theirs = words.peers[peer][:, rank]
+            theirs = flags.peers[peer][:, rank]
             self._peers.append(_Peer(peer, theirs[TOLD.value], theirs[GIVEN.value]))
         self._copied = (0, 0)
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._peers]

@@ -6,7 +6,7 @@ What a rank holds, W ranks; `m` is tokens_per_rank:
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    words         int32 [7, W], symmetric: FREE, TOLD, ARRIVED, AFTER, GIVEN as in `AllGatherMoE`; DONE[p], 1
+    flags         int32 [7, W], symmetric: FREE, TOLD, ARRIVED, AFTER, GIVEN as in `AllGatherMoE`; DONE[p], 1
                   once our sums for p are complete, which the kernel sets
 
 A call on rank r:
@@ -51,13 +51,11 @@ its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[
 the program that counts the last block of chunk p; the count acquires what the others released. The copy
 follows DONE on its stream, or in a captured call the kernel, and ARRIVED follows the copy.
 
-**Nothing is overwritten while it is read.** The partial sums are rewritten by the kernel of the next call,
-behind the join, behind their copy. What p writes here in the next call it writes behind our fork of that
-call, behind the kernels that read it.
+**Permits, what is overwritten, and patience** are as `exchange.push` says. The partial sums are rewritten by
+the kernel of the next call, behind the join.
 
-**No wait is unbounded**, as in `AllGatherMoE`. Candidates may differ between ranks in one call: ranks tell
-each other about chunks, never about tiles. Every rank must make the same calls in the same order, each on one
-stream at a time.
+Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
+rank must make the same calls in the same order, each on one stream at a time.
 """
 
 from __future__ import annotations
@@ -73,11 +71,11 @@ from ..launch import SettledLaunches
 from ..signals import Failure
 from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_out, check_tensor
+from .flags import ARRIVED, DONE, NOT_COMPUTED
 from .launch import Shape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan
-from .words import ARRIVED, DONE, NOT_COMPUTED
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -128,7 +126,7 @@ class MoEReduceScatter(ExpertOperation):
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
         self._pusher = SumPusher(
-            *(self._memory, self._stream, self._partial, self._staged, self._words),
+            *(self._memory, self._stream, self._partial, self._staged, self._flags),
             done=DONE.value,
             arrived=ARRIVED.value,
         )
@@ -263,7 +261,7 @@ class MoEReduceScatter(ExpertOperation):
             plan.ends,
             plan.tables,
             plan.counters,
-            self._words.local,
+            self._flags.local,
             self._errors,
         )
         strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))

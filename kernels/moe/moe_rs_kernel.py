@@ -8,10 +8,10 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..signals import notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
+from .flags import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES
 from .products import multiply_rows, store_rows, table_of
 from .routing import ENTRY
-from .words import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_word
 
 GPU_CANDIDATES = GPU_TILES
 CANDIDATES = CPU_TILES if INTERPRETED else GPU_CANDIDATES
@@ -54,7 +54,7 @@ def moe_reduce_scatter(
     tables_ptr,
     counters_ptr,  # int32 [3, WORLD], zeros: tiles of each stage that are stored, blocks that are combined;
     # items that are claimed, by the first part of a launch
-    words_ptr,  # int32 [7, WORLD]
+    flags_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     size_class,  # the power of two that the number of choices is tuned as
     N,
@@ -102,7 +102,7 @@ def moe_reduce_scatter(
     if (item == 0) & (parts > 1):  # one program, which runs: the first that came
         for peer in range(0, WORLD):
             if (peer != rank) & (tl.load(offsets_ptr + peer) == tl.load(offsets_ptr + peer + 1)):
-                notify(words_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
+                notify(flags_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
 
     listed = 0  # items in front of the next part of the list
     first_block = 0  # of the stage
@@ -164,7 +164,7 @@ def moe_reduce_scatter(
                 offsets_ptr,
                 ends_ptr + table * WORLD,
                 counters_ptr,
-                words_ptr,
+                flags_ptr,
                 errors_ptr,
                 N,
                 topk,
@@ -180,7 +180,7 @@ def moe_reduce_scatter(
     if first_part + parts >= WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
-                wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
+                wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def combine_stage(
     offsets_ptr,
     ends_ptr,
     counters_ptr,
-    words_ptr,
+    flags_ptr,
     errors_ptr,
     N,
     topk,
@@ -220,7 +220,7 @@ def combine_stage(
         if chunk == rank:
             for peer in range(0, WORLD):
                 if peer != rank:
-                    wait_for_word(ARRIVED, NOT_PUSHED, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
+                    wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
     while item < end:
         block = item - listed
         rows = block // tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
@@ -245,7 +245,7 @@ def combine_stage(
             tl.debug_barrier()  # one thread counts, for the stores of all
             before = tl.atomic_add(counters_ptr + WORLD + chunk, 1, sem="acq_rel", scope="gpu")
             if (before == items - 1) & (parts > 1):
-                notify(words_ptr + DONE * WORLD + chunk, 1)
+                notify(flags_ptr + DONE * WORLD + chunk, 1)
         item = claim_number(claims_ptr)
     return item, end
 

@@ -15,10 +15,8 @@ from ..exchange.operation import Operation, PeerTimeout
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
 from .announcer import Announcer
-from .launch import HEIGHTS, Shape, counted, lies_for_tma, size_class
-from .plan import Plan
-from .routing import digest_of
-from .words import (
+from .flags import (
+    FLAGS,
     GIVEN_OTHERS,
     MOST_CHOICES,
     MOST_TOKENS,
@@ -26,8 +24,10 @@ from .words import (
     NOT_TOLD,
     OTHER_TOKENS,
     OTHER_TOPK,
-    WORDS,
 )
+from .launch import HEIGHTS, Shape, counted, lies_for_tma, size_class
+from .plan import Plan
+from .routing import digest_of
 
 MOST_ROWS = 2**29  # places in the tables of tiles are int32
 
@@ -155,14 +155,14 @@ class ExpertOperation(Operation):
     def _allocate(self) -> None:
         most = self.world_size * self._capacity * self._max_topk
         self._ids = self._memory.allocate((most,), torch.int64)
-        self._words = self._memory.allocate((WORDS, self.world_size), torch.int32)
+        self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._stream = self._memory.side_stream()
         self._host_memory: SymmetricMemory | None = None
         self._board: TokenBoard | None = None
         self._no_board = ""
         if self.world_size > 1:
             self._open_board()
-        self._announcer = Announcer(self._memory, self._stream, self._words, self._lists())
+        self._announcer = Announcer(self._memory, self._stream, self._flags, self._lists())
 
     def _open_board(self) -> None:
         try:  # it fails on all ranks or on none
@@ -178,7 +178,7 @@ class ExpertOperation(Operation):
     def _forget(self) -> None:
         if self._host_memory is not None:
             self._host_memory.abandon()
-        del self._ids, self._words, self._announcer, self._stream, self._board, self._host_memory
+        del self._ids, self._flags, self._announcer, self._stream, self._board, self._host_memory
         self._plans.clear()
 
     # ---- one call
@@ -261,7 +261,7 @@ class ExpertOperation(Operation):
                 self._memory.hold(tensor)
         plan.sort(
             self._ids.local,
-            self._words.local,
+            self._flags.local,
             self._errors,
             pairs=sum(self._told) * topk,
             topk=topk,

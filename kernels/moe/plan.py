@@ -60,7 +60,7 @@ class Plan:
     def sort(
         self,
         ids: torch.Tensor,
-        words: torch.Tensor,
+        flags: torch.Tensor,
         errors: torch.Tensor,
         *,
         pairs: int,
@@ -77,7 +77,7 @@ class Plan:
         launch: Callable[..., Any] = count_choices[(PROGRAMS,)]
         launch(
             ids,
-            words,
+            flags,
             errors,
             self._counts,
             self._starts,

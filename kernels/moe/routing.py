@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ..signals import record_failure
-from .words import (
+from .flags import (
     GIVEN,
     GIVEN_OTHERS,
     NO_EXPERT,
@@ -36,13 +36,13 @@ from .words import (
     TOPK_SPAN,
     free_side_stream,
     is_given_up,
-    wait_for_word,
+    wait_for_flag,
 )
 
 DIGEST_FACTOR = tl.constexpr(65599)
 DIGEST_PRIME = tl.constexpr(2147483629)
 LOWEST_HEIGHT_BITS = tl.constexpr(4)  # of the first table: blocks of 16 rows
-ENTRY = tl.constexpr(4)  # words of a table's entry
+ENTRY = tl.constexpr(4)  # flags of a table's entry
 FAR = tl.constexpr(2**31 - 1)
 
 
@@ -69,7 +69,7 @@ def digest_of(tokens: tuple[int, ...]) -> int:
 )
 def count_choices(
     ids_ptr,  # int64: the choices of rank p begin at p * stride
-    words_ptr,  # int32 [7, WORLD]
+    flags_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     counts_ptr,  # int32 [WORLD, experts + 1], zeros, and a ticket behind them: choices by stage and expert
     starts_ptr,  # int32 [WORLD, experts + 1]: where they start when sorted
@@ -96,13 +96,13 @@ def count_choices(
     for peer in range(0, WORLD):
         count = tokens
         if peer != rank:
-            value = wait_for_word(TOLD, NOT_TOLD, peer, words_ptr, errors_ptr, patience_ticks, WORLD)
+            value = wait_for_flag(TOLD, NOT_TOLD, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
             count = value // TOPK_SPAN
             if is_given_up(value):
                 count = 0
                 odd += 1
                 if program == 0:
-                    free_side_stream(peer, words_ptr, WORLD)
+                    free_side_stream(peer, flags_ptr, WORLD)
             elif value % TOPK_SPAN != topk:
                 record_failure(errors_ptr + peer, OTHER_TOPK, 0, value % TOPK_SPAN)
                 count = 0
@@ -128,7 +128,7 @@ def count_choices(
     if program == 0:
         tl.store(offsets_ptr + WORLD, offset)
         if odd == 0:
-            _compare_tokens(tokens, digest, told, rank, words_ptr, errors_ptr, WORLD)
+            _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD)
     tl.debug_barrier()  # one thread takes the ticket, for the counts of all
     ticket = tl.atomic_add(counts_ptr + WORLD * groups, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
@@ -136,7 +136,7 @@ def count_choices(
 
 
 @triton.jit
-def _compare_tokens(tokens, digest, told, rank, words_ptr, errors_ptr, WORLD: tl.constexpr):
+def _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD: tl.constexpr):
     """Record how many tokens each rank has if the host was told otherwise, and which peer's host was.
 
     Such a peer computes something else than we do, and we use it: it must not be the only one to know.
@@ -145,8 +145,8 @@ def _compare_tokens(tokens, digest, told, rank, words_ptr, errors_ptr, WORLD: tl
         count = tokens
         given = digest
         if peer != rank:
-            count = tl.load(words_ptr + TOLD * WORLD + peer) // TOPK_SPAN
-            given = tl.load(words_ptr + GIVEN * WORLD + peer).to(tl.int64)
+            count = tl.load(flags_ptr + TOLD * WORLD + peer) // TOPK_SPAN
+            given = tl.load(flags_ptr + GIVEN * WORLD + peer).to(tl.int64)
         if digest != told:
             record_failure(errors_ptr + peer, OTHER_TOKENS, 0, count)
         elif digest != given:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +42,12 @@ def compile_for(
     return triton.compile(source, target=target, options=options)
 
 
-def of_each_pair(configs: list[triton.Config]) -> list[triton.Config]:
-    """Return configs in which any two values that are together in one of all are together, GROUP_M apart."""
-    return _covering(configs, lambda config: {*itertools.combinations(_parts(config), 2)})
-
-
 def of_each_value(configs: list[triton.Config]) -> list[triton.Config]:
-    """Return configs in which each value of one of all is, GROUP_M apart."""
-    return _covering(configs, lambda config: {*_parts(config)})
-
-
-def _covering(configs: list[triton.Config], of: Callable[[triton.Config], set[Any]]) -> list[triton.Config]:
-    left, found = set().union(*map(of, configs)), []
+    """Return configs that have all values of all, GROUP_M apart, which is a constant of where a tile lies."""
+    left, found = set().union(*map(_parts, configs)), []
     while left:
-        found.append(max(configs, key=lambda config: len(left & of(config))))
-        left -= of(found[-1])
+        found.append(max(configs, key=lambda config: len(left.intersection(_parts(config)))))
+        left -= {*_parts(found[-1])}
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, of_each_pair, resources
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, events, of_each_value, resources
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import arguments, count_asking, only_compiling
 
@@ -57,7 +57,7 @@ def compile_candidate(
     constants |= config.kwargs
     types = {name: descriptor_type(dtype, block) for name, block in blocks_of(constants).items()}
     types |= {
-        "words_ptr": "*i32",
+        "flags_ptr": "*i32",
         "errors_ptr": "*i64",
         "stamps_ptr": "*i64",
         **dict.fromkeys(SCALARS, "i32"),
@@ -76,7 +76,7 @@ def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
     """Return candidates of a large call with what they compile to."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        configs = of_each_pair(usable_on(target, 2048, monkeypatch))  # it costs seconds
+        configs = of_each_value(usable_on(target, 2048, monkeypatch))  # it costs seconds
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 
@@ -214,7 +214,7 @@ def a_call(**changes: Any) -> Call:
         "pushed": 0,
         "patience_ticks": 99,
         "programs": 132,
-        "words": torch.zeros(6, WORLD, dtype=torch.int32),
+        "flags": torch.zeros(6, WORLD, dtype=torch.int32),
         "errors": torch.zeros(WORLD, dtype=torch.int64),
     }
     return Call(**{**values, **changes})
@@ -238,7 +238,7 @@ def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_cal
     launch(*operands, call)
     ask_no_tuner()
     launch(*operands, call)
-    later = a_call(epoch=7, base=6 * ROWS, pushed=1, words=call.words, errors=call.errors)
+    later = a_call(epoch=7, base=6 * ROWS, pushed=1, flags=call.flags, errors=call.errors)
     launch(*operands, later)
     first, second, third = map(arguments, device.launched)
     assert first == second
@@ -257,7 +257,7 @@ def test_other_tensors_take_the_short_way_with_their_own_addresses(device, ask_n
     launch(gather, weight, out, call)
     launched = arguments(device.launched[-1])
     assert [value[0] for value in launched[:4]] == [t.data_ptr() for t in (gather, weight, weight, out)]
-    assert launched[4:7] == [call.words.data_ptr(), call.errors.data_ptr(), call.errors.data_ptr()]
+    assert launched[4:7] == [call.flags.data_ptr(), call.errors.data_ptr(), call.errors.data_ptr()]
 
 
 def test_the_program_count_is_the_call_s(device):
@@ -291,7 +291,7 @@ def test_nothing_keeps_the_callers_tensors(device):
     operands, call = [*tensors()], a_call()
     for _ in range(2):
         launch(*operands, call)
-    kept = [weakref.ref(tensor) for tensor in (*operands, call.words, call.errors)]
+    kept = [weakref.ref(tensor) for tensor in (*operands, call.flags, call.errors)]
     device.launched.clear()
     operands.clear()
     del call

@@ -29,7 +29,7 @@ from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.gemm_rs import operation as gemm_rs
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
-from dist_autotune.kernels.gemm_rs.operation import Held, ProductLauncher
+from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter, Held
 
 pytestmark = pytest.mark.aot
 
@@ -91,7 +91,7 @@ CHANGES = {
     "out's alignment": {"shifts": (0, 0, 1)},
     "alignment of the partial sums": {"held_shifts": (1, 0, 0, 0, 0)},
     "alignment of the staged sums": {"held_shifts": (0, 1, 0, 0, 0)},
-    "alignment of the words": {"held_shifts": (0, 0, 1, 0, 0)},
+    "alignment of the flags": {"held_shifts": (0, 0, 1, 0, 0)},
     "alignment of the counts": {"held_shifts": (0, 0, 0, 1, 0)},
     "alignment of the errors": {"held_shifts": (0, 0, 0, 0, 1)},
     "no TMA": {"has_tma": False},
@@ -101,7 +101,7 @@ OTHERS = {name: replace(PLAIN, **changes) for name, changes in CHANGES.items()}
 
 
 class Caller:
-    """An operation's launcher and the operands of a call."""
+    """The part of an operation that launches, with the operands of a call."""
 
     def __init__(self, case: Case) -> None:
         world, slots = case.world, max(1, case.world - 1)
@@ -119,19 +119,14 @@ class Caller:
             matrix(1, world, torch.int32, shift=held[3]),
             matrix(1, world, torch.int64, shift=held[4]),
         )
-        self.launcher = ProductLauncher(
-            self.held,
-            capacity=case.capacity,
-            rank=case.rank % world,
-            world_size=world,
-            programs=case.programs,
-            has_tma=case.has_tma,
-            upcasts=case.upcasts,
-        )
-        self.patience_ticks = case.patience_ticks
+        op = self.operation = object.__new__(GemmReduceScatter)
+        op._hold(self.held)
+        op._capacity, op.rank, op.world_size = case.capacity, case.rank % world, world
+        op._sms, op._has_tma, op._upcasts = case.programs, case.has_tma, case.upcasts
+        op._patience_ticks = case.patience_ticks
 
     def call(self) -> None:
-        self.launcher.launch(*self.operands, self.patience_ticks)
+        self.operation._launch(*self.operands)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dist_autotune.kernels.moe.routing import count_choices, place_choices
 
 pytestmark = pytest.mark.aot
 
-PLAN = dict.fromkeys(("rows_ptr", "sources_ptr", "ends_ptr", "tables_ptr", "words_ptr"), "*i32")
+PLAN = dict.fromkeys(("rows_ptr", "sources_ptr", "ends_ptr", "tables_ptr", "flags_ptr"), "*i32")
 ANY_VALUE = (
     *("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "patience_ticks"),
     *("first_part", "parts"),
@@ -133,7 +133,7 @@ def test_rows_of_a_are_copied_16_bytes_at_a_time_and_those_of_the_weight_by_tma(
 def test_the_sorting_compiles_for_every_target(target):
     common = dict.fromkeys(("counts_ptr", "starts_ptr", "offsets_ptr", "within_ptr"), "*i32")
     numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "patience_ticks")
-    types = {"ids_ptr": "*i64", "words_ptr": "*i32", "errors_ptr": "*i64", **common}
+    types = {"ids_ptr": "*i64", "flags_ptr": "*i32", "errors_ptr": "*i64", **common}
     types |= dict.fromkeys(numbers, "i32")
     counting = compile_for(
         target, count_choices, types, {"WORLD": 8, "BLOCK": 1024}, any_value=numbers, num_warps=8

@@ -70,10 +70,10 @@ class Case:
 
 PLAIN = Case()
 TENSORS = {
-    "ag": ["a", "b", "c", "rows", "sources", "ends", "tables", "words", "errors"],
+    "ag": ["a", "b", "c", "rows", "sources", "ends", "tables", "flags", "errors"],
     "rs": [
         *("a", "b", "c", "products", "partial", "staged", "weights", "rows", "sources", "offsets"),
-        *("ends", "tables", "counters", "words", "errors"),
+        *("ends", "tables", "counters", "flags", "errors"),
     ],
 }
 MADE_IN_A_CALL = "products"
@@ -152,7 +152,7 @@ class Caller:
         def symmetric(name: str) -> Any:
             return types.SimpleNamespace(local=self.tensors[name])
 
-        op._words = symmetric("words")
+        op._flags = symmetric("flags")
         if self.name == "ag":
             op._gather = symmetric("a")
         else:

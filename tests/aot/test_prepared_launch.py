@@ -113,13 +113,13 @@ class Caller:
         shapes = ((2 * WORLD - 1, CAPACITY, K), (N, K), (WORLD * ROWS, N))
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         self.consumer = consumer(*self.tensors)
-        self.words = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+        self.flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
         self.epoch = 0
 
     def call(self) -> None:
         self.epoch += 1
         base = (self.epoch - 1) * ROWS
-        call = Call(ROWS, 1, WORLD, 3, CAPACITY, self.epoch, base, 0, 99, 132, *self.words)
+        call = Call(ROWS, 1, WORLD, 3, CAPACITY, self.epoch, base, 0, 99, 132, *self.flags)
         self.consumer.launch(*self.tensors, call)
 
 

@@ -22,9 +22,9 @@ from dist_autotune.kernels.exchange.operation import Operation
 
 
 def share_errors(op: Operation) -> None:
-    """Let children write the error words of an operation; to be called when it has been opened."""
+    """Let children write the error records of an operation; to be called when it has been opened."""
     op._errors.share_memory_()
-    op._error_words = op._errors.numpy()
+    op._error_records = op._errors.numpy()
 
 
 @contextlib.contextmanager

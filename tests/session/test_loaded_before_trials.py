@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernels_for_tests import FAILURES, Bench, launch, numbers, only, out_of_resources, records
+from kernels_for_tests import FAILURES, Bench, launch, numbers, only, records
 from triton.runtime._async_compile import active_mode
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import NoValidConfig
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.logs.records import Banned
 
@@ -96,20 +95,6 @@ def test_all_candidates_but_the_first_incumbent_are_compiled_after_the_first_run
     bench.tune(thunk)()
     assert set(compiled_at[0]) <= {16}
     assert {32, 64} <= set(compiled_at[1])
-
-
-def test_a_first_incumbent_that_does_not_launch_is_replaced(bench, compiler):
-    kernel = compiler({16: 1.0, 32: 3.0}, compiles={16: out_of_resources})
-    kernel.fn.failures[16] = out_of_resources
-    assert torch.equal(bench.tune(lambda: launch(kernel, numbers()))(), numbers() + 1)
-    assert set(bench.blocks()) == {32}
-
-
-def test_when_no_candidate_loads_the_error_lists_all(bench, compiler):
-    kernel = compiler({16: 1.0, 32: 1.0}, compiles=dict.fromkeys((16, 32), out_of_resources))
-    kernel.fn.failures.update(dict.fromkeys((16, 32), out_of_resources))
-    with pytest.raises(NoValidConfig, match="all 2 configs failed"):
-        bench.tune(lambda: launch(kernel, numbers()))()
 
 
 def test_a_config_with_a_hook_is_compiled_by_its_launch_because_the_hook_belongs_to_one(bench, compiler):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dist_autotune.kernels.exchange import pull
+from dist_autotune.kernels.exchange.flags import FETCHED, FLAGS, READY, ROWS
 from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer
-from dist_autotune.kernels.exchange.words import FETCHED, READY, ROWS, WORDS
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
 from dist_autotune.kernels.symm import cuda as cuda_module
 from dist_autotune.kernels.symm.cuda import BATCH, CudaMemory
@@ -44,19 +44,19 @@ class Stream:
 
 
 class Written:
-    """What a memory writes down: which word or chunk of which rank is meant, by its address."""
+    """What a memory writes down: which flag or chunk of which rank is meant, by its address."""
 
     def __init__(self, world: int) -> None:
         self.log: list[str] = []
-        self.words, self.gather = self._tensors(world, (WORDS, world), torch.int32), None
+        self.flags, self.gather = self._tensors(world, (FLAGS, world), torch.int32), None
         self.gather = self._tensors(world, (world, ROWS_OF_CHUNK, K), torch.float16)
         self._names: dict[int, str] = {}
         me = RANK % world
         for rank in range(world):
-            for row in range(WORDS):
+            for row in range(FLAGS):
                 for column in range(world):
                     here = NAMES.get(row, "ARRIVED") + (f" of {column}" if rank == me else f" on {rank}")
-                    self._names[self.words.peers[rank][row, column].data_ptr()] = here
+                    self._names[self.flags.peers[rank][row, column].data_ptr()] = here
 
     @staticmethod
     def _tensors(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
@@ -93,11 +93,11 @@ class OneByOne(SymmetricMemory):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         self.written.copy(dst.data_ptr(), src.data_ptr(), dst.numel() * dst.element_size())
 
-    def write_signal(self, word: torch.Tensor, value: int, stream: Any) -> None:
-        self.written.write(word.data_ptr(), value)
+    def write_signal(self, flag: torch.Tensor, value: int, stream: Any) -> None:
+        self.written.write(flag.data_ptr(), value)
 
-    def wait_signal(self, word: torch.Tensor, value: int, stream: Any) -> None:
-        self.written.wait(word.data_ptr(), value)
+    def wait_signal(self, flag: torch.Tensor, value: int, stream: Any) -> None:
+        self.written.wait(flag.data_ptr(), value)
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         raise NotImplementedError
@@ -186,7 +186,7 @@ pytestmark = pytest.mark.usefixtures("any_stream")
 
 
 def producer_of(memory: Any) -> ChunkProducer:
-    return ChunkProducer(memory, memory.written.gather, memory.written.words)
+    return ChunkProducer(memory, memory.written.gather, memory.written.flags)
 
 
 def in_order(world: int, pieces: int, epoch: int, base: int, *, announces: bool) -> list[str]:

@@ -13,7 +13,7 @@ from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.exchange.words import READY
+from dist_autotune.kernels.exchange.flags import READY
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
@@ -120,7 +120,7 @@ def test_nothing_is_gathered_before_the_first_call():
 
 def have_offered(op: AllGatherGemm, call: int, *peers: int) -> bool:
     """Return whether these peers have told this rank that they have come to the call."""
-    return all(int(op._words.local[READY.value, peer]) >= call for peer in peers)
+    return all(int(op._flags.local[READY.value, peer]) >= call for peer in peers)
 
 
 def different_rows(rank):
@@ -206,7 +206,7 @@ def stuck_copy(rank):
     if rank == 0:
         lose_patience(op)
         hold_launch(op, lambda: have_offered(op, 1, 1))
-        delay_copies(op, lambda: wait_for(op._error_words.any, 100.0))
+        delay_copies(op, lambda: wait_for(op._error_records.any, 100.0))
     return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
 
 
@@ -264,8 +264,8 @@ def die_in_the_middle(rank, consumer, producer):
 
         def launch_when_half_is_there(*args):
             # What has come of rank 1's chunk; of ours it has not all.
-            words = op._pusher.words if producer == "push" else op._words.local
-            arrived, base = words[4], 0 if producer == "push" else 32
+            flags = op._pusher.flags if producer == "push" else op._flags.local
+            arrived, base = flags[4], 0 if producer == "push" else 32
             wait_for(lambda: int(arrived[1]) - base >= 16, 60.0)
             launch(*args)
 
@@ -301,14 +301,14 @@ def stuck_in_the_middle(rank, consumer):
         def copy_second_late(dst, src, stream):
             copies.append(dst)
             if len(copies) == 2:
-                stream.enqueue(lambda: wait_for(op._error_words.any, 100.0))
+                stream.enqueue(lambda: wait_for(op._error_records.any, 100.0))
             copy(dst, src, stream)
 
         op._memory.copy = copy_second_late
         launch = op._launch
 
         def launch_when_half_is_there(*args):
-            wait_for(lambda: int(op._words.local[4, 1]) >= 16, 60.0)
+            wait_for(lambda: int(op._flags.local[4, 1]) >= 16, 60.0)
             launch(*args)
 
         op._launch = launch_when_half_is_there

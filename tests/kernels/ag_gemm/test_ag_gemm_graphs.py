@@ -40,7 +40,7 @@ from programs import run_program
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.kernels.exchange.words import ARRIVED
+from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
@@ -148,7 +148,7 @@ def dead_peer(rank, last):
     # Chunks are pushed in order: a survivor's may be held up by the dead peer's slot until its own kernel has
     # given that up. Whose kernel is as impatient may give up the survivor too, and then these two would wait
     # for each other once more. So each begins when what can come has come: rank 0, rank 1, ...
-    arrived = op._pusher.words[ARRIVED.value]
+    arrived = op._pusher.flags[ARRIVED.value]
     hold_launch(op, lambda: all(arrived[peer] for peer in range(last) if peer != rank))
     a_shard, weight = tensors(8, 16, 16, HALF)
     message = message_of(lambda: call_pushed(op, a_shard, weight))

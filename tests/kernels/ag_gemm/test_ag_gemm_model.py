@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
-WORDS = importlib.import_module("kernels_in_the_model.exchange.words")
+FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 GIVEN_UP = 1 << 30
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
@@ -43,7 +43,7 @@ class GatherBuffer(Descriptor):
         assert row + BLOCK_M <= self.scene.m, "rows behind the chunk's last one are loaded"
         chunk = self.scene.chunk_in(slot)
         if chunk != self.scene.rank and not self.scene.errors[chunk]:
-            seen = now().visible.get(self.scene.word("ARRIVED", chunk).address, self.scene.base)
+            seen = now().visible.get(self.scene.flag("ARRIVED", chunk).address, self.scene.base)
             assert row + BLOCK_M <= seen - self.scene.base, f"row {row} of chunk {chunk} has not arrived"
 
 
@@ -74,14 +74,14 @@ class Scene:
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
         self.gather = np.full(((2 * self.world - 1) * self.capacity, self.k), np.nan)
         self.c = np.full((self.world * self.m, self.n), -99.0)
-        self.words = np.zeros(WORDS.WORDS * self.world, dtype=np.int64)
+        self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.errors = np.zeros(self.world, dtype=np.int64)
         self.put(self.rank, 0, self.m)
         for peer in self.peers():
-            self.word("ARRIVED", peer).set(self.base)
+            self.flag("ARRIVED", peer).set(self.base)
             if not self.pushed and peer != self.dead:
-                self.word("READY", peer).set(EPOCH)
-                self.words[(WORDS.ROWS + EPOCH % 2) * self.world + peer] = self.m
+                self.flag("READY", peer).set(EPOCH)
+                self.flags[(FLAGS.ROWS + EPOCH % 2) * self.world + peer] = self.m
 
     def peers(self) -> list[int]:
         return [(self.rank + step) % self.world for step in range(1, self.world)]
@@ -93,8 +93,8 @@ class Scene:
     def chunk_in(self, slot: int) -> int:
         return next(chunk for chunk in range(self.world) if self.slot_of(chunk) == slot)
 
-    def word(self, row: str, peer: int) -> Pointer:
-        return Pointer(self.words, getattr(WORDS, row) * self.world + peer)
+    def flag(self, row: str, peer: int) -> Pointer:
+        return Pointer(self.flags, getattr(FLAGS, row) * self.world + peer)
 
     def put(self, chunk: int, start: int, end: int) -> None:
         first = self.slot_of(chunk) * self.capacity
@@ -108,7 +108,7 @@ class Scene:
         def peer_task(peer: int) -> Callable[[], None]:
             def arrive() -> None:
                 rows = self.m if peer != self.dead else self.rows_of_dead
-                self.word("ANNOUNCED", peer).set(self.m) if self.pushed else None
+                self.flag("ANNOUNCED", peer).set(self.m) if self.pushed else None
                 done = 0
                 while done < rows:
                     for _ in range(self.random.choice([0, 4, 24])):
@@ -116,15 +116,15 @@ class Scene:
                     end = min(rows, done + self.random.choice([*self.pieces, self.m]))
                     self.put(peer, done, end)
                     now().pause()
-                    if self.word("ARRIVED", peer).get() < GIVEN_UP:
-                        self.word("ARRIVED", peer).set(self.base + end)
+                    if self.flag("ARRIVED", peer).get() < GIVEN_UP:
+                        self.flag("ARRIVED", peer).set(self.base + end)
                     done = end
                 if not self.pushed and peer != self.dead:
                     if self.random.random() < 0.5:  # when only load warps are left, which have loaded all
                         now().pause(lambda: all(t.done for t in kernel_tasks() if "_load" not in t.name))
                     ended = all(task.done for task in kernel_tasks())
                     assert not ended, f"the kernel ended before rank {peer} had fetched our chunk"
-                    self.word("FETCHED", peer).set(EPOCH)
+                    self.flag("FETCHED", peer).set(EPOCH)
 
             return arrive
 
@@ -162,7 +162,7 @@ def gather_and_multiply(
         b_desc,
         extra_desc,
         c_desc,
-        Pointer(scene.words),
+        Pointer(scene.flags),
         Pointer(scene.errors),
         Pointer(written.reshape(-1)),
         scene.world * scene.m,

@@ -11,7 +11,7 @@ import torch
 from ag_gemm_runs import error_ratio
 
 from dist_autotune.kernels import tensors
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, operation
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
 
 CAPACITY, K, N = 16, 32, 24
@@ -37,7 +37,7 @@ def test_what_is_known_is_not_checked_again(op, monkeypatch):
     a_shard, weight, out = torch.randn(8, K), weight_of(), torch.empty(8, N)
     assert is_right(op, a_shard, weight, out=out)
     assert is_right(op, a_shard, weight)
-    monkeypatch.setattr(operation, "check_tensors", lambda *args: pytest.fail("checked again"))
+    monkeypatch.setattr(op, "_check_tensors", lambda *args: pytest.fail("checked again"))
     for elements in (a_shard, weight):
         elements.normal_()
         assert is_right(op, a_shard, weight, out=out)

@@ -47,7 +47,7 @@ class Sums:
     """How an operation that scatters is opened, with several programs, called and checked."""
 
     name: str
-    done_row: int  # of the words
+    done_row: int  # of the flags
 
     def open(self, group: dist.ProcessGroup | None = None, *, large: bool = False) -> Any:
         rows, n = (4096, 4096) if large else (64, 48)
@@ -174,12 +174,12 @@ def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_late
 def calls_in_steps(rank, sums):
     """Return errors of calls, in steps by turns, and for how many DONE a stream waited in each."""
     op, world = sums.open(), dist.get_world_size()
-    done = {word.data_ptr() for word in op._words.local[sums.done_row]}
+    done = {flag.data_ptr() for flag in op._flags.local[sums.done_row]}
     waits, wait_signal = [], op._memory.wait_signal
 
-    def noted(word, value, stream):
-        waits.append(word.data_ptr())
-        wait_signal(word, value, stream)
+    def noted(flag, value, stream):
+        waits.append(flag.data_ptr())
+        wait_signal(flag, value, stream)
 
     op._memory.wait_signal = noted
     errors, waited = [], []

@@ -1,7 +1,7 @@
 """The operations over symmetric memory on one GPU: rank 0 of two, whose peer is the host with pinned memory.
 
 Copy engines copy pinned memory as they copy a peer's, so a kernel meets what it meets on two GPUs: rows and
-words that arrive while it runs, written by streams. The host plays the peer by the protocols at the top of
+flags that arrive while it runs, written by streams. The host plays the peer by the protocols at the top of
 `exchange.pull`, `exchange.push` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
 of another process, NVLink, and two ranks that wait for each other.
 """
@@ -22,7 +22,7 @@ from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.kernels.exchange import operation, words
+from dist_autotune.kernels.exchange import flags, operation
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import kernel as rs
@@ -95,35 +95,35 @@ class Peer:
     def __init__(self, memory: HostAsPeer) -> None:
         self.memory, self.stream = memory, stream_of_peer(memory.device)
 
-    def write(self, word: torch.Tensor, value: int) -> None:
-        self.memory.write_signal(word, value, self.stream)
+    def write(self, flag: torch.Tensor, value: int) -> None:
+        self.memory.write_signal(flag, value, self.stream)
 
-    def take(self, word: torch.Tensor) -> None:
-        """Wait for a word that rank 0 sets here, and take it back."""
-        wait_for(lambda: int(word) >= 1, PATIENCE_S)
-        word.fill_(0)
+    def take(self, flag: torch.Tensor) -> None:
+        """Wait for a flag that rank 0 sets here, and take it back."""
+        wait_for(lambda: int(flag) >= 1, PATIENCE_S)
+        flag.fill_(0)
 
     def be_fetched_from(self, op: AllGatherGemm, rows: int) -> None:
         """Take part in the eager call that rank 0 has just made."""
-        here, there, epoch = op._words.local, op._words.peers[1], op._calls
-        self.write(here[words.ROWS.value + (epoch & 1), 1], rows)
-        self.write(here[words.READY.value, 1], epoch)
-        wait_for(lambda: int(there[words.READY.value, 0]) >= epoch, PATIENCE_S)
-        self.write(here[words.FETCHED.value, 1], epoch)
+        here, there, epoch = op._flags.local, op._flags.peers[1], op._calls
+        self.write(here[flags.ROWS.value + (epoch & 1), 1], rows)
+        self.write(here[flags.READY.value, 1], epoch)
+        wait_for(lambda: int(there[flags.READY.value, 0]) >= epoch, PATIENCE_S)
+        self.write(here[flags.FETCHED.value, 1], epoch)
 
     def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
         """Take part in the pushed call, or the replay, that rank 0 has just made."""
         pusher = op._pusher
-        here, there = pusher.words, pusher._permits._ours[0]
-        self.write(here[words.FREE.value, 1], 1)
+        here, there = pusher.flags, pusher._permits._ours[0]
+        self.write(here[flags.FREE.value, 1], 1)
         self.take(there)
-        self.write(here[words.ANNOUNCED.value, 1], len(chunk))
+        self.write(here[flags.ANNOUNCED.value, 1], len(chunk))
         begin = 0
         for end in piece_ends(len(chunk), pieces):
             time.sleep(LATE_S)
             slot = op._gather.local[2]
             self.memory.copy(slot[begin:end], chunk[begin:end], self.stream)
-            self.write(here[words.ARRIVED.value, 1], end)
+            self.write(here[flags.ARRIVED.value, 1], end)
             begin = end
 
 
@@ -292,7 +292,7 @@ def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
     memory, m, n, k = HostAsPeer(), 700, 520, 512
     rows, found = m // 2, []
     with opened(memory, GemmReduceScatter, m, n) as op:
-        peer, here = Peer(memory), op._words.local
+        peer, here = Peer(memory), op._flags.local
         a, weight = (torch.empty(size, k, dtype=DTYPE, device=DEVICE) for size in (m, n))
         out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
         graph = torch.cuda.CUDAGraph()

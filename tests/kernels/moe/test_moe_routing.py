@@ -13,11 +13,11 @@ from operation_runs import INTERPRETER, message_of, values
 from rank_programs import wait_for
 
 from dist_autotune.kernels.moe import plan as plans
+from dist_autotune.kernels.moe.flags import FLAGS, GIVEN, GIVEN_OTHERS, TOLD, TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS, LOWEST_HEIGHT
 from dist_autotune.kernels.moe.operation import TokenBoard
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
-from dist_autotune.kernels.moe.words import GIVEN, GIVEN_OTHERS, TOLD, TOPK_SPAN, WORDS
 from dist_autotune.kernels.signals import Failure, read_failure
 from dist_autotune.kernels.symm import open_symmetric_memory
 
@@ -45,12 +45,12 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
     tokens = tuple(len(part) for part in ids)
     stride = CAPACITY * topk
     everyone = torch.full((world * stride,), 10**6, dtype=torch.int64)  # what nobody chose is no expert
-    words, errors = torch.zeros(WORDS, world, dtype=torch.int32), torch.zeros(world, dtype=torch.int64)
+    flags, errors = torch.zeros(FLAGS, world, dtype=torch.int32), torch.zeros(world, dtype=torch.int64)
     for peer, part in enumerate(ids):
         everyone[peer * stride : peer * stride + part.numel()] = part.reshape(-1)
         if peer != rank:
-            words[TOLD.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
-            words[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told)
+            flags[TOLD.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
+            flags[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told)
     plan = Plan(
         world_size=world,
         experts=experts,
@@ -66,7 +66,7 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
     known = tokens if told is None else told
     pairs = sum(known) * topk
     plan.sort(
-        everyone, words, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
+        everyone, flags, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
         told=digest_of(known), rank=rank, first=first, patience_ticks=1,
     )  # fmt: skip
     all_ids = torch.cat(ids).reshape(-1).tolist()
@@ -75,7 +75,7 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
         rank_of=[peer for peer, part in enumerate(ids) for _ in range(part.numel())],
         expert_of=[expert if 0 <= expert < experts else experts for expert in all_ids],
         pairs=pairs,
-        failures=[read_failure(int(word)) for word in errors],
+        failures=[read_failure(int(flag)) for flag in errors],
     )
 
 

@@ -29,7 +29,7 @@ def several_programs(rank, programs):
         runs.poison(op)
         share_errors(op)
         op._sms = 1  # a grid of one program, each launch of which becomes several
-        mapped = [op._staged.local, op._words.local, op._weights.local, op._ids.local]
+        mapped = [op._staged.local, op._flags.local, op._weights.local, op._ids.local]
         with forked_programs(runs.kernel, programs, mapped):
             return [runs.call_and_compare(op, tokens_of_call(tokens, call), 24, 3, 2) for call in range(3)]
 

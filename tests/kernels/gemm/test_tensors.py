@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from dist_autotune.kernels import tensors
-from dist_autotune.kernels.tensors import keep, place_of
+from dist_autotune.kernels.tensors import key_of, remember
 
 
 def test_a_place_is_address_shape_strides_type_and_device():
     tensor = torch.randn(24, 32)
-    assert place_of(tensor) == place_of(tensor.detach())
+    assert key_of(tensor) == key_of(tensor.detach())
     others = (tensor[1:], tensor[:, :8], tensor.T, tensor.view(torch.int32), tensor.clone(), [tensor], None)
-    assert len({place_of(other) for other in (tensor, *others)}) == 1 + len(others)
+    assert len({key_of(other) for other in (tensor, *others)}) == 1 + len(others)
 
 
 def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):
     monkeypatch.setattr(tensors, "KEPT", 2)
     known = {}
     for key, value in [("a", 1), ("b", 2), ("b", 3), ("c", 4)]:
-        assert keep(known, key, value) == value
+        assert remember(known, key, value) == value
     assert known == {"b": 3, "c": 4}
 
 
@@ -34,7 +34,7 @@ def test_threads_may_keep_at_once(monkeypatch: pytest.MonkeyPatch):
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda n: [keep(known, (n, i), i) for i in range(400)], range(8)))
+            list(threads.map(lambda n: [remember(known, (n, i), i) for i in range(400)], range(8)))
     finally:
         sys.setswitchinterval(interval_s)
     assert len(known) == 3

@@ -1,10 +1,10 @@
-"""The words by which the ranks of an `AllGatherGemm` tell each other how far they are, and failure codes."""
+"""The flags by which the ranks of an `AllGatherGemm` tell each other how far they are, and failure codes."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
-WORDS = 6  # rows of a rank's int32 [WORDS, WORLD] words; one such tensor for fetched, one for pushed calls
+FLAGS = 6  # rows of a rank's int32 [FLAGS, WORLD] flags; one such tensor for fetched, one for pushed calls
 
 # Column p is about rank p, which writes it, save ARRIVED.
 READY = tl.constexpr(0)  # the epoch whose shard p has put in place
