@@ -51,6 +51,8 @@ IS_3_9 = triton.__version__.startswith("3.9.")
 
 Launch = Callable[[int, tuple[Any, ...]], None]
 Tensors = tuple[torch.Tensor, ...]
+KEPT = 512
+OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 
 def bare_launch(
@@ -158,9 +160,6 @@ def _is_set(hook: Any) -> bool:
     """Return whether there is such a hook: a chain, unless it is empty, or what somebody put in its place."""
     return bool(hook.calls) if isinstance(hook, knobs.HookChain) else hook is not None
 
-
-KEPT = 512
-OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
 
