@@ -265,9 +265,7 @@ class SettledLaunches(Generic[Shape]):
 
     def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
-        from dist_autotune.tuner.results import (
-            mark_provisional,  # not at the top: it loads what sessions need
-        )
+        from dist_autotune.tuner.results import mark_provisional  # it loads what only sessions need
 
         mark_provisional(self._tuner, key)
         layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)
