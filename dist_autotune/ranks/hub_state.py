@@ -81,7 +81,8 @@ class HubState:
         if len(exchange.informed) == len(self._ranks):
             assert exchange.end is not None
             self._latest_over, self._latest_end = number, exchange.end
-            self.merges.pop(number, None)
+            for over in [each for each in list(self.merges) if each <= number]:
+                del self.merges[over]
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
     def forget(self, reply: Reply) -> None:
