@@ -141,10 +141,9 @@ class Crash:
 
     def merged(self, other: Crash) -> Crash:
         """Return what is known best of the latest run."""
-        known = [(crash.run, crash.kind) for crash in (self, other)]
-        if known[0] != known[1]:
-            return self if known[0] > known[1] else other
-        first, second = sorted((self, other), key=lambda crash: (crash.rank, crash.at))
+        first, second = sorted((self, other), key=lambda each: (-each.run, -each.kind, each.rank, each.at))
+        if (first.run, first.kind) != (second.run, second.kind):
+            return first
         return replace(first, suspects={**second.suspects, **first.suspects})
 
 

@@ -1,7 +1,4 @@
-"""What a call of one tuned function does: it goes on with a session, or runs with what is settled.
-
-With all that a session needs, this is imported when a tuned function is first called.
-"""
+"""A call of a tuned function: it goes on with a session, or runs with what is settled."""
 
 from __future__ import annotations
 
@@ -55,17 +52,14 @@ class Calls:
 
     @property
     def report(self) -> TuningReport | None:
-        """What the last session found, or has found so far; None before the first."""
         session = self._session  # read once: another thread may ask
         return self._report if session is None else session.report()
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to try."""
         return self._session is None and not self._wants_session
 
     def retune(self) -> None:
-        """Tune anew at the next call, whatever memory and disk hold."""
         if self._is_under_way:
             self._retunes = True
             return
@@ -91,8 +85,6 @@ class Calls:
             if self._retunes:
                 self._retunes = False
                 self.retune()
-
-    # -- settled calls -------------------------------------------------------------------------------------
 
     def _call_settled(self, state: FunctionState, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
@@ -141,14 +133,14 @@ class Calls:
         dispatcher.to_tune.clear()
         if not votes:
             before = None if preserved is None else Snapshot(preserved)
-            with INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose):
+            with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
                 return thunk(), bool(dispatcher.to_tune), before
         what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
         try:
             before = None if preserved is None else Snapshot(preserved)
             with (
                 function.group.running(Watch(what, state.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose),
+                INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
             ):
                 result = thunk()
             vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
@@ -159,7 +151,6 @@ class Calls:
         return result, merged.wants_session, before
 
     def _note(self, text: str) -> None:
-        """Write a remark to the log outside a session."""
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
@@ -169,8 +160,6 @@ class Calls:
         for name in sorted(state.dispatcher.to_tune - self._noted):
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
-
-    # -- sessions ------------------------------------------------------------------------------------------
 
     def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""

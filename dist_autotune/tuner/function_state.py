@@ -79,8 +79,6 @@ class FunctionState:
         with self.function.group.busy(), self.time_spent.compiling():
             yield
 
-    # -- sessions ------------------------------------------------------------------------------------------
-
     def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
         return self.function.opening(state, self.search.digest_text(), retunes=self.results.ignores_known)
