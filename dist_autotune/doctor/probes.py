@@ -57,7 +57,8 @@ class Place:
         self._report(stage=name)
 
     def _report(self, **about: str) -> None:
-        print(f"\n{REPORT}{json.dumps({'facts': self.facts, **about})}", flush=True)
+        sys.stdout.write(f"\n{REPORT}{json.dumps({'facts': self.facts, **about})}\n")
+        sys.stdout.flush()
 
 
 def main(probe: str, arguments: dict[str, Any]) -> None:

@@ -133,14 +133,14 @@ class Calls:
         dispatcher.to_tune.clear()
         if not votes:
             before = None if preserved is None else Snapshot(preserved)
-            with INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose):
+            with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
                 return thunk(), bool(dispatcher.to_tune), before
         what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
         try:
             before = None if preserved is None else Snapshot(preserved)
             with (
                 function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose),
+                INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
             ):
                 result = thunk()
             vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
