@@ -45,8 +45,7 @@ class Calls:
         self._report: TuningReport | None = None
         self._wants_session = True
         self._forgets = False  # what memory and disk hold, in the next session
-        self._is_under_way = False
-        self._retunes = False  # when the call under way has ended
+        self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._calls_in_vain = 0  # settled calls since one met a new key, or a session
 
@@ -57,34 +56,23 @@ class Calls:
 
     @property
     def settled(self) -> bool:
-        return self._session is None and not self._wants_session
-
-    def retune(self) -> None:
-        if self._is_under_way:
-            self._retunes = True
-            return
-        if self._session is not None:
-            self._session.close()
-            self._report = self._session.report()
-        self._session, self._wants_session, self._forgets = None, True, True
+        return self._session is None and not (self._wants_session or self.retunes)
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
-        self._is_under_way = True
-        try:
-            state = self._current_state(tunes=mode == "tune")
-            if interception.is_capturing():
-                if not self._forgets:
-                    state.results.looks_on_disk |= state.function.is_alone
-                return self._run_settled(state, thunk, votes=False)[0]
-            if self.settled:
-                return self._call_settled(state, thunk)
-            return self._run_session(state, thunk)
-        finally:
-            self._is_under_way = False
-            if self._retunes:
-                self._retunes = False
-                self.retune()
+        if self.retunes:
+            if self._session is not None:
+                self._session.close()
+                self._report = self._session.report()
+            self._session, self._wants_session, self._forgets, self.retunes = None, True, True, False
+        state = self._current_state(tunes=mode == "tune")
+        if interception.is_capturing():
+            if not self._forgets:
+                state.results.looks_on_disk |= state.function.is_alone
+            return self._run_settled(state, thunk, votes=False)[0]
+        if self.settled:
+            return self._call_settled(state, thunk)
+        return self._run_session(state, thunk)
 
     def _call_settled(self, state: FunctionState, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
