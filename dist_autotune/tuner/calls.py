@@ -139,7 +139,7 @@ class Calls:
         try:
             before = None if preserved is None else Snapshot(preserved)
             with (
-                function.group.running(Watch(what, state.timeout_s, self._options.on_stuck, write_stuck)),
+                function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
                 INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
             ):
                 result = thunk()
@@ -147,7 +147,9 @@ class Calls:
         except BaseException as error:
             function.group.fail(error)
             raise
-        merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
+        merged = checked(
+            decode(function.group.exchange(vote.encode(), merge, function.timeout_s, what)), Vote
+        )
         return result, merged.wants_session, before
 
     def _note(self, text: str) -> None:
