@@ -264,20 +264,18 @@ def round_trip_ms(calls: int) -> Cost:
 
 def simulate(size: int, payload: bytes) -> Cost:
     """Return what one exchange of `size` ranks costs: the hub, the merging, messages and bytes."""
-    state = HubState(size)
-    told: dict[int, list[bytes]] = {position: [] for position in range(size)}
+    state = HubState(range(size))
+    told: dict[int, list[bytes]] = {rank: [] for rank in range(size)}
     hub_s, merge_s, messages, passed_bytes = 0.0, 0.0, 0, 0
 
-    def post(position: int) -> None:
+    def post(rank: int) -> None:
         nonlocal hub_s, messages, passed_bytes
-        data = bytearray(
-            pack({"op": "post", "id": 0, "sequence": 0, "position": position, "payload": payload})
-        )
+        data = bytearray(pack({"op": "post", "id": 0, "sequence": 0, "rank": rank, "payload": payload}))
         passed_bytes += len(data)
         messages += 1
         began = time.process_time()
         (message,) = unpack(data)
-        state.handle(message, lambda reply: told[position].append(pack(reply)))
+        state.handle(message, lambda reply: told[rank].append(pack(reply)))
         hub_s += time.process_time() - began
 
     def merged(payloads: list[bytes]) -> dict[str, bytes]:
@@ -288,8 +286,8 @@ def simulate(size: int, payload: bytes) -> Cost:
         return end
 
     state.merges[0] = merged
-    for position in reversed(range(size)):
-        post(position)
+    for rank in reversed(range(size)):
+        post(rank)
     received = [data for each in told.values() for data in each]
     return {
         "hub_ms": (hub_s - merge_s) * 1e3,

@@ -30,8 +30,6 @@ class NotCompiled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """On what terms a rank compiles its candidates."""
-
     session: str = ""  # the same text on all ranks that share their failures, and in no other session
     local_rank: int = 0
     local_ranks: int = 1  # of this host

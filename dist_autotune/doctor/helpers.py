@@ -1,7 +1,7 @@
 """Helper processes that may crash or hang, each with a time limit; what they report survives them.
 
-A helper is a new interpreter that runs one probe of `dist_autotune.doctor.probes`. It saves its report when a
-stage begins and when it ends, so what came before a crash or a hang is known.
+A helper is a new interpreter that runs one probe of `dist_autotune.doctor.probes`. It writes its report when
+a stage begins and when it ends, so what came before a crash or a hang is known.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ POLL_S = 0.01
 PEERS_GRACE_S = 3.0  # for the helpers beside one that has failed: to report what they see of it
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
 STARTUP = "the start"  # the stage before the first
+REPORT = "dist_autotune doctor: "  # begins a line of JSON: the report so far
 _CUT_OFF = "cut off after"
 
 
@@ -55,10 +56,11 @@ def run_helpers(
     """
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="dist-autotune-", ignore_cleanup_errors=True) as directory:
+        outputs = [Path(directory, f"rank-{rank}") for rank in range(count)]
         try:
-            for rank in range(count):
+            for rank, path in enumerate(outputs):
                 place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
-                with Path(directory, f"{rank}.out").open("wb") as output:
+                with path.open("wb") as output:
                     process = subprocess.Popen(
                         command(probe, {**place, **arguments}),
                         stdin=subprocess.DEVNULL,
@@ -72,7 +74,8 @@ def run_helpers(
         finally:
             for process in processes:
                 _kill(process)
-        return tuple(_read(directory, rank, ending) for rank, ending in enumerate(endings))
+        texts = [path.read_text(errors="replace") for path in outputs]
+    return tuple(map(_read, texts, endings))
 
 
 def first_problem(helpers: Sequence[Helper]) -> Helper | None:
@@ -88,19 +91,13 @@ def command(probe: str, arguments: dict[str, Any]) -> list[str]:
     return [sys.executable, "-c", program, json.dumps([sys.path, probe, arguments])]
 
 
-def report_path(directory: str, rank: int) -> Path:
-    """Return the file in which the helper `rank` reports: one JSON object."""
-    return Path(directory, f"{rank}.json")
-
-
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[str]:
     """Return how each process ended, as text that is empty where it ended well."""
     began = time.monotonic()
-    deadline = began + limit_s
-    grace_s = PEERS_GRACE_S
+    deadline, has_failed = began + limit_s, False
     while None in [process.poll() for process in processes] and time.monotonic() < deadline:
-        if any(process.returncode for process in processes):
-            deadline, grace_s = min(deadline, time.monotonic() + grace_s), limit_s
+        if not has_failed and any(process.returncode for process in processes):
+            deadline, has_failed = min(deadline, time.monotonic() + PEERS_GRACE_S), True
         time.sleep(POLL_S)
     return [_ending(process.poll(), time.monotonic() - began) for process in processes]
 
@@ -121,13 +118,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.wait(REAP_S)
 
 
-def _read(directory: str, rank: int, ending: str) -> Helper:
-    """Return what a helper that ended so has reported."""
-    path = report_path(directory, rank)
-    report = json.loads(path.read_text()) if path.exists() else {}
-    if error := report.pop("error", ""):
-        return Helper(**report, problem=error)
-    words = Path(directory, f"{rank}.out").read_text(errors="replace").strip()
-    if ending and words:
-        ending += f"; its last words: {words.splitlines()[-1].strip()[:300]}"
-    return Helper(**report, problem=ending)
+def _read(output: str, ending: str) -> Helper:
+    """Return what a helper that ended so has reported, among other things that it wrote."""
+    report, last_words = dict[str, Any](), ""
+    for line in filter(str.strip, output.splitlines()):
+        if line.startswith(REPORT):
+            with contextlib.suppress(ValueError):  # a killed process was writing it
+                report = json.loads(line.removeprefix(REPORT))
+        else:
+            last_words = f"; its last words: {line.strip()[:300]}"
+    error = report.pop("error", "")
+    return Helper(**report, problem=error or (ending and ending + last_words))

@@ -24,7 +24,8 @@ class _Known:
 class FastPath:
     """Stands in for `Autotuner.run` in settled calls: launches the configs that `add` was given.
 
-    slow: makes every other launch. replaces: whether an exception means that a config does not work here.
+    slow: makes every other launch, all of them while trials are made. replaces: whether an exception means
+    that a config does not work here.
     passes_single: leave a kernel with one config to stock. Measured costs: docs/benchmarks.
     """
 
@@ -52,7 +53,6 @@ class FastPath:
         return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
 
     def begin_call(self) -> None:
-        """Forget what the last call launched."""
         self._call += 1
 
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:

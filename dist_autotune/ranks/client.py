@@ -35,11 +35,11 @@ class Client:
     An interrupted reply leaves it closed; the next request connects anew.
     """
 
-    def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, position: int) -> None:
+    def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, rank: int) -> None:
         self.send_s = SEND_S  # how long the hub may take to take a message in
         self._endpoints = endpoints
         self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
-        self._position = position
+        self._rank = rank
         self._numbers = itertools.count()
         self._replies: dict[int, Message] = {}
         self._buffer = bytearray()
@@ -54,7 +54,7 @@ class Client:
 
     def notify(self, op: str, sequence: int, **fields: Any) -> None:
         """Send a message that has no reply."""
-        data = pack({"op": op, "sequence": sequence, "position": self._position, **fields})
+        data = pack({"op": op, "sequence": sequence, "rank": self._rank, **fields})
         lost: type[HubLost] = ConnectionLost
         try:
             if self._socket is None:

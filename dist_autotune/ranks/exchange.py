@@ -190,12 +190,9 @@ class Exchange:
         return {"missing": ranks, "by": self._members.rank, "waited_s": waited_s, "what": self._what}
 
     def _settled(self, end: End) -> End:
-        """Return `end` with ranks for positions; store a bad one where it outlives the hub."""
+        """Return `end`; store a bad one where it outlives the hub."""
         if self._merge_error is not None:
             raise self._merge_error
-        if "missing_positions" in end:
-            ranks = [self._members.ranks[position] for position in end["missing_positions"]]
-            end = {**end, "missing": ranks}
         if "merged" not in end and self._members.hub is not None:
             with contextlib.suppress(StoreLost):
                 self._store.publish_end(self._sequence, end)

@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from .address import Address, interface_towards, this_host
@@ -36,28 +37,28 @@ logger = logging.getLogger("dist_autotune")
 class Hub:
     """Serves a `HubState` to the ranks of a group. Its attributes are those of its thread."""
 
-    def __init__(self, size: int) -> None:
-        self.state = HubState(size)
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.rank = ranks[0]
+        self.state = HubState(ranks)
         self.token, self.answer = (os.urandom(TOKEN_BYTES // 2).hex().encode() for _ in range(2))
         self.loop = asyncio.SelectorEventLoop()
         self.connections: set[_Connection] = set()
         self.strangers: dict[_Connection, None] = {}  # have not shown the token; the oldest first
         self.backlogged: set[_Connection] = set()  # have not taken in all that was sent to them
-        self._size = size
-        self._positions: set[int] = set()  # that have sent something
+        self._absent = set(ranks)  # have not sent anything yet
         self.held: list[tuple[_Connection, Message]] = []  # results for this rank
         self._was_away = False
         self._ticked_at = time.monotonic()
         self._servers: dict[str, asyncio.Server] = {}  # by interface
         self._outside: tuple[tuple[str, int], ...] = ()
-        self._port = self.loop.run_until_complete(self._listen("loopback", "127.0.0.1"))
         self.loop.call_soon(self._tick)
         threading.Thread(target=self._serve, name="dist_autotune hub", daemon=True).start()
+        self._port = self._listen("loopback", "127.0.0.1")
 
     @property
     def has_met_all(self) -> bool:
         """Return whether every rank of the group has found the way here."""
-        return len(self._positions) == self._size
+        return not self._absent
 
     def address(self) -> Address:
         return Address(this_host(), self._port, self._outside, (self.token + self.answer).decode())
@@ -66,11 +67,11 @@ class Hub:
         """Listen on the interface towards another host too; on all of them if that is not known."""
         interface = interface_towards(host)
         if interface not in self._servers:
-            listening = asyncio.run_coroutine_threadsafe(self._listen(interface, interface), self.loop)
-            self._outside = (*self._outside, (interface or socket.gethostname(), listening.result(SEND_S)))
+            port = self._listen(interface, interface)
+            self._outside = (*self._outside, (interface or socket.gethostname(), port))
 
     def handle(self, message: Message, reply: Reply) -> None:
-        self._positions.add(int(message["position"]))
+        self._absent.discard(message["rank"])
         self.state.handle(message, reply)
         self.release()
 
@@ -91,15 +92,14 @@ class Hub:
         with contextlib.suppress(RuntimeError):  # it has ended
             self.loop.call_soon_threadsafe(self.loop.stop)
 
-    async def _listen(self, name: str, interface: str) -> int:
+    def _listen(self, name: str, interface: str) -> int:
         """Listen on an interface, on all if it is "", and return the port."""
         every = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if every or ":" in interface else socket.AF_INET
         listener = socket.create_server((interface, 0), family=family, dualstack_ipv6=every)
         # One is accepted at a time: a rank that has come shows its token before strangers take its place.
-        self._servers[name] = await self.loop.create_server(
-            lambda: _Connection(self), sock=listener, backlog=1
-        )
+        opening = self.loop.create_server(lambda: _Connection(self), sock=listener, backlog=1)
+        self._servers[name] = asyncio.run_coroutine_threadsafe(opening, self.loop).result(SEND_S)
         listener.listen(QUEUE)
         return int(listener.getsockname()[1])
 
@@ -157,7 +157,7 @@ class _Connection(asyncio.Protocol):
                 del self._received[:TOKEN_BYTES], self._hub.strangers[self]
                 self.transport.write(self._hub.answer)
             for message in unpack(self._received):
-                self._is_of_hub = message["position"] == 0
+                self._is_of_hub = message["rank"] == self._hub.rank
                 self._hub.handle(message, self.reply)
         except Exception:
             logger.warning("The hub of this group has closed a connection.", exc_info=True)

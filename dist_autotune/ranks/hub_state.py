@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .messages import End, Message, Reply
 
-Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads, by position -> the end that they make
+Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads -> the end that they make
 
 
 @dataclass(frozen=True)
 class _Request:
     """A request that is not answered yet."""
 
-    position: int
+    rank: int
     id: int
     reply: Reply
 
@@ -27,21 +27,27 @@ class _Round:
     payloads: dict[int, bytes] = field(default_factory=dict)
     waiting: list[_Request] = field(default_factory=list)  # for the end
     beats: int = 0  # so far, of all ranks
-    latest_beat: dict[int, int] = field(default_factory=dict)  # position -> which beat of all was its last
-    beats_at_look: dict[int, int] = field(default_factory=dict)  # by the position that asked for patience
+    latest_beat: dict[int, int] = field(default_factory=dict)  # rank -> which beat of all was its last
+    beats_at_look: dict[int, int] = field(default_factory=dict)  # by the rank that asked for patience
     end: End | None = None
-    informed: set[int] = field(default_factory=set)  # positions that know the end
+    informed: set[int] = field(default_factory=set)  # ranks that know the end
+
+    def has_heartbeat_for(self, rank: int) -> bool:
+        """Return whether a missing rank has sent a heartbeat since `rank` asked last."""
+        seen = self.beats_at_look.get(rank, 0)
+        self.beats_at_look[rank] = self.beats
+        return any(beat > seen and sender not in self.payloads for sender, beat in self.latest_beat.items())
 
 
 class HubState:
-    """The state of a hub: knows messages and positions, neither sockets nor threads.
+    """The state of a hub: knows messages and ranks, neither sockets nor threads.
 
     A message costs the same however many ranks there are, but for the one that ends an exchange.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self.merges: dict[int, Merging] = {}  # by exchange; the first rank adds each before it posts
-        self._size = size
+        self._ranks = ranks  # the hub's own first
         self._rounds: dict[int, _Round] = {}
         # The latest exchange whose end all ranks know. A rank that gave up, or was interrupted, while it was
         # informed may still ask; no rank can ask about an earlier one.
@@ -53,7 +59,7 @@ class HubState:
 
     def handle(self, message: Message, reply: Reply) -> None:
         """Take in a message; `reply` is called now or later, or never for one that asks nothing."""
-        number, position = int(message["sequence"]), int(message["position"])
+        number, rank = int(message["sequence"]), int(message["rank"])
         if number not in self._rounds and number <= self._latest_over:
             if "id" in message:
                 reply({"id": message["id"], "end": self._latest_end})
@@ -62,26 +68,31 @@ class HubState:
         match message["op"]:
             case "beat":
                 exchange.beats += 1
-                exchange.latest_beat[position] = exchange.beats
+                exchange.latest_beat[rank] = exchange.beats
+                return
             case "look":
                 reply({"id": message["id"], "end": exchange.end})
+                return
             case "give up":
-                self._give_up(exchange, message, reply)
+                if exchange.end is None and message["is_patient"] and exchange.has_heartbeat_for(rank):
+                    reply({"id": message["id"], "wait": True})
+                    return
+                missing = [each for each in self._ranks if each not in exchange.payloads]
+                exchange.end = exchange.end or {**message["end"], "missing": missing}
             case "publish":
                 exchange.end = exchange.end or message["end"]
-                reply({"id": message["id"], "end": exchange.end})
-                exchange.informed.add(position)
             case "post":
-                exchange.payloads[position] = message["payload"]
-                exchange.waiting.append(_Request(position, message["id"], reply))
-        if exchange.end is None and len(exchange.payloads) == self._size:
-            exchange.end = self.merges[number]([exchange.payloads[each] for each in range(self._size)])
+                exchange.payloads[rank] = message["payload"]
+        exchange.waiting.append(_Request(rank, message["id"], reply))
+        if exchange.end is None and len(exchange.payloads) == len(self._ranks):
+            exchange.end = self.merges[number]([exchange.payloads[each] for each in self._ranks])
         if exchange.end is not None:
             self._answer(exchange, exchange.end)
-        if len(exchange.informed) == self._size:
+        if len(exchange.informed) == len(self._ranks):
             assert exchange.end is not None
             self._latest_over, self._latest_end = number, exchange.end
-            self.merges.pop(number, None)
+            for over in [each for each in list(self.merges) if each <= number]:
+                del self.merges[over]
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
     def forget(self, reply: Reply) -> None:
@@ -92,22 +103,6 @@ class HubState:
     def _answer(self, exchange: _Round, end: End) -> None:
         """Send all that wait the end; the hub's own rank last, as it may end its process, and this thread."""
         requests, exchange.waiting = exchange.waiting, []
-        for request in sorted(requests, key=lambda each: each.position, reverse=True):
-            exchange.informed.add(request.position)
+        for request in sorted(requests, key=lambda each: each.rank == self._ranks[0]):
+            exchange.informed.add(request.rank)
             request.reply({"id": request.id, "end": end})
-
-    def _give_up(self, exchange: _Round, message: Message, reply: Reply) -> None:
-        """End the exchange for everybody, unless a missing rank has sent a heartbeat since the last look."""
-        position = int(message["position"])
-        seen = exchange.beats_at_look.get(position, 0)
-        exchange.beats_at_look[position] = exchange.beats
-        beats = exchange.latest_beat.items()
-        if exchange.end is None:
-            is_alive = any(beat > seen and beater not in exchange.payloads for beater, beat in beats)
-            if is_alive and message["is_patient"]:
-                reply({"id": message["id"], "wait": True})
-                return
-            missing = [each for each in range(self._size) if each not in exchange.payloads]
-            exchange.end = {**message["end"], "missing_positions": missing}
-        exchange.informed.add(position)
-        reply({"id": message["id"], "end": exchange.end})

@@ -20,7 +20,6 @@ class Members:
         # process at exit (its thread then finds no interpreter; torch 2.13).
         self.rank = dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.position = self.ranks.index(self.rank)
         self.store = Store(group, self.ranks, self.rank)
         self.client: Client | None = None  # of the hub; None: not found yet
         self.hub: Hub | None = None  # on the first rank
@@ -31,8 +30,8 @@ class Members:
     def find_client(self, limit_s: float = OPERATION_S) -> Client | None:
         """Return the client of the hub, which the first rank starts; None: it is not there yet."""
         if self.client is None:
-            if self.position == 0:
-                self.hub = self.hub or Hub(len(self.ranks))
+            if self.rank == self.ranks[0]:
+                self.hub = self.hub or Hub(self.ranks)
                 self.store.publish_address(self.hub.address())
             self.client = self.new_client(limit_s)
         return self.client
@@ -43,7 +42,7 @@ class Members:
         if address is None:
             return None
         if endpoints := address.endpoints(this_host()):
-            return Client(endpoints, address.token, self.position)
+            return Client(endpoints, address.token, self.rank)
         if not self._has_requested_access:
             self.store.request_access(interface_towards(self.store.host))
             self._has_requested_access = True

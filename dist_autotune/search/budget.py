@@ -16,39 +16,26 @@ RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plan
 
 
 @dataclass(frozen=True)
-class RunsSpent:
-    """What the runs of a session were for. The rest launched what is settled, or had nothing to try."""
-
-    runs: int = 0
-    trials: int = 0
-    waits: int = 0  # online: until a trial's time was read on all ranks
-
-    def after(self, *, trial: bool, wait: bool) -> RunsSpent:
-        """Return what they were for after one more."""
-        return RunsSpent(self.runs + 1, self.trials + trial, self.waits + (wait and not trial))
-
-
-@dataclass(frozen=True)
 class Forecast:
     """What has been tried of what there is to try, and an estimate of the runs that are still to come."""
 
     timed: int  # candidates with a time, or banned, in all contexts
     candidates: int
     planned_trials: int  # at most, as the search plans
-    spent: RunsSpent
+    runs: int  # so far; those that are neither trials nor waits had nothing to try
+    trials: int = 0
+    waits: int = 0  # online: until a trial's time was read on all ranks
 
     @property
     def more_runs(self) -> int:
         """About how many runs are still to come: as so far, and if the search takes all it plans."""
-        spent = self.spent
-        return math.ceil(max(self.planned_trials - spent.trials, 1) * spent.runs / max(spent.trials, 1))
+        return math.ceil(max(self.planned_trials - self.trials, 1) * self.runs / max(self.trials, 1))
 
     def __str__(self) -> str:
-        spent = self.spent
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
-        trials = f"{spent.trials} of at most {counted(max(self.planned_trials, spent.trials), 'trial')}"
-        waits = f" ({spent.waits} waited for the device)" if spent.waits else ""
-        runs = f"in {counted(spent.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
+        trials = f"{self.trials} of at most {counted(max(self.planned_trials, self.trials), 'trial')}"
+        waits = f" ({self.waits} waited for the device)" if self.waits else ""
+        runs = f"in {counted(self.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
         return f"{made}, {trials} {runs}"
 
 
@@ -71,13 +58,15 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
     return together + in_turn + 1
 
 
-def forecast(rules: Rules, searched: Sequence[Context], spent: RunsSpent) -> Forecast:
-    """Return how far the session has come. Any thread may ask."""
+def forecast(rules: Rules, searched: Sequence[Context], runs: int, trials: int, waits: int) -> Forecast:
+    """Return how far the session has come after so many runs."""
     return Forecast(
         timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
         candidates=sum(len(context.digests) for context in searched),
         planned_trials=planned_runs(rules, searched) - 1,
-        spent=spent,
+        runs=runs,
+        trials=trials,
+        waits=waits,
     )
 
 

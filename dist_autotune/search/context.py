@@ -116,10 +116,6 @@ class Context:
         return self._flow is not None and self._flow.is_warmup
 
     @property
-    def count(self) -> int:
-        return 0 if self._flow is None else self._flow.count
-
-    @property
     def is_launch_bound(self) -> bool:
         """Return whether a host's part may be in the incumbent's time, or in the fastest."""
         judges = (self.incumbent, self.times.fastest(self.banned))
@@ -138,31 +134,31 @@ class Context:
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
 
+    def index_of(self, digest: str | None) -> int | None:
+        """Return the candidate that ranks call so; None: it is none of this context."""
+        return self.digests.index(digest) if digest in self.digests else None
+
     def narrow(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
-        for index, digest in enumerate(self.digests):
-            if digest not in announcement.shared:
-                self.ban(index, announcement.rank, "not a candidate on every rank")
+        missing = [digest for digest in self.digests if digest not in announcement.shared]
+        self.apply_bans(dict.fromkeys(missing, (announcement.rank, "not a candidate on every rank")))
 
-    def adopt(self, claim: Claim | None) -> bool:
+    def adopt(self, claim: Claim) -> bool:
         """Take the result that some rank already has; return whether every rank can use it."""
-        if claim is None or claim[1] not in self.digests:
+        index, ms = self.index_of(claim[1]), claim[2]
+        if index is None or index in self.banned:
             return False
-        index = self.digests.index(claim[1])
-        if index in self.banned:
-            return False
-        if claim[2] is not None:
-            self.times.ms[index] = claim[2]
+        if ms is not None:
+            self.times.ms[index] = ms
         self.winner = index
         return True
 
     def apply_bans(self, bans: dict[str, Ban]) -> None:
-        for digest, (rank, reason) in bans.items():
-            if digest in self.digests:
-                self.ban(self.digests.index(digest), rank, reason)
+        for digest, ban in bans.items():
+            if (index := self.index_of(digest)) is not None:
+                self.ban(index, *ban)
 
     def ban(self, index: int, rank: int, reason: str) -> None:
-        """Never launch this candidate again."""
         self.banned.setdefault(index, (rank, reason))
         self.times.ms.pop(index, None)
         if self.winner == index:
@@ -197,6 +193,7 @@ class Context:
         if not counts or part.ran != self.digests[index]:
             return Outcome(index=index if counts else None)
         self._ran.add(index)
+        assert self._flow is not None
         kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
             kind, ms = "warm-up", self.times.record_warmup(index, judged)
@@ -204,7 +201,7 @@ class Context:
                 ms = math.nan  # its first run may compile and load whatever the option launches
         else:
             ms = self.times.record_sample(index, judged)
-        outcome = Outcome(kind, index, self.count, planned, self.judge)
+        outcome = Outcome(kind, index, self._flow.count, planned, self.judge)
         self._resume(ms)
         return outcome
 

@@ -44,10 +44,8 @@ class Mergeable:
 
     def merged(self, other: Self) -> Self:
         kind: Any = type(self)
-        merges = _merges(kind)
-        return type(self)(
-            **{name: merge(getattr(self, name), getattr(other, name)) for name, merge in merges}
-        )
+        values = {name: merge(getattr(self, name), getattr(other, name)) for name, merge in _merges(kind)}
+        return type(self)(**values)
 
 
 @functools.cache
@@ -96,9 +94,7 @@ def _first_claim(one: Claim, other: Claim) -> Claim:
     return min(one, other, key=lambda claim: (*claim[:2], claim[2] is None, claim[2] or 0.0))
 
 
-def _common(one: str | None, other: str | None) -> str | None:
-    if one is None or other is None:
-        return one or other
+def _same(one: str, other: str) -> str:
     return one if one == other else MIXED
 
 
@@ -106,7 +102,7 @@ def _common(one: str | None, other: str | None) -> str | None:
 class Part(Mergeable):
     """What ranks say of one context after a run."""
 
-    ran: Annotated[str | None, _common] = None  # digest of the candidate launched; MIXED; None: not launched
+    ran: Annotated[str | None, _if_both(_same)] = None  # digest launched; MIXED; None: no launch
     worst_ms: Annotated[float, max] = -math.inf  # of the per-rank statistic so far of the candidate on trial
     best_ms: Annotated[float, min] = math.inf
     total_fs: Annotated[int, operator.add] = 0  # their sum, whole: the same in whatever order it is added up
@@ -129,9 +125,8 @@ def femtoseconds(ms: float) -> int:
     return round(Fraction(ms) * FS_PER_MS)
 
 
-INEXACT, EXPLAINED, EXACT = range(3)
-"""What is known of a run in which a process ended: that it did; that a rank had raised an exception, which is
-why others may have been killed; inside which launch it did."""
+INEXACT, EXPLAINED, EXACT = range(3)  # of a run in which a process ended: no more is known; a rank had raised
+# an exception, for which others may have been killed; the launch is known
 
 
 @dataclass(frozen=True)
@@ -146,16 +141,15 @@ class Crash:
 
     def merged(self, other: Crash) -> Crash:
         """Return what is known best of the latest run."""
-        known = [(crash.run, crash.kind) for crash in (self, other)]
-        if known[0] != known[1]:
-            return self if known[0] > known[1] else other
-        first, second = sorted((self, other), key=lambda crash: (crash.rank, crash.at))
+        first, second = sorted((self, other), key=lambda each: (-each.run, -each.kind, each.rank, each.at))
+        if (first.run, first.kind) != (second.run, second.kind):
+            return first
         return replace(first, suspects={**second.suspects, **first.suspects})
 
 
 @dataclass(frozen=True)
 class Message(Mergeable):
-    """What ranks say at one exchange; as such: that they said messages of different kinds."""
+    """What ranks say at one exchange; of no kind where they sent different ones."""
 
     kind: ClassVar[str] = MIXED
     sent_at: ClassVar[str] = ""
@@ -178,7 +172,7 @@ class Message(Mergeable):
 
 @dataclass(frozen=True)
 class Opening(Message):
-    """At the opening of a session: what disks hold, and what earlier processes died of."""
+    """At the opening of a session: what disks hold, and what ended earlier processes."""
 
     kind = "open"
     sent_at = "the opening of a session"
@@ -213,17 +207,14 @@ class RunReport(Message):
 
     def in_order(self, known: Container[str]) -> list[str]:
         """Return the contexts of a run: those not `known` last, as the lowest rank that has them met them."""
-
-        def place(name: str) -> tuple[int, int, str]:
-            announced = self.parts[name].announcement
-            if announced is None or name in known:
-                return -1, 0, name
-            return announced.rank, announced.place, name
-
-        return sorted(self.parts, key=place)
+        places = {name: (-1, 0, name) for name in self.parts}
+        for name, part in self.parts.items():
+            if part.announcement is not None and name not in known:
+                places[name] = part.announcement.rank, part.announcement.place, name
+        return sorted(self.parts, key=places.__getitem__)
 
     def decisive(self) -> dict[str, Any]:
-        """Return, as data that `decode` reads, what the next plan follows from: all but facts and offers."""
+        """Return as data what the next plan follows from: all but facts and offers."""
         return replace(self, facts={}, offers={}).as_data()
 
 
@@ -279,10 +270,7 @@ SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of se
 
 
 def checked(merged: Message, kind: type[M], facts: Facts | None = None) -> M:
-    """Return what all ranks said, if all of them sent a `kind`, with equal `facts` (None: all of its own).
-
-    Raises RankMismatch.
-    """
+    """Return `merged` if all ranks sent a `kind`, with equal `facts` (None: its own); else RankMismatch."""
     facts = merged.facts if facts is None else facts
     for name in [*SAID_FIRST, *sorted(facts.keys() - set(SAID_FIRST))]:
         values = sorted(facts.get(name, {}).items(), key=lambda value: value[1])

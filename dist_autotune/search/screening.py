@@ -1,11 +1,9 @@
 """Screens the candidates of many contexts at once, by the time of whole runs, for the few plans worth a race.
 
-In each block of runs every candidate of every context comes up about equally often: each run says something
-of all contexts (Plackett and Burman, "The design of optimum multifactorial experiments", Biometrika 1946).
-The model of a run's time has two parts: of each context what its own launches take, times the share of it
-that shows in the run; and what single candidates add beyond that, which is nothing for most. It is fitted by
-backfitting with a soft threshold (Friedman et al., "Pathwise coordinate optimization", 2007). What it leaves
-over shows pairs of candidates that are faster together than both apart.
+In each block of runs every candidate of every context comes up about equally often. The model of a run's time
+has two parts: of each context what its own launches take, times the share of it that shows in the run; and
+what single candidates add beyond that, which is nothing for most. It is fitted by backfitting with a soft
+threshold; what it leaves over shows pairs that are faster together than both apart. Sources: docs/search.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from . import budget
-from .budget import Forecast, RunsSpent
+from .budget import Forecast
 from .context import Context, Outcome
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
@@ -51,7 +51,7 @@ class SearchState:
         self._idle_runs = 0
         self._is_judging = True  # the run under way may judge what is judged by the whole run
         self._bringing_runs = 0  # in a row that announced kernels
-        self._spent = RunsSpent()
+        self._trials_made = self._waits = 0  # runs of the session
 
     # -- the next run --------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class SearchState:
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        return budget.forecast(self.rules, self._searched, self._spent)
+        return budget.forecast(self.rules, self._searched, self.runs, self._trials_made, self._waits)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -132,8 +132,8 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
-        self.runs, self.done, self.closing, self._idle_runs = 0, False, not self.rules.tunes, 0
-        self.remark, self._spent, self._admitting = "", RunsSpent(), set()
+        self.runs = self._trials_made = self._waits = self._idle_runs = 0
+        self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.whole_run, self._turns = True, None, Turns()
         for context in self.contexts.values():
             context.last_run, context.began = 0, None
@@ -175,7 +175,8 @@ class SearchState:
         had_trial, was_closing, plan_trial = self.has_trial, self.closing, self.plan_trial
         is_new = any(part.announcement for part in merged.parts.values())
         is_trial = is_new or any(each.is_on_trial for each in self._trials)
-        self._spent = self._spent.after(trial=is_trial, wait=any(each.waiting for each in self._trials))
+        self._trials_made += is_trial
+        self._waits += not is_trial and any(each.waiting for each in self._trials)
         self._turns.record_launches(merged)
         self.runs += 1
         merged = _with_late_hosts(merged)
@@ -251,7 +252,7 @@ class SearchState:
         context = self.contexts[name] = Context(name, announcement, self.rules, self.runs)
         context.apply_bans(bans)
         self._comparison.defaults[name] = context.incumbent
-        if context.adopt(announcement.claim):
+        if announcement.claim is not None and context.adopt(announcement.claim):
             context.settle("cached", context.winner)
         else:
             self._search_or_leave(context)
@@ -321,10 +322,10 @@ class Turns:
     def record_launches(self, merged: RunReport) -> None:
         """Keep what a run launched."""
         self._last, context = merged.launched, self.context
-        if context is None or context.waiting:  # the report is of an earlier run
-            return
-        if (ran := merged.ran(context.name)) in context.digests:
-            self._launched[context.digests.index(str(ran))] = self._last
+        if context is not None and not context.waiting:  # else the report is of an earlier run
+            index = context.index_of(merged.ran(context.name))
+            if index is not None:
+                self._launched[index] = self._last
 
     def pass_on(self, contexts: Mapping[str, Context]) -> None:
         """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""

@@ -1,14 +1,4 @@
-"""The search for the plan whose whole run is fastest, with `search="racing"`; see docs/search.md.
-
-1. *Explore.* Each option of each choice is launched until the kernels that it brings are tuned by their own
-   launches, so that no option is judged with an untuned kernel. What each option launches is kept.
-2. *Shortlist.* Of each kernel the few candidates that could matter: with `objective="thunk"` all within a
-   factor of the fastest by launches, else those so near to it that the whole run may decide.
-3. *Race* of all plans that these make, if they are few (`MOST_PLANS`): options and candidates that pay only
-   together are found, as each plan is a candidate of its own. Many plans are screened first (`screening`).
-4. *Widen.* The options that came near to the best are raced once more, each with more candidates of their
-   kernels: what is fastest beside one option need not be beside another.
-"""
+"""The search for the plan whose whole run is fastest, where the strategy is racing; see docs/search.md."""
 
 from __future__ import annotations
 
@@ -16,7 +6,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from . import screening
@@ -38,14 +27,7 @@ MOST_WIDER = 12  # of a kernel, when they have been ...
 WIDER = 1.15  # ... within so much of its fastest by launches, beside the first options
 
 
-@dataclass(frozen=True)
-class Explore:
-    """Ask for runs of a plan that are no samples."""
-
-    plan: Plan
-
-
-Search: TypeAlias = Generator["Explore | Plan", float, Plan]
+Search: TypeAlias = Generator[Plan, float, Plan]
 Launched: TypeAlias = Mapping[tuple[str, int], frozenset[str]]  # (choice, option) -> contexts seen with it
 
 
@@ -75,7 +57,7 @@ class WholeRun(PlanTrial):
 
     @property
     def admits(self) -> bool:
-        """Return whether a kernel that is new now is tuned: the option explored may have brought it."""
+        """Return whether a new kernel is tuned: the option that is explored may have brought it."""
         return self.is_warmup and self._option_runs <= NEW_KEYS_RUNS
 
     @property
@@ -85,8 +67,6 @@ class WholeRun(PlanTrial):
     def explains_absence(self, context: Context) -> bool:
         """Return whether a context may be launched again though it was not: under other options."""
         return context.judge == BY_RUN and bool(self._choices())
-
-    # -- one run -------------------------------------------------------------------------------------------
 
     def apply_run(self, merged: RunReport, *, patience: int) -> None:
         """Record one run of all ranks. One with a kernel on trial judges nothing."""
@@ -100,9 +80,8 @@ class WholeRun(PlanTrial):
             super().apply_run(merged, patience=patience)
 
     def _ran_as_planned(self, merged: RunReport) -> bool:
-        """Return whether all ranks that launched a context of the plan launched its candidate."""
         if self.waiting:
-            return True  # of an earlier run
+            return True  # the report is of an earlier run
         for name, index in self.plan.items():
             context = self._contexts[name]
             if merged.ran(name) not in (None, context.digests[index]):
@@ -121,24 +100,19 @@ class WholeRun(PlanTrial):
         self._resume(ms)
 
     def _resume(self, ms: float | None) -> None:
-        """Send the time to the search; ask for its next plan, or settle what it decides."""
         self._explored_runs = self._option_runs = 0
         try:
             while True:
-                asked = next(self._search) if ms is None else self._search.send(ms)
-                self.is_warmup = isinstance(asked, Explore)
-                self.plan = asked.plan if isinstance(asked, Explore) else asked
+                self.plan = next(self._search) if ms is None else self._search.send(ms)
                 if not self._is_banned(self.plan):
                     break
                 self._launched, ms = frozenset(), math.inf
         except StopIteration as stop:
-            self.is_over, self.is_warmup = True, False
+            self.is_over = True
             self._settle(self._best_so_far() if self._is_banned(stop.value) else stop.value, "tuned")
         text = ";".join(f"{name}={index}" for name, index in sorted(self.plan.items()))
         self.label = f"plan {hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._apply_plan()
-
-    # -- results -------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Stop before it is over: each context takes what is known so far, for now."""
@@ -179,17 +153,19 @@ class WholeRun(PlanTrial):
     # -- the search ----------------------------------------------------------------------------------------
 
     def _searched(self) -> Search:
-        """Explore, then race plans; return the best one."""
+        """Explore the options, race plans, race wider ones beside the best options; return the best plan."""
         launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice
         met_under: dict[str, Plan] = {}  # what a choice needs to be asked for at all
+        self.is_warmup = True
         while (found := self._unexplored(launched)) is not None:
             name, index = found
             plan = {**met_under.setdefault(name, {}), name: index}
             before = set(self._choices())
-            yield Explore(plan)
+            yield plan
             launched[name, index] = self._launched
             self._seen = (self._seen or frozenset()) | self._launched
             met_under.update(dict.fromkeys(set(self._choices()) - before, plan))
+        self.is_warmup = False
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         space = PlanSpace(self._contexts, self._objective, self._choices(), launched)
         plans = space.plans(few=bool(launched))
@@ -242,7 +218,7 @@ class WholeRun(PlanTrial):
 
 
 class PlanSpace:
-    """All plans that one search may race. `launched`: by choice and option, the contexts seen with it."""
+    """All plans that one search may race."""
 
     def __init__(
         self, contexts: Mapping[str, Context], objective: str, choices: list[str], launched: Launched

@@ -50,8 +50,6 @@ class WallClock:
 
 @dataclass(slots=True)
 class EventMark:
-    """One launch between two events."""
-
     device: int
     begin: torch.cuda.Event
     end: torch.cuda.Event
@@ -138,7 +136,6 @@ class EventClock:
 
 
 def default_clock(timeout_s: float, *, interpreted: bool) -> Clock:
-    """Return an `EventClock` where kernels run on a GPU, else a `WallClock`."""
     return EventClock(timeout_s) if torch.cuda.is_available() and not interpreted else WallClock()
 
 

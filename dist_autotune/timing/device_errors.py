@@ -58,7 +58,6 @@ def diagnosis(error: BaseException, where: str, launched: Sequence[str], log: st
 
 
 def listed(launched: Sequence[str]) -> str:
-    """Return the first few of what a run has launched, as text."""
     more = f" and {len(launched) - LISTED} more" if len(launched) > LISTED else ""
     return "; ".join(launched[:LISTED]) + more or "nothing"
 

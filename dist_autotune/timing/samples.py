@@ -58,7 +58,6 @@ class Samples:
             self._gap_ms = getattr(clock, "gap_ms", self._gap_ms)
 
     def start(self) -> Any:
-        """Mark the beginning of a launch, or of a run."""
         self._is_launching = True
         return self._clock.start()
 
@@ -77,7 +76,6 @@ class Samples:
 
     @property
     def is_read(self) -> bool:
-        """Return whether the clock was read for the run that is reported."""
         return self.report is not None and not self.report.pending
 
     def begin_run(self) -> None:

@@ -40,8 +40,6 @@ def load_filler(device: int) -> None:
 
 @dataclass(frozen=True)
 class _Filler:
-    """One filler, between two events."""
-
     before: torch.cuda.Event
     behind: torch.cuda.Event
     cycles: int

@@ -31,7 +31,6 @@ class TimeSpent:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Add the time of the block to `compiling_s`."""
         began = time.monotonic()
         try:
             yield

@@ -40,7 +40,6 @@ class ActiveCall:
 
     @property
     def is_mine(self) -> bool:
-        """Return whether this thread has the turn already."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     def belongs(self) -> bool:
@@ -52,7 +51,6 @@ class ActiveCall:
         )
 
     def works_for_call(self) -> bool:
-        """Return whether this thread has the turn, or works for the call that has it."""
         return self.is_mine or self.belongs()
 
     def acquire(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:

@@ -60,7 +60,6 @@ def kernel_source(function: Callable[..., Any]) -> KernelSource:
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Return the digest of a Python function's own source text."""
     return digest(_source(function))
 
 
@@ -175,7 +174,6 @@ def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str
 
 
 def _resolved(node: ast.expr, scope: dict[str, Any]) -> Any:
-    """Return what a name, or a name in modules, stands for."""
     if isinstance(node, ast.Name):
         return scope.get(node.id, _UNKNOWN)
     if isinstance(node, ast.Attribute):

@@ -66,7 +66,6 @@ class Interception:
         self._replaced, self.active, self.chooser = (), False, None
 
     def restore(self) -> None:
-        """Be as between calls."""
         self.__exit__()
         self.tuning = False
 
@@ -80,7 +79,6 @@ INTERCEPTION = Interception()
 
 
 def is_interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
     return bool(knobs.runtime.interpret)
 
 
@@ -92,5 +90,4 @@ def is_capturing() -> bool:
 
 
 def is_async_compiling() -> bool:
-    """Return whether launches only queue compilations (Triton's AsyncCompileMode)."""
     return _async_compile.active_mode.get() is not None

@@ -97,7 +97,6 @@ class Launch:
         return identity.constants_text(self.tuner.base_fn, named, set(self.tuner.keys))
 
     def hook_arguments(self, config: Any) -> dict[str, Any]:
-        """Return what the `pre_hook` of `config` is called with."""
         return {**self._named(), **self.kwargs, **config.all_kwargs()}
 
     def run_pre_hook(self, config: Any) -> None:

@@ -76,7 +76,6 @@ def _kind(owner: type, run: types.FunctionType) -> bool | None:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of globals, attributes and enclosing variables in a function and in those inside it."""
     yield from code.co_names
     yield from code.co_freevars
     for constant in code.co_consts:

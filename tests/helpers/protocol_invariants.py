@@ -53,7 +53,6 @@ def _state_of_context(context: Context) -> tuple[Any, ...]:
         context.waiting,
         context.override,
         context.judge,
-        context.count,
         context.last_run,
         dict(context.banned),
         dict(context.times.ms),

@@ -71,11 +71,11 @@ def set_patience(tuned: Any, timeout_s: float) -> None:
 
     So that only those are short that are to be given up: ranks may start, or come to a run, seconds apart.
     """
-    tuned._calls.state.timeout_s = timeout_s
+    tuned._calls.state.function.timeout_s = timeout_s
 
 
 def listen() -> list[tuple[str, int]]:
-    """Return a list that grows by (op, position) whenever the default group's hub has taken in a message.
+    """Return a list that grows by (op, rank) whenever the default group's hub has taken in a message.
 
     To be called on the rank that runs the hub, after an exchange.
     """
@@ -84,7 +84,7 @@ def listen() -> list[tuple[str, int]]:
 
     def handle_and_note(message: dict[str, Any], reply: Callable[[Any], None]) -> None:
         handle(message, reply)
-        heard.append((message["op"], message["position"]))
+        heard.append((message["op"], message["rank"]))
 
     hub.handle = handle_and_note
     return heard

@@ -170,7 +170,7 @@ def test_the_cost_model_of_the_docs_holds(contexts):
 class Traffic:
     """What passes the hub in one exchange of simulated ranks; the network is left out."""
 
-    sent: list[int]  # bytes, by position
+    sent: list[int]  # bytes, by rank
     received: list[int]
     messages: int
     calls: int  # of functions, while the hub handles messages: its work, whatever the machine
@@ -178,18 +178,18 @@ class Traffic:
 
 
 def through_one_hub(size, contexts=4):
-    state = HubState(size)
+    state = HubState(range(size))
     payloads_sent = payloads(contexts, False, ban_chance=0)[:size]
-    replies = {position: [] for position in range(size)}
+    replies = {rank: [] for rank in range(size)}
     sent, calls = [0] * size, 0
     began = time.perf_counter()
 
-    def tell(position):
-        payload = payloads_sent[position]
-        message = {"op": "post", "id": 0, "sequence": 0, "position": position, "payload": payload}
-        sent[position] += len(pack(message))
+    def tell(rank):
+        payload = payloads_sent[rank]
+        message = {"op": "post", "id": 0, "sequence": 0, "rank": rank, "payload": payload}
+        sent[rank] += len(pack(message))
         sys.setprofile(count)
-        state.handle(message, replies[position].append)
+        state.handle(message, replies[rank].append)
         sys.setprofile(None)
 
     def count(frame, event, argument):
@@ -197,8 +197,8 @@ def through_one_hub(size, contexts=4):
         calls += event in ("call", "c_call")
 
     state.merges[0] = lambda payloads: {"merged": merge(*payloads)}
-    for position in reversed(range(size)):
-        tell(position)
+    for rank in reversed(range(size)):
+        tell(rank)
     ms = (time.perf_counter() - began) * 1e3
     for told in replies.values():
         assert decode(told[-1]["end"]["merged"]).rank == 0
@@ -230,25 +230,25 @@ def test_nothing_grows_with_the_square_of_the_ranks(capsys):
 def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
     # All but one have come, that one compiles, and everybody's time is up again and again.
     def calls_a_rank(size):
-        state, calls = HubState(size), 0
+        state, calls = HubState(range(size)), 0
 
         def count(frame, event, argument):
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        def tell(position, op, **fields):
+        def tell(rank, op, **fields):
             said = []
-            message = {"op": op, "id": 0, "sequence": 0, "position": position, **fields}
+            message = {"op": op, "id": 0, "sequence": 0, "rank": rank, **fields}
             state.handle(message, said.append)
             return said
 
-        for position in range(1, size - 1):
-            tell(position, "post", payload=b"")
+        for rank in range(1, size - 1):
+            tell(rank, "post", payload=b"")
         sys.setprofile(count)
         for _ in range(3):
             tell(size - 1, "beat")
-            for position in range(1, size - 1):
-                (verdict,) = tell(position, "give up", end={}, is_patient=True)
+            for rank in range(1, size - 1):
+                (verdict,) = tell(rank, "give up", end={}, is_patient=True)
                 assert "wait" in verdict
         sys.setprofile(None)
         return calls / size

@@ -29,7 +29,7 @@ def test_ag_gemm_is_right_and_comes_from_the_cache_at_the_second_start() -> None
 
 
 def test_overlap_tunes_the_same_kernel_three_ways(tmp_path: Path) -> None:
-    text = run_program(EXAMPLES / "overlap.py")
+    text = run_program(EXAMPLES / "overlap.py", "--rows", "32", "--columns", "32", "--k", "32")
     rows = re.findall(r"^(.+?)  +\d+ x \d+ x \d+, \d programs +[\d.]+ ms +[\d.]+ ms$", text, re.M)
     assert rows == ["alone", "in the step, by its own time", "in the step, by run time"]
     logged = (tmp_path / ".autotune_logs" / "rank-1.log").read_text()
@@ -38,8 +38,8 @@ def test_overlap_tunes_the_same_kernel_three_ways(tmp_path: Path) -> None:
 
 
 def test_training_step_tunes_while_it_learns_and_keeps_the_ranks_alike() -> None:
-    for steps, runs in ((40, r"\d+ runs"), (5, "1 run")):
-        text = run_program(EXAMPLES / "training_step.py", "--steps", str(steps))
+    for steps, runs in ((30, r"\d+ runs"), (4, "1 run")):
+        text = run_program(EXAMPLES / "training_step.py", "--steps", str(steps), "--batch", "16")
         assert re.search(rf"^6 contexts in {runs} on 2 ranks", text, re.M), text
         ends = rf"^{steps} steps, settled after step (\d+); loss ([\d.]+) at first, ([\d.]+) at"
         found = re.search(ends, text, re.M)

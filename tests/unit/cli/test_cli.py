@@ -227,18 +227,7 @@ def test_cache_import_of_what_is_no_export_is_one_line(tmp_path: Path, content: 
     assert_one_line_error(run("cache", "import", "all.json"), "all.json")
 
 
-# ---- the program
-
-
-def test_the_module_is_the_command() -> None:
-    root = str(Path(__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_autotune", "cache", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=root,
-    )
-    assert done.returncode == 0, done.stderr
+def test_cache_help_lists_its_commands() -> None:
+    printed = run("cache", "--help").stdout
     for command in ("list", "show", "clear", "export", "import"):
-        assert command in done.stdout
+        assert command in printed

@@ -74,11 +74,11 @@ def test_a_machine_with_gpus_measures_its_links_and_some_backend_works() -> None
 
 def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float = 20.0) -> tuple[Helper, ...]:
     """Run a program for each rank in place of a probe. `say(...)` reports as a probe does."""
-    say = "import json, os, signal, sys\ndef say(**report):\n  open(path, 'w').write(json.dumps(report))"
+    say = "import json, os, signal, sys\n"
+    say += f"def say(**report): print({helpers.REPORT!r} + json.dumps(report), flush=True)\n"
 
     def command(probe: str, about: dict[str, Any]) -> list[str]:
-        path = helpers.report_path(about["directory"], about["rank"])
-        return [sys.executable, "-c", f"path = {str(path)!r}\n{say}\n{programs[about['rank']]}"]
+        return [sys.executable, "-c", say + programs[about["rank"]]]
 
     monkeypatch.setattr(helpers, "command", command)
     return run_helpers("any", len(programs), limit_s, {})
@@ -96,9 +96,9 @@ def test_what_was_reported_before_a_crash_is_kept(monkeypatch: pytest.MonkeyPatc
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV (in the start)"),
         ("say(stage='a', error='ValueError: no'); os._exit(1)", "ValueError: no (in a)"),
-        ("say(stage='a', facts={})", None),
+        (f"say(stage='a', facts={{}}); print({helpers.REPORT + '{torn'!r})", None),
     ],
-    ids=["signal", "exception", "well"],
+    ids=["signal", "exception", "torn line"],
 )
 def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch, program: str, ending: str | None) -> None:
     (child,) = helpers_of(monkeypatch, program)

@@ -1,6 +1,7 @@
-"""The hub without ranks: messages and positions only, then its sockets."""
+"""The hub without ranks: messages and ranks only, then its sockets."""
 
 import _thread
+import asyncio
 import itertools
 import os
 import random
@@ -30,20 +31,20 @@ class Ranks:
     """The messages of all ranks to the state of one hub, and what each was told."""
 
     def __init__(self, size):
-        self.state = HubState(size)
-        self.told = {position: [] for position in range(size)}
-        self.replies = {position: self.told[position].append for position in range(size)}
+        self.state = HubState(range(size))
+        self.told = {rank: [] for rank in range(size)}
+        self.replies = {rank: self.told[rank].append for rank in range(size)}
 
-    def send(self, position, op, sequence=0, **fields):
+    def send(self, rank, op, sequence=0, **fields):
         asks = {} if op == "beat" else {"id": 1}
         if op == "post":
             fields = {"payload": b"x", **fields}
             self.state.merges[sequence] = joined
-        message = {"op": op, "position": position, "sequence": sequence, **asks, **fields}
-        self.state.handle(message, self.replies[position])
+        message = {"op": op, "rank": rank, "sequence": sequence, **asks, **fields}
+        self.state.handle(message, self.replies[rank])
 
-    def give_up(self, position, sequence=0, is_patient=True):
-        self.send(position, "give up", sequence, end={"by": position}, is_patient=is_patient)
+    def give_up(self, rank, sequence=0, is_patient=True):
+        self.send(rank, "give up", sequence, end={"by": rank}, is_patient=is_patient)
 
 
 # ---- the state
@@ -52,9 +53,9 @@ class Ranks:
 @pytest.mark.parametrize("last", [0, 2])
 def test_when_all_have_come_everybody_is_told_what_their_payloads_make(last):
     ranks = Ranks(3)
-    order = [position for position in range(3) if position != last]
-    for position in order:
-        ranks.send(position, "post", payload=b"%d" % position)
+    order = [rank for rank in range(3) if rank != last]
+    for rank in order:
+        ranks.send(rank, "post", payload=b"%d" % rank)
     assert not any(ranks.told.values())
     ranks.send(last, "post", payload=b"%d" % last)
     assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"0 1 2"}}]] * 3
@@ -90,10 +91,10 @@ def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
 @pytest.mark.parametrize(("here", "missing"), [((0, 2), [1]), ((1, 2), [0]), ((), [0, 1, 2])], ids=str)
 def test_who_is_missing(here, missing):
     ranks = Ranks(3)
-    for position in here:
-        ranks.send(position, "post")
+    for rank in here:
+        ranks.send(rank, "post")
     ranks.give_up(2)
-    assert ranks.told[2][-1]["end"] == {"by": 2, "missing_positions": missing}
+    assert ranks.told[2][-1]["end"] == {"by": 2, "missing": missing}
 
 
 def test_beats_of_a_missing_rank_buy_patience_once_each():
@@ -105,7 +106,7 @@ def test_beats_of_a_missing_rank_buy_patience_once_each():
     ranks.give_up(1)  # another rank has not seen that beat
     assert ranks.told[1] == [{"id": 1, "wait": True}]
     ranks.give_up(0)
-    assert ranks.told[0][-1]["end"]["missing_positions"] == [1, 2]
+    assert ranks.told[0][-1]["end"]["missing"] == [1, 2]
 
 
 def test_patience_has_an_end_and_beats_of_those_present_buy_none():
@@ -116,7 +117,7 @@ def test_patience_has_an_end_and_beats_of_those_present_buy_none():
     ranks.send(1, "beat", 1)
     ranks.send(1, "post", 1)
     ranks.give_up(0, 1)
-    assert ranks.told[0][-1]["end"]["missing_positions"] == [0, 2]
+    assert ranks.told[0][-1]["end"]["missing"] == [0, 2]
 
 
 def test_a_closed_connection_waits_no_more_but_its_payload_counts():
@@ -133,8 +134,8 @@ def test_any_order_of_messages_ends_the_same():
     generator = random.Random(0)
     for _ in range(200):
         ranks = Ranks(7)
-        for position in generator.sample(range(7), 7):
-            ranks.send(position, "post", payload=b"%d" % position)
+        for rank in generator.sample(range(7), 7):
+            ranks.send(rank, "post", payload=b"%d" % rank)
         assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": b"0 1 2 3 4 5 6"}] * 7
         assert len(ranks.state) == 0
 
@@ -178,15 +179,15 @@ def framed(body):
     return LENGTH.pack(len(body)) + body
 
 
-def client_of(hub, position):
+def client_of(hub, rank):
     """Return the client of a rank on the hub's host."""
     address = hub.address()
-    return Client(address.endpoints(address.host), address.token, position)
+    return Client(address.endpoints(address.host), address.token, rank)
 
 
 @pytest.fixture
 def hub():
-    hub = Hub(3)
+    hub = Hub(range(3))
     yield hub
     hub.close()
 
@@ -259,9 +260,7 @@ def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(client, ctrl
 def test_strangers_are_turned_away(hub, client, first):
     port = hub.address().port
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(
-            first + pack({"op": "publish", "id": 1, "sequence": 0, "position": 1, "end": MERGED})
-        )
+        stranger.sendall(first + pack({"op": "publish", "id": 1, "sequence": 0, "rank": 1, "end": MERGED}))
         with any_end():
             assert stranger.recv(100) == b""
     assert client.receive(client.send("look", 0), 10)["end"] is None
@@ -293,7 +292,7 @@ class RawRank:
         self.socket.close()
 
     def send(self, op, **fields):
-        self.socket.sendall(pack({"op": op, "id": 7, "sequence": 0, "position": 2, **fields}))
+        self.socket.sendall(pack({"op": op, "id": 7, "sequence": 0, "rank": 2, **fields}))
 
     def read(self, size):
         data = b""
@@ -312,10 +311,10 @@ class RawRank:
     [
         framed(b"[" * 100_000),
         framed(b"{}"),
-        pack({"op": "post", "position": 2, "sequence": "x"}),
+        pack({"op": "post", "rank": 2, "sequence": "x"}),
         framed(b"\xff"),
     ],
-    ids=["nesting", "no position", "no sequence", "no text"],
+    ids=["nesting", "no rank", "no sequence", "no text"],
 )
 def test_a_rank_that_sends_nonsense_loses_its_connection_and_the_others_are_served(hub, client, sent):
     with RawRank(hub) as rank:
@@ -410,6 +409,18 @@ def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_ask
     assert hub.address().endpoints("another host") == [(name, port)]
 
 
+def test_a_hub_can_be_made_where_an_event_loop_runs():
+    async def make():  # as in a notebook
+        hub = Hub(range(1))
+        client = client_of(hub, 0)
+        found = client.receive(client.send("look", 0), 20)["end"]
+        client.close()
+        hub.close()
+        return found
+
+    assert asyncio.run(make()) is None
+
+
 def test_a_program_that_answers_in_place_of_the_hub_is_not_believed(hub):
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = Client([("127.0.0.1", server.getsockname()[1])], hub.address().token, 1)
@@ -446,17 +457,17 @@ def test_a_client_connects_anew_after_it_was_closed(client):
 
 def test_many_ranks_at_once():
     size = 24
-    hub = Hub(size)
+    hub = Hub(range(size))
     hub.state.merges.update(dict.fromkeys(range(20), joined))
     ends = [None] * size
 
-    def rank(position):
-        client = client_of(hub, position)
+    def run(rank):
+        client = client_of(hub, rank)
         for sequence in range(20):
-            ends[position] = client.receive(client.send("post", sequence, payload=b"1"), 20)["end"]
+            ends[rank] = client.receive(client.send("post", sequence, payload=b"1"), 20)["end"]
         client.close()
 
-    threads = [threading.Thread(target=rank, args=(position,)) for position in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

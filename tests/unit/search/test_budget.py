@@ -7,13 +7,12 @@ from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import tune
 
 from dist_autotune.logs.records import Note
-from dist_autotune.search.budget import Forecast, RunsSpent
+from dist_autotune.search.budget import Forecast
 from ranks import assert_all_ok, run_ranks
 
 
 def test_what_is_left_is_estimated_from_the_runs_that_a_trial_has_taken():
-    spent = RunsSpent(runs=210, trials=10, waits=150)
-    outlook = Forecast(timed=4, candidates=16, planned_trials=30, spent=spent)
+    outlook = Forecast(timed=4, candidates=16, planned_trials=30, runs=210, trials=10, waits=150)
     assert outlook.more_runs == 420
     assert str(outlook) == (
         "4 of 16 candidates timed, 10 of at most 30 trials in 210 runs (150 waited for the device); "
@@ -21,18 +20,11 @@ def test_what_is_left_is_estimated_from_the_runs_that_a_trial_has_taken():
     )
 
 
-@pytest.mark.parametrize("spent", [RunsSpent(), RunsSpent(runs=3), RunsSpent(runs=40, trials=40)])
-def test_there_is_always_something_left_while_a_session_is_under_way(spent):
-    outlook = Forecast(timed=0, candidates=1, planned_trials=30, spent=spent)
-    assert outlook.more_runs >= (1 if spent.runs else 0)
+@pytest.mark.parametrize(("runs", "trials"), [(0, 0), (3, 0), (40, 40)])
+def test_there_is_always_something_left_while_a_session_is_under_way(runs, trials):
+    outlook = Forecast(timed=0, candidates=1, planned_trials=30, runs=runs, trials=trials)
+    assert outlook.more_runs >= (1 if runs else 0)
     assert str(outlook)
-
-
-def test_a_run_is_for_one_thing():
-    spent = RunsSpent()
-    for trial, wait in ((True, True), (False, True), (False, False)):
-        spent = spent.after(trial=trial, wait=wait)
-    assert spent == RunsSpent(runs=3, trials=1, waits=1)
 
 
 def test_the_report_tells_it_until_all_is_settled():
@@ -44,7 +36,7 @@ def test_the_report_tells_it_until_all_is_settled():
         step()
         told.append(step.report.outlook)
         assert (str(told[-1]) in str(step.report)) is (told[-1] is not None)
-    assert [outlook and (outlook.timed, outlook.spent.trials, outlook.more_runs) for outlook in told] == [
+    assert [outlook and (outlook.timed, outlook.trials, outlook.more_runs) for outlook in told] == [
         (1, 1, 5),
         (1, 2, 4),
         (2, 3, 3),
