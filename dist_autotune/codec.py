@@ -1,7 +1,6 @@
 """Frozen dataclasses to strict JSON and back.
 
-JSON has no infinity and no NaN, and a tuner has both: `inf` means "failed here". They are written as
-the strings "inf", "-inf" and "nan"; a field declared as `float` reads them back as numbers.
+JSON has no infinity and no NaN: they become strings, and numbers again where a field is a `float`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def to_json(value: object, *, indent: bool = False) -> str:
     encode = _indented if indent else _compact
     try:
         return encode(value)
-    except ValueError:  # a float that JSON does not know; rare, so only then is the value walked
+    except ValueError:  # a float that JSON does not know
         return encode(_mapped(value, _finite))
 
 
@@ -56,8 +55,8 @@ def escaped(value: object) -> object:
 def from_json(kind: type[D], data: object) -> D:
     """Return parsed JSON as a `kind`, a dataclass.
 
-    A field that `kind` does not have is dropped: a newer version may have added it. A field that is
-    missing or has the wrong type is a ValueError that names it.
+    A field that `kind` does not have is dropped: a newer version may have added it. One that is missing or
+    has the wrong type is a ValueError that names it.
     """
     if not isinstance(data, dict):
         raise ValueError(f"expected an object, found {type(data).__name__}")

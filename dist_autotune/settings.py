@@ -39,7 +39,7 @@ class DefaultText(str):
 
 
 class DefaultSeconds(float):
-    """An argument that was not given: the environment may say otherwise."""
+    """As `DefaultText`."""
 
 
 DEFAULT_LOG_DIR = DefaultText(".autotune_logs")
@@ -55,16 +55,13 @@ def run_mode() -> str:
 
 
 def process_rank() -> int:
-    """Return the rank that torchrun gave this process, 0 without one: for the names of logs."""
+    """Return the rank that torchrun gave this process, 0 without one."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
 
 def place_on_host(position: int, ranks: int) -> tuple[int, int]:
-    """Return which of its host's ranks this process is, and how many there are, as torchrun says.
-
-    Without torchrun, `position` and `ranks` of the group: all of them may be on this host.
-    """
+    """Return which of its host's ranks this process is, of how many; without torchrun, of the group's."""
     said = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if all(text.isdecimal() for text in said) and int(said[0]) < int(said[1]):
         return int(said[0]), int(said[1])

@@ -45,8 +45,7 @@ class Calls:
         self._report: TuningReport | None = None
         self._wants_session = True
         self._forgets = False  # what memory and disk hold, in the next session
-        self._is_under_way = False
-        self._retunes = False  # when the call under way has ended
+        self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._calls_in_vain = 0  # settled calls since one met a new key, or a session
 
@@ -57,34 +56,23 @@ class Calls:
 
     @property
     def settled(self) -> bool:
-        return self._session is None and not self._wants_session
-
-    def retune(self) -> None:
-        if self._is_under_way:
-            self._retunes = True
-            return
-        if self._session is not None:
-            self._session.close()
-            self._report = self._session.report()
-        self._session, self._wants_session, self._forgets = None, True, True
+        return self._session is None and not (self._wants_session or self.retunes)
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
-        self._is_under_way = True
-        try:
-            state = self._current_state(tunes=mode == "tune")
-            if interception.is_capturing():
-                if not self._forgets:
-                    state.results.looks_on_disk |= state.function.is_alone
-                return self._run_settled(state, thunk, votes=False)[0]
-            if self.settled:
-                return self._call_settled(state, thunk)
-            return self._run_session(state, thunk)
-        finally:
-            self._is_under_way = False
-            if self._retunes:
-                self._retunes = False
-                self.retune()
+        if self.retunes:
+            if self._session is not None:
+                self._session.close()
+                self._report = self._session.report()
+            self._session, self._wants_session, self._forgets, self.retunes = None, True, True, False
+        state = self._current_state(tunes=mode == "tune")
+        if interception.is_capturing():
+            if not self._forgets:
+                state.results.looks_on_disk |= state.function.is_alone
+            return self._run_settled(state, thunk, votes=False)[0]
+        if self.settled:
+            return self._call_settled(state, thunk)
+        return self._run_session(state, thunk)
 
     def _call_settled(self, state: FunctionState, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
@@ -133,21 +121,23 @@ class Calls:
         dispatcher.to_tune.clear()
         if not votes:
             before = None if preserved is None else Snapshot(preserved)
-            with INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose):
+            with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
                 return thunk(), bool(dispatcher.to_tune), before
         what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
         try:
             before = None if preserved is None else Snapshot(preserved)
             with (
-                function.group.running(Watch(what, state.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose),
+                function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
+                INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
             ):
                 result = thunk()
             vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
         except BaseException as error:
             function.group.fail(error)
             raise
-        merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
+        merged = checked(
+            decode(function.group.exchange(vote.encode(), merge, function.timeout_s, what)), Vote
+        )
         return result, merged.wants_session, before
 
     def _note(self, text: str) -> None:

@@ -90,7 +90,7 @@ class ContextualAutotuner(Generic[P, R]):
 
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
-        self._made_calls().retune()
+        self._made_calls().retunes = True
 
     def _made_calls(self) -> Calls:
         if self._calls is None:

@@ -70,7 +70,7 @@ class Diagnosis:
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
         what = f"run {state.search.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
-        return Watch(what, state.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)
+        return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)
 
     def _whereabouts(self) -> str:
         """Return what the run under way is at; asked on another thread."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..launch.dispatcher import Dispatcher
@@ -36,11 +36,9 @@ class FunctionState:
     def __init__(self, function: TunedFunction) -> None:
         disk = Winners(function.options.resolved_cache_dir())
         self.function = function
-        self.timeout_s = function.timeout_s
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
         self.time_spent = TimeSpent()  # of the session under way
-        self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
@@ -49,15 +47,8 @@ class FunctionState:
         function, options = self.function, self.function.options
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
-        self.registry = Registry(
-            KernelNames(self.search.kernels.aliases),
-            options,
-            function.clock,
-            function.group.rank,
-            self._recall,
-            self.results.find_claim,
-            lambda *ban: self.on_ban(*ban),
-        )
+        names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
+        self.registry = Registry(names, options, function.clock, rank, self._recall, self.results.find_claim)
         self.dispatcher = Dispatcher(
             self.registry,
             function.clock,

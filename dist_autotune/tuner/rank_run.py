@@ -78,7 +78,7 @@ class RankRun:
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight:
             position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
-            patience_s = PATIENCE * state.timeout_s if count > 1 else math.inf
+            patience_s = PATIENCE * function.timeout_s if count > 1 else math.inf
             terms = Terms.agreed(self._log.session, position, count, patience_s)
             with state.compiling(), state.guard.paused():
                 for rank_context, tally in state.dispatcher.preflight(terms):

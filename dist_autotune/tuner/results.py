@@ -101,15 +101,12 @@ class Results:
         self._offers = {**offers, **self._offers}
 
     def _offers_of(self, entries: Iterable[Entry]) -> Offers:
-        rank, scopes, conditions = (
-            self._function.group.rank,
-            (self._scope, self._kernel_scope),
-            self._conditions,
-        )
+        rank, scopes = self._function.group.rank, (self._scope, self._kernel_scope)
+        conditions = self._conditions.items()
         return {
             entry.key.digest: (rank, entry.winner, entry.ms)
             for entry in entries
-            if entry.key.scope in scopes and conditions.items() <= vars(entry.key).items()
+            if entry.key.scope in scopes and conditions <= vars(entry.key).items()
         }
 
     def find_claim(self, rank_context: RankContext, tuner: Autotuner | None) -> Claim | None:

@@ -108,7 +108,7 @@ class Session:
                 (session,) = opening.facts["session"]
                 remarks = state.open(session, opening)
             search = state.search  # the opening may have made a new one
-            state.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
+            state.registry.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
             self._run.shares_clock = len(opening.facts["clock"]) == 1
             continues, search.session = search.session, session
             self._recorder.record_opening(session, continues=continues)
@@ -204,7 +204,7 @@ class Session:
         sent = message.encode()
         began = time.perf_counter()
         try:
-            received = group.exchange(sent, merge, self.state.timeout_s, what)
+            received = group.exchange(sent, merge, self.function.timeout_s, what)
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
             self._run.abandon()
