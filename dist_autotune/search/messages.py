@@ -133,8 +133,9 @@ def femtoseconds(ms: float) -> int:
     return round(Fraction(ms) * FS_PER_MS)
 
 
-INEXACT, EXPLAINED, EXACT = range(3)  # of a run in which a process ended: no more is known; a rank had raised
-# an exception, for which others may have been killed; the launch is known
+# Of a run in which a process ended: no more is known; a rank had raised, so others may have been killed; the
+# launch in which it ended is known.
+INEXACT, EXPLAINED, EXACT = range(3)
 
 
 @dataclass(frozen=True)
