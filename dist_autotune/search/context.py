@@ -164,8 +164,6 @@ class Context:
         if self.winner == index:
             self.winner = self.times.fastest(self.banned)
 
-    # -- the search ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
         self.status, self.waiting, self.is_unasked, self.is_decided = "", False, False, False

@@ -102,7 +102,15 @@ class SearchState:
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        return budget.forecast(self.rules, self._searched, self.runs, self._trials_made, self._waits)
+        searched = self._searched
+        return Forecast(
+            timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
+            candidates=sum(len(context.digests) for context in searched),
+            planned_trials=budget.planned_runs(self.rules, searched) - 1,
+            runs=self.runs,
+            trials=self._trials_made,
+            waits=self._waits,
+        )
 
     # -- results -------------------------------------------------------------------------------------------
 

@@ -141,8 +141,7 @@ def contextual_autotune(
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run.
         statistic: over the samples of one rank: `median`, `mean` or `min`.
         rank_reduce: over ranks: `max` or `mean`.
-        agree: contexts of different ranks belong together by equal `key`, or as the n-th of a kernel
-            (`ordinal`), for keys that hold a rank or a local size.
+        agree: contexts of ranks belong together by `key`, or as the n-th of a kernel (`ordinal`).
         group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name.
@@ -151,13 +150,10 @@ def contextual_autotune(
         cache: True: the user's cache directory; a path: that directory; False: none.
         log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None: no files.
         clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
-        timeout_s: seconds that a rank waits for its peers in one exchange, and for a launch on its device; a
-            longer run of a session is reported on stderr and in the log.
-        on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck: a peer has failed while
-            this rank is in a collective, or a run of a session takes too long.
+        timeout_s: seconds that a rank waits for peers or for its device; a longer run is reported as stuck.
+        on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
-        budget_s: seconds since the session's first call after which it takes the best it knows; online, the
-            program's own work between calls is part of them.
+        budget_s: seconds since the session's first call, all included, after which the best so far wins.
         progress: a bar on rank 0; None: when stderr is a terminal.
 
     Raises:

@@ -22,8 +22,7 @@ from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
-from .function import SESSION_STATE, check_opening
-from .function_state import FunctionState
+from .function_state import SESSION_STATE, FunctionState, check_opening
 from .progress import Progress, is_shown
 from .rank_run import RankRun
 from .recorder import Recorder
@@ -31,7 +30,6 @@ from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
-
 OPENING = "the opening of a session"
 T = TypeVar("T")
 
