@@ -1,4 +1,4 @@
-"""What users and peers are told when a session goes wrong, or a program looks wrong."""
+"""Reports the failures of a session, and warns of programs that look wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Diagnosis:
         self.write_stuck = functools.partial(write_stuck, recorder.note)
 
     def of_error(self, error: BaseException) -> BaseException:
-        """Return what peers are told of an error.
+        """Return the error that peers receive for `error`.
 
         An error on the device names the launches that may have caused it: in its own text if it is ours, in
         another error if the function raised it.

@@ -1,7 +1,4 @@
-"""What one tuned function knows on one group of ranks: searches, contexts, launches, results.
-
-The state outlives its sessions: a later one takes up what an earlier one left unfinished.
-"""
+"""The state of one tuned function on one group of ranks: searches, contexts, launches, results."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 
 
 class FunctionState:
-    """The lasting state of one tuned function on one group of ranks.
-
-    `search` is the same on all ranks; `registry` and `dispatcher` are this rank's.
-    """
+    """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's."""
 
     def __init__(self, function: TunedFunction) -> None:
         disk = Winners(function.options.resolved_cache_dir())

@@ -1,4 +1,4 @@
-"""What this rank does in one run of the tuned function, what it reports of it, and what it learns of it."""
+"""This rank's part in the runs of a session: launches, samples, reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session writes to its log: what this rank did and what the ranks agreed, as records."""
+"""Writes the records of a session: the work of this rank, and the decisions of all."""
 
 from __future__ import annotations
 

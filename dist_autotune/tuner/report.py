@@ -1,4 +1,4 @@
-"""What the last session of a tuned function found."""
+"""The report of a tuned function's last session."""
 
 from __future__ import annotations
 

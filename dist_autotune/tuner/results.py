@@ -1,4 +1,4 @@
-"""Results of searches: where they are found before one, and where they go after it."""
+"""Finds results of earlier searches in memory and on disk, and writes new ones there."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
-
 OPENING = "the opening of a session"
 T = TypeVar("T")
 
