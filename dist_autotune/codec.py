@@ -1,7 +1,6 @@
 """Frozen dataclasses to strict JSON and back.
 
-JSON has no infinity and no NaN, and a tuner has both: `inf` means "failed here". They are written as
-the strings "inf", "-inf" and "nan"; a field declared as `float` reads them back as numbers.
+JSON has no infinity and no NaN: they become strings, and numbers again where a field is a `float`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def to_json(value: object, *, indent: bool = False) -> str:
     encode = _indented if indent else _compact
     try:
         return encode(value)
-    except ValueError:  # a float that JSON does not know; rare, so only then is the value walked
-        return encode(_finite(value))
+    except ValueError:  # a float that JSON does not know
+        return encode(_mapped(value, _finite))
 
 
 def parse_json(content: bytes) -> object:
@@ -50,20 +49,14 @@ def parse_json(content: bytes) -> object:
 
 def escaped(value: object) -> object:
     """Return parsed JSON with escapes for lone surrogates, which no file and no terminal takes."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {escaped(name): escaped(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [escaped(item) for item in value]
-    return value
+    return _mapped(value, _escaped)
 
 
 def from_json(kind: type[D], data: object) -> D:
     """Return parsed JSON as a `kind`, a dataclass.
 
-    A field that `kind` does not have is dropped: a newer version may have added it. A field that is
-    missing or has the wrong type is a ValueError that names it.
+    A field that `kind` does not have is dropped: a newer version may have added it. One that is missing or
+    has the wrong type is a ValueError that names it.
     """
     if not isinstance(data, dict):
         raise ValueError(f"expected an object, found {type(data).__name__}")
@@ -132,14 +125,21 @@ def _is_deeper(value: object, depth: int) -> bool:
     return depth == 0 or any(_is_deeper(item, depth - 1) for item in items)
 
 
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return JSON data with `replace` of every name and value that holds no others."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {replace(name): _mapped(item, replace) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+        return [_mapped(item, replace) for item in value]
+    return replace(value)
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _escaped(value: Any) -> Any:
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def digest(text: str) -> str:

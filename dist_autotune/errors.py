@@ -12,14 +12,11 @@ class NoValidConfig(TuningError):
 
 
 class RankMismatch(TuningError, ValueError):
-    """The ranks of one group do not run the same thing: versions, options, function or kernel source.
-
-    `starts_anew`: only some of them take the function for settled; the next call tunes on all.
-    """
+    """The ranks of one group do not run the same thing: versions, options, function or kernel source."""
 
     def __init__(self, message: str, *, starts_anew: bool = False) -> None:
         super().__init__(message)
-        self.starts_anew = starts_anew
+        self.starts_anew = starts_anew  # only some ranks take the function for settled: the next call tunes
 
 
 class AgreementTimeout(TuningError, TimeoutError):
@@ -57,11 +54,6 @@ class FlowFailed(TuningError):
 
 class CacheWarning(UserWarning):
     """A cache entry or directory could not be used; tuning goes on without it."""
-
-
-def name_ranks(ranks: tuple[int, ...]) -> str:
-    """Return `rank 3` for one rank and `ranks [0, 3]` for several."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 class InvalidOption(TuningError, ValueError):

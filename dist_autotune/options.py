@@ -66,15 +66,14 @@ class Options:
         _is_a("name", self.name, str | None, "a string")
         _is_a("log_dir", self.log_dir, str | os.PathLike | None, "a directory, or None for no logs")
         _is_a("cache", self.cache, bool | str | os.PathLike, "True, False or a directory")
-        for method in ("start", "stop", "read_ms"):
-            if self.clock is not None and not callable(getattr(self.clock, method, None)):
+        for method in ("start", "stop", "read_ms") if self.clock is not None else ():
+            if not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
         if isinstance(self.clock, type):
             raise InvalidOption(f"clock={self.clock!r}: give a clock, not its class: {self.clock.__name__}()")
         if isinstance(self.preserve, str) or not isinstance(self.preserve, Sequence):
-            raise InvalidOption(
-                f"preserve={self.preserve!r}: give a sequence of tensors or state_dict holders"
-            )
+            text = "give a sequence of tensors or state_dict holders"
+            raise InvalidOption(f"preserve={self.preserve!r}: {text}")
         if _is_mesh(self.group) and self.group.ndim != 1:
             names = self.group.mesh_dim_names or ()
             which = f"mesh[{names[-1]!r}]" if names else "mesh.get_group(mesh_dim)"
@@ -102,7 +101,7 @@ class Options:
         return "exhaustive" if self.n_repeat is not None or self.n_warmup is not None else "racing"
 
     def process_group(self) -> Any:
-        """Return the process group of `group`, which may be a one-dimensional DeviceMesh."""
+        """Return the process group; of a DeviceMesh, that of its dimension."""
         if not _is_mesh(self.group):
             return self.group
         from torch.distributed import GroupMember  # torch: not for who only reads logs
@@ -111,14 +110,13 @@ class Options:
         return self.group.get_group() if is_member else GroupMember.NON_GROUP_MEMBER
 
     def resolved_log_dir(self) -> Path | None:
-        """Return the absolute log directory (now: a later os.chdir does not move it)."""
+        """Return the log directory, absolute: a later os.chdir does not move it."""
         if self.log_dir is None:
             return None
         is_default = isinstance(self.log_dir, settings.DefaultText)
         return Path(settings.log_directory() if is_default else self.log_dir).absolute()
 
     def resolved_timeout_s(self) -> float:
-        """Return the option or, where it is not given, what the environment says."""
         is_default = isinstance(self.timeout_s, settings.DefaultSeconds)
         return settings.timeout_s() if is_default else self.timeout_s
 

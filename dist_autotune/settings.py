@@ -39,7 +39,7 @@ class DefaultText(str):
 
 
 class DefaultSeconds(float):
-    """An argument that was not given: the environment may say otherwise."""
+    """As `DefaultText`."""
 
 
 DEFAULT_LOG_DIR = DefaultText(".autotune_logs")
@@ -48,7 +48,6 @@ DEFAULT_COMPILE_TIMEOUT_S = 120.0
 
 
 def run_mode() -> str:
-    """Return the value of DIST_AUTOTUNE_MODE, `tune` when unset."""
     mode = os.environ.get(MODE) or "tune"
     if mode not in MODES:
         raise InvalidOption(f"{MODE}={mode!r}: expected one of {', '.join(MODES)}")
@@ -56,16 +55,13 @@ def run_mode() -> str:
 
 
 def process_rank() -> int:
-    """Return the rank that torchrun gave this process, 0 without one: for the names of logs."""
+    """Return the rank that torchrun gave this process, 0 without one."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
 
 def place_on_host(position: int, ranks: int) -> tuple[int, int]:
-    """Return which of its host's ranks this process is, and how many there are, as torchrun says.
-
-    Without torchrun, `position` and `ranks` of the group: all of them may be on this host.
-    """
+    """Return which of its host's ranks this process is, of how many; without torchrun, of the group's."""
     said = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if all(text.isdecimal() for text in said) and int(said[0]) < int(said[1]):
         return int(said[0]), int(said[1])
@@ -73,24 +69,17 @@ def place_on_host(position: int, ranks: int) -> tuple[int, int]:
 
 
 def log_directory() -> str:
-    """Return DIST_AUTOTUNE_LOG_DIR, or the default."""
     return os.environ.get(LOG_DIR) or DEFAULT_LOG_DIR
 
 
 def timeout_s() -> float:
     """Return DIST_AUTOTUNE_TIMEOUT_S, or the default: the longest that a rank waits for its peers."""
-    seconds = _seconds(TIMEOUT_S, DEFAULT_TIMEOUT_S)
-    if not 0 < seconds < math.inf:
-        raise InvalidOption(f"{TIMEOUT_S}={seconds!r}: expected a positive number of seconds")
-    return seconds
+    return _seconds(TIMEOUT_S, DEFAULT_TIMEOUT_S, "a positive number of seconds", least=math.ulp(0.0))
 
 
 def compile_timeout_s() -> float:
     """Return the seconds that one candidate may take to compile; 0: no limit, and no process of its own."""
-    seconds = _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S)
-    if not 0 <= seconds < math.inf:
-        raise InvalidOption(f"{COMPILE_TIMEOUT_S}={seconds}: expected seconds, or 0 for no limit")
-    return seconds
+    return _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S, "seconds, or 0 for no limit", least=0.0)
 
 
 def cache_directory() -> Path | None:
@@ -135,9 +124,12 @@ def environment_of_helpers(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in {**kept, **changes}.items() if value is not None}
 
 
-def _seconds(name: str, default: float) -> float:
+def _seconds(name: str, default: float, expected: str, *, least: float) -> float:
     text = os.environ.get(name)
     try:
-        return float(text) if text else default
+        seconds = float(text) if text else default
     except ValueError:
         raise InvalidOption(f"{name}={text!r}: give seconds, such as 60") from None
+    if not least <= seconds < math.inf:
+        raise InvalidOption(f"{name}={seconds!r}: expected {expected}")
+    return seconds

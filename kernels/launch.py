@@ -51,6 +51,8 @@ IS_3_9 = triton.__version__.startswith("3.9.")
 
 Launch = Callable[[int, tuple[Any, ...]], None]
 Tensors = tuple[torch.Tensor, ...]
+KEPT = 512
+OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 
 def bare_launch(
@@ -159,9 +161,6 @@ def _is_set(hook: Any) -> bool:
     return bool(hook.calls) if isinstance(hook, knobs.HookChain) else hook is not None
 
 
-KEPT = 512
-OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
-
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
 
 
@@ -266,9 +265,7 @@ class SettledLaunches(Generic[Shape]):
 
     def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
-        from dist_autotune.tuner.results import (
-            mark_provisional,  # not at the top: it loads what sessions need
-        )
+        from dist_autotune.tuner.results import mark_provisional  # it loads what only sessions need
 
         mark_provisional(self._tuner, key)
         layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)

@@ -149,6 +149,7 @@ def _refuse(stand_in: StandIn) -> Any:
     raise NotReproducible("the memory of a tensor was asked for")
 
 
+# Not overridden in the class: what torch itself asks of a stand-in is answered for its meta tensor.
 _ANSWERS: dict[Any, Callable[[StandIn], Any]] = {
     torch.Tensor.device.__get__: lambda tensor: tensor._device,
     torch.Tensor.is_cuda.__get__: lambda tensor: tensor._device.type == "cuda",  # type: ignore[attr-defined]
@@ -165,8 +166,8 @@ class StandIns:
     """Stand-ins of the arguments of one launch, and what became of them."""
 
     def __init__(self, launch: Launch) -> None:
-        tensors = [leaf for leaf in _leaves(launch) if isinstance(leaf, torch.Tensor)]
-        self._tensors = {id(tensor): StandIn.of(tensor) for tensor in tensors}
+        leaves = _leaves((*launch.args, *launch.kwargs.values()))
+        self._tensors = {id(leaf): StandIn.of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         self._facts = {key: _facts(tensor) for key, tensor in self._tensors.items()}
         self._copies = {id(holder): _copied(holder) for holder in holders(launch)}
         self._before = [
@@ -224,7 +225,8 @@ def _same(before: Any, now: Any) -> bool:
 
 def holders(launch: Launch) -> list[Any]:
     """Return the distinct arguments whose attributes a hook may set, in the order of the launch."""
-    return list({id(value): value for value in _leaves(launch) if _has_attributes(value)}.values())
+    leaves = _leaves((*launch.args, *launch.kwargs.values()))
+    return list({id(leaf): leaf for leaf in leaves if _has_attributes(leaf)}.values())
 
 
 def with_changes(launch: Launch, changes: Changes) -> Launch:
@@ -249,15 +251,12 @@ def _exchanged(launch: Launch, new: Mapping[int, Any]) -> Launch:
     return Launch(launch.tuner, exchange(launch.args), kwargs)
 
 
-def _leaves(launch: Launch) -> Iterator[Any]:
-    def leaves(values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            if isinstance(value, tuple):
-                yield from leaves(value)
-            else:
-                yield value
-
-    return leaves((*launch.args, *launch.kwargs.values()))
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _has_attributes(value: Any) -> bool:

@@ -31,6 +31,7 @@ from .helpers import REPORT
 EXCHANGES = 20
 EXCHANGE_LIMIT_S = 20.0
 LOCK_LIMIT_S = 5.0
+WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetric memory
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Place:
         self._report(stage=name)
 
     def _report(self, **about: str) -> None:
-        print(f"\n{REPORT}{json.dumps({'facts': self.facts, **about})}", flush=True)
+        sys.stdout.write(f"\n{REPORT}{json.dumps({'facts': self.facts, **about})}\n")
+        sys.stdout.flush()
 
 
 def main(probe: str, arguments: dict[str, Any]) -> None:
@@ -160,15 +162,15 @@ def _try_memory(backend: str, place: Place) -> dict[str, str]:
         return {"absent": str(error)}
     device = "cpu" if backend == "shm" else None
     with open_symmetric_memory(None, backend, device, timeout_s=EXCHANGE_LIMIT_S) as opened:
-        box = opened.allocate((place.world_size,), torch.int32)
-        mine = torch.full((1,), place.rank + 1, dtype=torch.int32, device=opened.device)
+        box = opened.allocate((place.world_size, WORDS), torch.int32)
+        mine = torch.full((WORDS,), place.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
         stream.fork()
         for peer in range(place.world_size):
-            opened.copy(box.peers[peer][place.rank : place.rank + 1], mine, stream)
+            opened.copy(box.peers[peer][place.rank], mine, stream)
         stream.join()
         opened.barrier()
-        if box.local.tolist() != list(range(1, place.world_size + 1)):
+        if any(set(row.tolist()) != {rank + 1} for rank, row in enumerate(box.local)):
             raise RuntimeError(f"rank {place.rank} did not see what its peers wrote")
         return {"backend": opened.name, "reason": opened.reason}
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from triton.runtime.autotuner import Autotuner
-
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure
 from ..compilation.pool import Tally, Terms
@@ -42,7 +40,8 @@ class Dispatcher:
         passes_single: bool,
         is_frozen: bool,
     ) -> None:
-        self.fast_path = FastPath(self.handle, self._replaces, passes_single=passes_single)
+        self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
+        self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
         # The first launches of new contexts: their arguments are held no longer than the run.
@@ -53,22 +52,11 @@ class Dispatcher:
         self._guard = guard
         self._compiling = compiling
         self._is_frozen = is_frozen
-        self._passes_single = passes_single
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
 
-    def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to put in place of `stock` while launches may be trials."""
-
-        def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
-            if self._passes_single and len(tuner.configs) == 1:
-                return stock(tuner, *args, **kwargs)
-            return self.handle(Launch(tuner, args, kwargs))
-
-        return run
-
-    def handle(self, launch: Launch) -> Any:
+    def _handle(self, launch: Launch) -> Any:
         """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it."""
         if launch.kwargs.get("warmup"):
             return launch.run(self._quiet_config(launch))
@@ -83,7 +71,7 @@ class Dispatcher:
             try:
                 result = self._launch(launch, binding, candidate)
                 if self._stays(binding.rank_context):
-                    self.fast_path.add(launch.tuner, binding.key, config)
+                    self._fast_path.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
                 if not self._replaces(launch, config, error):
@@ -157,7 +145,7 @@ class Dispatcher:
                 self._registry.ban(context, {candidate: reason})
             if context.choice in (candidate, None):
                 context.choice = context.stand_in()
-        self.fast_path.clear()
+        self._fast_path.clear()
         if not self.tunes:
             self.to_tune.add(context.name)
         return True
@@ -176,7 +164,7 @@ class Dispatcher:
         with self._lock:
             binding = self._registry.find(launch)
             if binding is None:
-                for known in self.fast_path.launched():
+                for known in self._fast_path.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
                 if self.tunes and binding.rank_context.measures and not interception.is_interpreted():
@@ -188,11 +176,11 @@ class Dispatcher:
     def begin_run(self, *, tunes: bool) -> None:
         """Forget the last run. `tunes`: launches may be trials."""
         self._registry.names.begin_run()
-        self.fast_path.begin_call()
+        self._fast_path.begin_call()
         if not tunes and not self.tunes and not self._registry.has_news:
             return  # one settled call after another: the choices stand
         self.tunes = tunes
-        self.fast_path.clear()
+        self._fast_path.clear()
         self._known_choices.clear()
         self._registry.begin_run()
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer

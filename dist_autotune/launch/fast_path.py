@@ -24,7 +24,8 @@ class _Known:
 class FastPath:
     """Stands in for `Autotuner.run` in settled calls: launches the configs that `add` was given.
 
-    slow: makes every other launch. replaces: whether an exception means that a config does not work here.
+    slow: makes every other launch, all of them while trials are made. replaces: whether an exception means
+    that a config does not work here.
     passes_single: leave a kernel with one config to stock. Measured costs: docs/benchmarks.
     """
 

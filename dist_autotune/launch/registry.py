@@ -28,7 +28,7 @@ class Registry:
     """The contexts of this rank, by name. Not for several threads at once.
 
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
-    find_claim: the result that memory or disk has for it. on_ban: called with each candidate that failed.
+    find_claim: the result that memory or disk has for it.
     """
 
     def __init__(
@@ -39,17 +39,16 @@ class Registry:
         rank: int,
         recall: Callable[[RankContext], Mapping[str, str]],
         find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
-        on_ban: Callable[[RankContext, str, str], None],
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
+        self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names = names
         self._options = options
         self._clock = clock
         self._rank = rank
         self._recall = recall
         self._find_claim = find_claim
-        self._on_ban = on_ban
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -131,7 +130,7 @@ class Registry:
         """Keep which candidates failed here, and why; the peers hear of it at the end of the run."""
         for candidate, reason in bans.items():
             context.bans[candidate] = reason
-            self._on_ban(context, candidate, reason)
+            self.on_ban(context, candidate, reason)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call contexts as the peers do: their kernels are one, though their candidates differ."""

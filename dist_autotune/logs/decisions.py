@@ -16,7 +16,7 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    fields = _fields(run, context)
+    fields = fields_of(run, context)
     return ContextAdmitted(**fields, candidates=context.texts, incumbent=context.incumbent, local=local)
 
 
@@ -26,7 +26,7 @@ def agreed(run: int, context: Context, outcome: Outcome) -> Agreed:
     assert index is not None
     is_sample = outcome.kind == "sample"
     return Agreed(
-        **_fields(run, context, index),
+        **fields_of(run, context, index),
         ms=times.ms.get(index) if is_sample else None,
         fastest_rank_ms=times.fastest_ms.get(index) if is_sample else None,
         gap_ms=times.gap_ms.get(index, 0.0) if is_sample else 0.0,
@@ -37,7 +37,7 @@ def agreed(run: int, context: Context, outcome: Outcome) -> Agreed:
 def bans(run: int, context: Context, part: Part) -> list[Banned]:
     """Return the bans of this context that ranks reported of one run."""
     return [
-        Banned(**_fields(run, context, context.digests.index(digest)), by_rank=by_rank, reason=reason)
+        Banned(**fields_of(run, context, context.digests.index(digest)), by_rank=by_rank, reason=reason)
         for digest, (by_rank, reason) in part.bans.items()
         if digest in context.digests
     ]
@@ -45,7 +45,7 @@ def bans(run: int, context: Context, part: Part) -> list[Banned]:
 
 def settled(run: int, context: Context) -> ContextSettled:
     return ContextSettled(
-        **_fields(run, context, context.incumbent),
+        **fields_of(run, context, context.incumbent),
         status=context.status,
         ms=context.times.ms.get(context.incumbent),
         timings={context.texts[index]: ms for index, ms in context.known_ms()},
@@ -53,7 +53,7 @@ def settled(run: int, context: Context) -> ContextSettled:
     )
 
 
-def _fields(run: int, context: Context, index: int | None = None) -> dict[str, Any]:
+def fields_of(run: int, context: Context, index: int | None = None) -> dict[str, Any]:
     """Return the fields that say what a record is about; index: of the candidate."""
     fields = {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
     return fields if index is None else {**fields, "config_id": index, "config": context.texts[index]}

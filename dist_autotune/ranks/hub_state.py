@@ -32,6 +32,12 @@ class _Round:
     end: End | None = None
     informed: set[int] = field(default_factory=set)  # ranks that know the end
 
+    def has_heartbeat_for(self, rank: int) -> bool:
+        """Return whether a missing rank has sent a heartbeat since `rank` asked last."""
+        seen = self.beats_at_look.get(rank, 0)
+        self.beats_at_look[rank] = self.beats
+        return any(beat > seen and sender not in self.payloads for sender, beat in self.latest_beat.items())
+
 
 class HubState:
     """The state of a hub: knows messages and ranks, neither sockets nor threads.
@@ -63,17 +69,21 @@ class HubState:
             case "beat":
                 exchange.beats += 1
                 exchange.latest_beat[rank] = exchange.beats
+                return
             case "look":
                 reply({"id": message["id"], "end": exchange.end})
+                return
             case "give up":
-                self._give_up(exchange, message, reply)
+                if exchange.end is None and message["is_patient"] and exchange.has_heartbeat_for(rank):
+                    reply({"id": message["id"], "wait": True})
+                    return
+                missing = [each for each in self._ranks if each not in exchange.payloads]
+                exchange.end = exchange.end or {**message["end"], "missing": missing}
             case "publish":
                 exchange.end = exchange.end or message["end"]
-                reply({"id": message["id"], "end": exchange.end})
-                exchange.informed.add(rank)
             case "post":
                 exchange.payloads[rank] = message["payload"]
-                exchange.waiting.append(_Request(rank, message["id"], reply))
+        exchange.waiting.append(_Request(rank, message["id"], reply))
         if exchange.end is None and len(exchange.payloads) == len(self._ranks):
             exchange.end = self.merges[number]([exchange.payloads[each] for each in self._ranks])
         if exchange.end is not None:
@@ -81,7 +91,8 @@ class HubState:
         if len(exchange.informed) == len(self._ranks):
             assert exchange.end is not None
             self._latest_over, self._latest_end = number, exchange.end
-            self.merges.pop(number, None)
+            for over in [each for each in list(self.merges) if each <= number]:
+                del self.merges[over]
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
     def forget(self, reply: Reply) -> None:
@@ -95,19 +106,3 @@ class HubState:
         for request in sorted(requests, key=lambda each: each.rank == self._ranks[0]):
             exchange.informed.add(request.rank)
             request.reply({"id": request.id, "end": end})
-
-    def _give_up(self, exchange: _Round, message: Message, reply: Reply) -> None:
-        """End the exchange for everybody, unless a missing rank has sent a heartbeat since the last look."""
-        rank = int(message["rank"])
-        seen = exchange.beats_at_look.get(rank, 0)
-        exchange.beats_at_look[rank] = exchange.beats
-        beats = exchange.latest_beat.items()
-        if exchange.end is None:
-            is_alive = any(beat > seen and beater not in exchange.payloads for beater, beat in beats)
-            if is_alive and message["is_patient"]:
-                reply({"id": message["id"], "wait": True})
-                return
-            missing = [each for each in self._ranks if each not in exchange.payloads]
-            exchange.end = {**message["end"], "missing": missing}
-        exchange.informed.add(rank)
-        reply({"id": message["id"], "end": exchange.end})

@@ -58,18 +58,6 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
     return together + in_turn + 1
 
 
-def forecast(rules: Rules, searched: Sequence[Context], runs: int, trials: int, waits: int) -> Forecast:
-    """Return how far the session has come after so many runs."""
-    return Forecast(
-        timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
-        candidates=sum(len(context.digests) for context in searched),
-        planned_trials=planned_runs(rules, searched) - 1,
-        runs=runs,
-        trials=trials,
-        waits=waits,
-    )
-
-
 def is_spent(rules: Rules, searched: Sequence[Context], runs: int, elapsed_s: float) -> bool:
     """Return whether the run after the `runs` made so far must be the last."""
     allowed = rules.max_runs

@@ -134,18 +134,19 @@ class Context:
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
 
+    def index_of(self, digest: str | None) -> int | None:
+        """Return the candidate that ranks call so; None: it is none of this context."""
+        return self.digests.index(digest) if digest in self.digests else None
+
     def narrow(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
-        for index, digest in enumerate(self.digests):
-            if digest not in announcement.shared:
-                self.ban(index, announcement.rank, "not a candidate on every rank")
+        missing = [digest for digest in self.digests if digest not in announcement.shared]
+        self.apply_bans(dict.fromkeys(missing, (announcement.rank, "not a candidate on every rank")))
 
-    def adopt(self, claim: Claim | None) -> bool:
+    def adopt(self, claim: Claim) -> bool:
         """Take the result that some rank already has; return whether every rank can use it."""
-        if claim is None or claim[1] not in self.digests:
-            return False
-        index, ms = self.digests.index(claim[1]), claim[2]
-        if index in self.banned:
+        index, ms = self.index_of(claim[1]), claim[2]
+        if index is None or index in self.banned:
             return False
         if ms is not None:
             self.times.ms[index] = ms
@@ -153,18 +154,15 @@ class Context:
         return True
 
     def apply_bans(self, bans: dict[str, Ban]) -> None:
-        for digest, (rank, reason) in bans.items():
-            if digest in self.digests:
-                self.ban(self.digests.index(digest), rank, reason)
+        for digest, ban in bans.items():
+            if (index := self.index_of(digest)) is not None:
+                self.ban(index, *ban)
 
     def ban(self, index: int, rank: int, reason: str) -> None:
-        """Never launch this candidate again."""
         self.banned.setdefault(index, (rank, reason))
         self.times.ms.pop(index, None)
         if self.winner == index:
             self.winner = self.times.fastest(self.banned)
-
-    # -- the search ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..codec import digest
 from .messages import Part, RunReport
@@ -14,20 +14,13 @@ def context_name(kernel_id: str, slot: str) -> str:
     return digest(f"{kernel_id}|{slot}")
 
 
-@dataclass
-class _Family:
-    """The Autotuners of one function and keys, on all ranks."""
-
-    kernels: list[str] = field(default_factory=list)  # ids, that of the lowest rank first
-    siblings: int = 1  # on one rank, at most
-
-
 class KernelFamilies:
     """Which kernels of different ranks are one."""
 
     def __init__(self) -> None:
         self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
-        self._families: dict[str, _Family] = {}
+        self._kernels: dict[str, list[str]] = {}  # by family: ids, that of the lowest rank first
+        self._siblings: dict[str, int] = {}  # by family: on one rank, at most
 
     def unite(self, merged: RunReport, known: Container[str]) -> tuple[RunReport, dict[str, str]]:
         """Return the report with one name for what is one context, and the new names by the old.
@@ -41,15 +34,15 @@ class KernelFamilies:
             if part.announcement is not None and part.announcement.family
         }
         for name, each in sorted(announced.items(), key=lambda item: (item[1].rank, item[1].kernel_id)):
-            family = self._families.setdefault(each.family, _Family())
-            if name in known and each.kernel_id in family.kernels:
+            kernels = self._kernels.setdefault(each.family, [])
+            if name in known and each.kernel_id in kernels:
                 continue
-            family.siblings = max(family.siblings, each.siblings)
-            if each.kernel_id not in family.kernels:
-                family.kernels.append(each.kernel_id)
-        for family in self._families.values():
-            if family.siblings == 1:
-                self.aliases.update(dict.fromkeys(family.kernels[1:], family.kernels[0]))
+            self._siblings[each.family] = max(self._siblings.get(each.family, 1), each.siblings)
+            if each.kernel_id not in kernels:
+                kernels.append(each.kernel_id)
+        for family, kernels in self._kernels.items():
+            if self._siblings[family] == 1:
+                self.aliases.update(dict.fromkeys(kernels[1:], kernels[0]))
         names = {
             name: context_name(self.aliases[each.kernel_id], each.slot)
             for name, each in announced.items()

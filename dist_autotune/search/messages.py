@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
 import operator
 import typing
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -25,6 +24,8 @@ Merge: TypeAlias = Callable[[T, T], T]
 
 def _by_key(merge: Merge[T]) -> Merge[dict[str, T]]:
     def merged(one: dict[str, T], other: dict[str, T]) -> dict[str, T]:
+        if not (one and other):
+            return one or other
         return {**one, **other, **{key: merge(one[key], other[key]) for key in one.keys() & other.keys()}}
 
     return merged
@@ -44,14 +45,21 @@ class Mergeable:
 
     def merged(self, other: Self) -> Self:
         kind: Any = type(self)
-        values = {name: merge(getattr(self, name), getattr(other, name)) for name, merge in _merges(kind)}
-        return type(self)(**values)
+        merged: Self = kind(
+            **{name: merge(getattr(self, name), getattr(other, name)) for name, _, merge in _fields(kind)}
+        )
+        return merged
 
 
 @functools.cache
-def _merges(kind: Any) -> tuple[tuple[str, Merge[Any]], ...]:
+def _fields(kind: Any) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, default and merge of each field of a dataclass; no merge is None."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return tuple((f.name, hints[f.name].__metadata__[0]) for f in dataclasses.fields(kind))
+    merges = {name: getattr(hint, "__metadata__", [None])[0] for name, hint in hints.items()}
+    return tuple(
+        (f.name, f.default if f.default_factory is MISSING else f.default_factory(), merges[f.name])
+        for f in fields(kind)
+    )
 
 
 Ban: TypeAlias = tuple[int, str]  # (rank, its reason)
@@ -125,8 +133,9 @@ def femtoseconds(ms: float) -> int:
     return round(Fraction(ms) * FS_PER_MS)
 
 
-INEXACT, EXPLAINED, EXACT = range(3)  # of a run in which a process ended: no more is known; a rank had raised
-# an exception, for which others may have been killed; the launch is known
+# Of a run in which a process ended: no more is known; a rank had raised, so others may have been killed; the
+# launch in which it ended is known.
+INEXACT, EXPLAINED, EXACT = range(3)
 
 
 @dataclass(frozen=True)
@@ -141,10 +150,9 @@ class Crash:
 
     def merged(self, other: Crash) -> Crash:
         """Return what is known best of the latest run."""
-        known = [(crash.run, crash.kind) for crash in (self, other)]
-        if known[0] != known[1]:
-            return self if known[0] > known[1] else other
-        first, second = sorted((self, other), key=lambda crash: (crash.rank, crash.at))
+        first, second = sorted((self, other), key=lambda each: (-each.run, -each.kind, each.rank, each.at))
+        if (first.run, first.kind) != (second.run, second.kind):
+            return first
         return replace(first, suspects={**second.suspects, **first.suspects})
 
 
@@ -254,17 +262,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     kind: Any = type(value)  # of a dataclass, which mypy does not take for hashable
-    fields = ((name, getattr(value, name), default) for name, default in _defaults(kind))
-    return {name: _plain(item) for name, item, default in fields if item != default}
-
-
-@functools.cache
-def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the fields of a dataclass with their defaults."""
-    return tuple(
-        (f.name, f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
-        for f in dataclasses.fields(kind)
-    )
+    items = ((name, getattr(value, name), default) for name, default, _ in _fields(kind))
+    return {name: _plain(item) for name, item, default in items if item != default}
 
 
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ

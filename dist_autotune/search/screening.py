@@ -99,7 +99,8 @@ class _Model:
         for name, candidates in self._levels.items():
             fastest = min(candidates, key=lambda index: (self._added_ms(name, index), index != first[name]))
             is_better = self._added_ms(name, fastest) < self._added_ms(name, first[name])
-            plan[name] = fastest if is_better and self._has_effect(name) else first[name]
+            has_effect = any(self._beyond_ms[name, index] for index in candidates)
+            plan[name] = fastest if is_better and has_effect else first[name]  # else launches judged well
         return plan
 
     def pairs(self, base: Plan) -> list[Plan]:
@@ -125,36 +126,30 @@ class _Model:
     def _added_ms(self, name: str, index: int) -> float:
         return self._share[name] * self._levels[name][index] + self._beyond_ms[name, index]
 
-    def _has_effect(self, name: str) -> bool:
-        """Return whether a candidate adds more than its own time; else launches have judged well."""
-        return any(self._beyond_ms[name, index] for index in self._levels[name])
-
     def _fit_shares(self) -> None:
+        far = FAR * self._noise_ms
         for name, own_ms in self._own.items():
             squares = math.fsum(ms * ms for ms in own_ms)
             if not squares:
                 continue
-            slope = math.fsum(ms * left for ms, left in zip(own_ms, self._trimmed(), strict=True)) / squares
+            trimmed = [min(max(left, -far), far) for left in self._left]
+            slope = math.fsum(ms * left for ms, left in zip(own_ms, trimmed, strict=True)) / squares
             slope = max(slope, -self._share[name])  # no kernel makes a run faster by taking longer
             self._share[name] += slope
             self._left = [left - slope * ms for left, ms in zip(self._left, own_ms, strict=True)]
 
     def _fit_effects(self, active: set[tuple[str, int]], errors: float) -> None:
-        for where in self._with:
-            numbers = self._with[where]
+        far = FAR * self._noise_ms
+        for where, numbers in self._with.items():
             if where not in active or not numbers:
                 continue
-            before_ms, far = self._beyond_ms[where], FAR * self._noise_ms
+            before_ms = self._beyond_ms[where]
             seen_ms = statistics.fmean(min(max(self._left[n] + before_ms, -far), far) for n in numbers)
             needed_ms = errors * self._noise_ms / math.sqrt(len(numbers))
             after_ms = math.copysign(max(abs(seen_ms) - needed_ms, 0.0), seen_ms)
             self._beyond_ms[where] = after_ms
             for number in numbers:
                 self._left[number] -= after_ms - before_ms
-
-    def _trimmed(self) -> list[float]:
-        far = FAR * self._noise_ms
-        return [min(max(left, -far), far) for left in self._left]
 
     @staticmethod
     def _centred(values: Sequence[float]) -> list[float]:

@@ -102,7 +102,15 @@ class SearchState:
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        return budget.forecast(self.rules, self._searched, self.runs, self._trials_made, self._waits)
+        searched = self._searched
+        return Forecast(
+            timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
+            candidates=sum(len(context.digests) for context in searched),
+            planned_trials=budget.planned_runs(self.rules, searched) - 1,
+            runs=self.runs,
+            trials=self._trials_made,
+            waits=self._waits,
+        )
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class SearchState:
         context = self.contexts[name] = Context(name, announcement, self.rules, self.runs)
         context.apply_bans(bans)
         self._comparison.defaults[name] = context.incumbent
-        if context.adopt(announcement.claim):
+        if announcement.claim is not None and context.adopt(announcement.claim):
             context.settle("cached", context.winner)
         else:
             self._search_or_leave(context)
@@ -322,10 +330,10 @@ class Turns:
     def record_launches(self, merged: RunReport) -> None:
         """Keep what a run launched."""
         self._last, context = merged.launched, self.context
-        if context is None or context.waiting:  # the report is of an earlier run
-            return
-        if (ran := merged.ran(context.name)) in context.digests:
-            self._launched[context.digests.index(str(ran))] = self._last
+        if context is not None and not context.waiting:  # else the report is of an earlier run
+            index = context.index_of(merged.ran(context.name))
+            if index is not None:
+                self._launched[index] = self._last
 
     def pass_on(self, contexts: Mapping[str, Context]) -> None:
         """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""

@@ -150,8 +150,6 @@ class WholeRun(PlanTrial):
                 for ms, index in timed:  # of each candidate, that of the best plan with it
                     context.times.ms.setdefault(index, float(ms))
 
-    # -- the search ----------------------------------------------------------------------------------------
-
     def _searched(self) -> Search:
         """Explore the options, race plans, race wider ones beside the best options; return the best plan."""
         launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice

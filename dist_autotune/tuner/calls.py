@@ -1,7 +1,4 @@
-"""What a call of one tuned function does: it goes on with a session, or runs with what is settled.
-
-With all that a session needs, this is imported when a tuned function is first called.
-"""
+"""A call of a tuned function: it goes on with a session, or runs with what is settled."""
 
 from __future__ import annotations
 
@@ -48,51 +45,34 @@ class Calls:
         self._report: TuningReport | None = None
         self._wants_session = True
         self._forgets = False  # what memory and disk hold, in the next session
-        self._is_under_way = False
-        self._retunes = False  # when the call under way has ended
+        self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._calls_in_vain = 0  # settled calls since one met a new key, or a session
 
     @property
     def report(self) -> TuningReport | None:
-        """What the last session found, or has found so far; None before the first."""
         session = self._session  # read once: another thread may ask
         return self._report if session is None else session.report()
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to try."""
-        return self._session is None and not self._wants_session
-
-    def retune(self) -> None:
-        """Tune anew at the next call, whatever memory and disk hold."""
-        if self._is_under_way:
-            self._retunes = True
-            return
-        if self._session is not None:
-            self._session.close()
-            self._report = self._session.report()
-        self._session, self._wants_session, self._forgets = None, True, True
+        return self._session is None and not (self._wants_session or self.retunes)
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
-        self._is_under_way = True
-        try:
-            state = self._current_state(tunes=mode == "tune")
-            if interception.is_capturing():
-                if not self._forgets:
-                    state.results.looks_on_disk |= state.function.is_alone
-                return self._run_settled(state, thunk, votes=False)[0]
-            if self.settled:
-                return self._call_settled(state, thunk)
-            return self._run_session(state, thunk)
-        finally:
-            self._is_under_way = False
-            if self._retunes:
-                self._retunes = False
-                self.retune()
-
-    # -- settled calls -------------------------------------------------------------------------------------
+        if self.retunes:
+            if self._session is not None:
+                self._session.close()
+                self._report = self._session.report()
+            self._session, self._wants_session, self._forgets, self.retunes = None, True, True, False
+        state = self._current_state(tunes=mode == "tune")
+        if interception.is_capturing():
+            if not self._forgets:
+                state.results.looks_on_disk |= state.function.is_alone
+            return self._run_settled(state, thunk, votes=False)[0]
+        if self.settled:
+            return self._call_settled(state, thunk)
+        return self._run_session(state, thunk)
 
     def _call_settled(self, state: FunctionState, thunk: Callable[[], T]) -> T:
         """Make a call that begins with nothing to try; tune what it meets."""
@@ -141,25 +121,26 @@ class Calls:
         dispatcher.to_tune.clear()
         if not votes:
             before = None if preserved is None else Snapshot(preserved)
-            with INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose):
+            with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
                 return thunk(), bool(dispatcher.to_tune), before
         what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
         try:
             before = None if preserved is None else Snapshot(preserved)
             with (
-                function.group.running(Watch(what, state.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.fast_path.runner, dispatcher.choose),
+                function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
+                INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
             ):
                 result = thunk()
             vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
         except BaseException as error:
             function.group.fail(error)
             raise
-        merged = checked(decode(function.group.exchange(vote.encode(), merge, state.timeout_s, what)), Vote)
+        merged = checked(
+            decode(function.group.exchange(vote.encode(), merge, function.timeout_s, what)), Vote
+        )
         return result, merged.wants_session, before
 
     def _note(self, text: str) -> None:
-        """Write a remark to the log outside a session."""
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
@@ -169,8 +150,6 @@ class Calls:
         for name in sorted(state.dispatcher.to_tune - self._noted):
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
-
-    # -- sessions ------------------------------------------------------------------------------------------
 
     def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""

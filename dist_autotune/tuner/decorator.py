@@ -28,8 +28,7 @@ R = TypeVar("R")
 class ContextualAutotuner(Generic[P, R]):
     """A function whose `triton.autotune` launches are tuned where they run; made by `contextual_autotune`.
 
-    A call takes the function's arguments and returns its result. It tunes until nothing is left to try;
-    later calls run the function with the agreed configs.
+    A call takes the function's arguments and returns its result. It tunes until nothing is left to try.
     """
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
@@ -73,8 +72,7 @@ class ContextualAutotuner(Generic[P, R]):
                 if has_turn or turn.is_mine:
                     lock.release()
 
-    def __reduce__(self) -> str:
-        """Be copied and pickled as functions are: a copy is the thing itself, a pickle its name."""
+    def __reduce__(self) -> str:  # as functions are copied and pickled: by name
         return str(getattr(self, "__qualname__", type(self).__qualname__))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -92,12 +90,13 @@ class ContextualAutotuner(Generic[P, R]):
 
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
-        self._made_calls().retune()
+        self._made_calls().retunes = True
 
     def _made_calls(self) -> Calls:
         if self._calls is None:
-            # With all that a session needs: a program that calls nothing pays nothing.
-            from .calls import Calls
+            from .calls import (
+                Calls,  # and all that a session needs: a program that calls nothing pays nothing
+            )
 
             self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
         return self._calls
@@ -131,9 +130,8 @@ def contextual_autotune(
 ) -> Any:
     """Tune the `triton.autotune` kernels that a function launches, inside that function.
 
-    Works bare (`@contextual_autotune`) and called. A call runs the function with one config per kernel
-    and key, again and again until each has its winner, and returns the result of the last run
-    (`mode="replay"`); or makes one trial per call (`mode="online"`, for training steps).
+    A call runs the function with one config per kernel and key, again and again until each has its winner,
+    and returns the result of the last run (`mode="replay"`); or makes one trial (`"online"`, for training).
 
     Args:
         is_dist: all ranks of `group` agree on each config; every rank must call the function.
@@ -143,8 +141,7 @@ def contextual_autotune(
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run.
         statistic: over the samples of one rank: `median`, `mean` or `min`.
         rank_reduce: over ranks: `max` or `mean`.
-        agree: which contexts of different ranks belong together: those of equal `key`, or the n-th of
-            a kernel (`ordinal`), for keys that hold a rank or a local size.
+        agree: contexts of ranks belong together by `key`, or as the n-th of a kernel (`ordinal`).
         group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name.
@@ -153,20 +150,16 @@ def contextual_autotune(
         cache: True: the user's cache directory; a path: that directory; False: none.
         log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None: no files.
         clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
-        timeout_s: seconds that a rank waits for its peers in one exchange, and for a launch on its device; a
-            run of a session that takes longer is told on stderr and in the log.
-        on_stuck: `abort` ends the process `timeout_s` after it was told that it hangs: a peer has failed
-            while this rank is in a collective, or a run of a session takes too long.
+        timeout_s: seconds that a rank waits for peers or for its device; a longer run is reported as stuck.
+        on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
-        budget_s: seconds since the session's first call after which it takes the best it knows; online, the
-            program's own work between calls is part of them.
+        budget_s: seconds since the session's first call, all included, after which the best so far wins.
         progress: a bar on rank 0; None: when stderr is a terminal.
 
     Raises:
         TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
-    chosen = {key: value for key, value in locals().items() if key != "fn"}
-    options = Options(**chosen)
+    options = Options(**{key: value for key, value in locals().items() if key != "fn"})
     check_preserved(options.preserve)
     if fn is None:
         return lambda function: ContextualAutotuner(function, options)
@@ -179,7 +172,6 @@ def is_tuning() -> bool:
 
 
 def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function under `functools.partial`s."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn

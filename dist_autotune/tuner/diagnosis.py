@@ -1,4 +1,4 @@
-"""What users and peers are told when a session goes wrong, or a program looks wrong."""
+"""Reports the failures of a session, and warns of programs that look wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
 from ..formatting import described
 from ..logs.records import RunFailed
+from ..ranks.watchdog import Watch
 from ..timing.device_errors import DeviceFailed, diagnosis, is_reported, listed
 from .function_state import FunctionState
 from .recorder import Recorder
-
-# ---- sessions that go wrong
 
 
 class Diagnosis:
@@ -31,7 +30,7 @@ class Diagnosis:
         self.write_stuck = functools.partial(write_stuck, recorder.note)
 
     def of_error(self, error: BaseException) -> BaseException:
-        """Return what peers are told of an error.
+        """Return the error that peers receive for `error`.
 
         An error on the device names the launches that may have caused it: in its own text if it is ours, in
         another error if the function raised it.
@@ -61,19 +60,21 @@ class Diagnosis:
             error.args = (f"{error} Last records: {files}",)
         self.record_failure(error, getattr(error, "rank", self._rank))
 
-    def whereabouts(self) -> str:
-        """Return what the run under way is at; asked on another thread."""
-        return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
-
-    def on_trial(self) -> str:
-        """Return what the run under way tries, to follow its name in messages."""
+    def watch(self) -> Watch:
+        """Return how the next run is watched; its name says what it tries."""
+        state, function = self._state, self._state.function
         trials = [
             f"{context.title} with {context.texts[context.trial]}"
-            for context in self._state.search.unsettled
+            for context in state.search.unsettled
             if context.trial is not None
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
-        return f" ({trials[0]}{more})" if trials else ""
+        what = f"run {state.search.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
+        return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)
+
+    def _whereabouts(self) -> str:
+        """Return what the run under way is at; asked on another thread."""
+        return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
 
     def _own_log(self) -> str:
         return "" if self._log_dir is None else f"Log: {self._log_dir}/rank-{self._rank}.log. "
@@ -86,8 +87,6 @@ def write_stuck(note: Callable[[str], None], text: str) -> None:
         sys.stderr.write(f"dist_autotune: {text}\n")
         sys.stderr.flush()
 
-
-# ---- programs that look wrong
 
 _warned: set[str] = set()
 

@@ -1,24 +1,20 @@
-"""One tuned function on one group of ranks: its name, its options, and what its ranks must have in common."""
+"""One tuned function on one group of ranks: its name, its options, and what its results depend on."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from ..codec import digest
 from ..options import Options
 from ..ranks.group import RankGroup
-from ..search.messages import Facts, Message, Opening, checked
+from ..search.messages import Facts
 from ..storage.crash_guard import FOLDER, CrashGuard
 from ..storage.device import Device
 from ..storage.winners import Winners
 from ..timing.clock import Clock, default_clock
-from ..timing.synchronized_start import clock_name
 from ..triton_api import identity, interception
 from ..version import __version__
 
-SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
-MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 
@@ -44,25 +40,6 @@ class TunedFunction:
         values = {"the tuned function": self.name, **values}
         return {name: {value: self.group.rank} for name, value in values.items()}
 
-    def opening(self, state: str, settled: str, *, retunes: bool) -> Opening:
-        """Return what this rank reports when a session opens, or goes on from `state` after a failed run.
-
-        state: "": there is nothing to go on with. settled: the results of earlier sessions, as text.
-        """
-        facts = {
-            SESSION_STATE: state,
-            "the source of the tuned function": self.source_digest,
-            "the version of dist_autotune": __version__,
-            "the version of Triton": triton.__version__,
-            "retune": str(retunes),
-            "DIST_AUTOTUNE_MODE": "tune" if self.tunes else "cached",
-            "device": self.device.text,
-            "clock": clock_name(),
-            "settled": digest(settled),
-            **{f"the option {name}": value for name, value in self.options.agreed_fields().items()},
-        }
-        return Opening(self.group.rank, self.facts(facts))
-
     def crash_guard(self, disk: Winners) -> CrashGuard:
         """Return the crash guard, named after all that a crash depends on but kernels and keys."""
         options = self.options
@@ -83,9 +60,3 @@ class TunedFunction:
 
 def versions() -> dict[str, str]:
     return {"dist_autotune": __version__, "triton": triton.__version__, "torch": str(torch.__version__)}
-
-
-def check_opening(merged: Message) -> Opening:
-    """Return what all ranks reported; raises RankMismatch where they differ."""
-    facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
-    return checked(merged, Opening, facts)

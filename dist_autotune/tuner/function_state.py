@@ -1,15 +1,15 @@
-"""What one tuned function knows on one group of ranks: searches, contexts, launches, results.
-
-The state outlives its sessions: a later one takes up what an earlier one left unfinished.
-"""
+"""The state of one tuned function on one group of ranks: searches, contexts, launches, results."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
+import triton
+
+from ..codec import digest
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.rank_context import RankContext
@@ -20,27 +20,26 @@ from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crash
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..storage.winners import Winners
+from ..timing.synchronized_start import clock_name
 from ..timing.time_spent import TimeSpent
+from ..version import __version__
 from .function import TunedFunction
 from .results import Results
 
+SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
+MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 
 
 class FunctionState:
-    """The lasting state of one tuned function on one group of ranks.
-
-    `search` is the same on all ranks; `registry` and `dispatcher` are this rank's.
-    """
+    """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's."""
 
     def __init__(self, function: TunedFunction) -> None:
         disk = Winners(function.options.resolved_cache_dir())
         self.function = function
-        self.timeout_s = function.timeout_s
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
         self.time_spent = TimeSpent()  # of the session under way
-        self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
@@ -49,15 +48,8 @@ class FunctionState:
         function, options = self.function, self.function.options
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
-        self.registry = Registry(
-            KernelNames(self.search.kernels.aliases),
-            options,
-            function.clock,
-            function.group.rank,
-            self._recall,
-            self.results.find_claim,
-            lambda *ban: self.on_ban(*ban),
-        )
+        names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
+        self.registry = Registry(names, options, function.clock, rank, self._recall, self.results.find_claim)
         self.dispatcher = Dispatcher(
             self.registry,
             function.clock,
@@ -79,11 +71,22 @@ class FunctionState:
         with self.function.group.busy(), self.time_spent.compiling():
             yield
 
-    # -- sessions ------------------------------------------------------------------------------------------
-
     def opening(self, state: str = "") -> Opening:
         """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
-        return self.function.opening(state, self.search.digest_text(), retunes=self.results.ignores_known)
+        function = self.function
+        facts = {
+            SESSION_STATE: state,
+            "the source of the tuned function": function.source_digest,
+            "the version of dist_autotune": __version__,
+            "the version of Triton": triton.__version__,
+            "retune": str(self.results.ignores_known),
+            "DIST_AUTOTUNE_MODE": "tune" if function.tunes else "cached",
+            "device": function.device.text,
+            "clock": clock_name(),
+            "settled": digest(self.search.digest_text()),
+            **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
+        }
+        return Opening(function.group.rank, function.facts(facts))
 
     def opening_with_results(self) -> Opening:
         """Return this rank's report when a session opens anew, with what its disk holds."""
@@ -149,3 +152,9 @@ class FunctionState:
             ):
                 self.results.publish(context, rank_context, seconds)
         return new
+
+
+def check_opening(merged: Message) -> Opening:
+    """Return what all ranks reported; raises RankMismatch where they differ."""
+    facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
+    return checked(merged, Opening, facts)

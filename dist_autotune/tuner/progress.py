@@ -11,10 +11,7 @@ _REFRESH_S = 0.1
 
 
 class Progress:
-    """A rich bar of the runs made; silent when `shown` is false.
-
-    Drawn between runs, without a thread: one would disturb what the function prints, and its forks.
-    """
+    """A rich bar, drawn between runs: a thread would disturb what the function prints, and its forks."""
 
     def __init__(self, title: str, *, shown: bool) -> None:
         self._bar: Any = None
@@ -27,21 +24,23 @@ class Progress:
             name = TextColumn("{task.description}", markup=False)  # a key may look like markup
             columns = name, BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn()
             # The user's print() goes where it always went: into a pipe, if stdout is one.
-            quiet: dict[str, Any] = {
-                "auto_refresh": False,
-                "redirect_stdout": False,
-                "redirect_stderr": False,
-            }
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, **quiet)
+            self._bar = Bar(
+                *columns,
+                console=Console(stderr=True),
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._task = self._bar.add_task(f"tuning {title}", total=None)
             self._bar.start()
 
     def update(self, runs: int, planned: int, detail: str) -> None:
         if self._bar is None:
             return
-        now = time.monotonic()
-        draws = now - self._drawn >= _REFRESH_S
-        self._drawn = now if draws else self._drawn
+        draws = time.monotonic() - self._drawn >= _REFRESH_S
+        if draws:
+            self._drawn = time.monotonic()
         total = max(planned, runs)
         self._bar.update(self._task, completed=runs, total=total, description=detail, refresh=draws)
 

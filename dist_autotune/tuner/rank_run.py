@@ -1,4 +1,4 @@
-"""What this rank does in one run of the tuned function, what it reports of it, and what it learns of it."""
+"""This rank's part in the runs of a session: launches, samples, reports."""
 
 from __future__ import annotations
 
@@ -40,16 +40,12 @@ class RankRun:
         self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
-        self._tries = False  # the run under way is a trial
-        self._judged: tuple[str, str] | None = None  # what the run is judged for as a whole
 
     def begin(self) -> None:
         """Prepare for the plan of the next run, and write it down."""
         state, search = self._state, self._state.search
         state.dispatcher.begin_run(tunes=search.rules.tunes)
         self._whole.begin_run()
-        self._judged = search.judged_run
-        self._tries = search.tries
         plan = decisions.plan_of(search)
         self._log.write(RunStarted(run=search.runs, plan=plan))
         on_trial = {name: search.contexts[name].digests[index] for name, index in plan.items()}
@@ -57,19 +53,18 @@ class RankRun:
 
     def make(self, thunk: Callable[[], T]) -> T:
         """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
-        filler = self._filler if self._tries and not interception.is_capturing() else None
-        time_spent = self._state.time_spent
+        search, time_spent = self._state.search, self._state.time_spent
+        is_timed = search.judged_run is not None and self._whole.report is None
+        filler = self._filler if search.tries and not interception.is_capturing() else None
         compiled_s = time_spent.seconds.compiling_s
         if filler is None:
             self._start.lead_ms(0.0)  # peers learn how late this rank comes in any case
         else:
             length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
             filler.begin(lambda: self._start.lead_ms(length_ms))
-        if self._judged is None or self._whole.report is not None:
-            result = thunk()
-        else:
-            mark = self._whole.start()
-            result = thunk()
+        mark = self._whole.start() if is_timed else None
+        result = thunk()
+        if is_timed:
             self._whole.stop(mark)
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
@@ -83,20 +78,20 @@ class RankRun:
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight:
             position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
-            patience_s = PATIENCE * state.timeout_s if count > 1 else math.inf
+            patience_s = PATIENCE * function.timeout_s if count > 1 else math.inf
             terms = Terms.agreed(self._log.session, position, count, patience_s)
             with state.compiling(), state.guard.paused():
                 for rank_context, tally in state.dispatcher.preflight(terms):
                     self._log.record_preflight(state.search.runs, rank_context, tally)
         parts = state.registry.report_run(waits=self._waits)
-        whole = Part()
-        if self._judged is not None or self._whole.report is not None:
-            whole = self._whole.report_run("|".join(self._judged or ()), waits=self._waits)
+        whole, judged = Part(), state.search.judged_run
+        if judged is not None or self._whole.report is not None:
+            whole = self._whole.report_run("|".join(judged or ()), waits=self._waits)
         state.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
-        facts = function.facts(sources)
-        report = RunReport(function.group.rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        rank, facts = function.group.rank, function.facts(sources)
+        report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
         if self._filler is not None:
@@ -127,14 +122,7 @@ class RankRun:
         registry.apply_outcomes(search.contexts, outcomes, late_ms=merged.late_ms)
         whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
 
-    def retract(self) -> None:
-        """Drop what the run under way has measured and reported: no rank counts it."""
-        for rank_context in self._state.registry.by_name.values():
-            rank_context.samples.apply_outcome(waiting=False, counts=False)
-        self._whole.apply_outcome(waiting=False, counts=False)
-        self.abandon()
-
     def abandon(self) -> None:
-        """Drop what the run under way has measured: it raised."""
+        """Drop what the run under way has measured and reported: no rank counts it."""
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()

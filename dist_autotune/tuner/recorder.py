@@ -1,4 +1,4 @@
-"""What a session writes to its log: what this rank did and what the ranks agreed, as records."""
+"""Writes the records of a session: the work of this rank, and the decisions of all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import os
 import time
 from collections.abc import Container, Mapping
+from typing import Any
 
 from ..compilation.pool import Tally
 from ..launch.rank_context import RankContext
@@ -14,7 +15,7 @@ from ..logs import decisions
 from ..logs.records import Banned, Exchanged, Note, Preflighted, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
 from ..search.context import Context, Outcome
-from ..search.messages import RunReport
+from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..search.state import SearchState
 from ..timing.samples import Samples
@@ -29,8 +30,7 @@ class Recorder:
         self._function = function
         self._rank, self._ranks = function.group.rank, function.group.ranks
         self.close = log.close
-        self._log = log
-        self._began = time.monotonic()
+        self._log, self._began = log, time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
         self._admitted: set[str] = set()
 
@@ -39,10 +39,9 @@ class Recorder:
         self._log.write(self._stamped(Note(text=text)))
 
     def write(self, record: Record) -> None:
-        """Write `record`, stamped with session, rank and time, and the exchanges before it."""
+        """Write the exchanges before `record`, then itself, stamped with session, rank and time."""
         exchanges, self._exchanges = self._exchanges, []
-        opens = isinstance(record, SessionOpened)
-        for each in [record, *exchanges] if opens else [*exchanges, record]:
+        for each in (*exchanges, record):
             self._log.write(self._stamped(each))
 
     def _stamped(self, record: Record) -> Record:
@@ -53,23 +52,22 @@ class Recorder:
         """Write that the session `session` is open; continues: the one before it."""
         self.session = session
         function, options = self._function, self._function.options
-        self.write(
-            SessionOpened(
-                **options.rules(),
-                thunk=function.name,
-                world_size=len(self._ranks),
-                ranks=self._ranks,
-                statistic=options.statistic,
-                device=function.device.text,
-                versions=versions(),
-                pid=os.getpid(),
-                started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                clock=type(function.clock).__name__,
-                continues=continues,
-                own_search=callable(options.search),
-                tunes=function.tunes,
-            )
+        opened = SessionOpened(
+            **options.rules(),
+            thunk=function.name,
+            world_size=len(self._ranks),
+            ranks=self._ranks,
+            statistic=options.statistic,
+            device=function.device.text,
+            versions=versions(),
+            pid=os.getpid(),
+            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            clock=type(function.clock).__name__,
+            continues=continues,
+            own_search=callable(options.search),
+            tunes=function.tunes,
         )
+        self._log.write(self._stamped(opened))
 
     def record_exchange(self, run: int, sent_bytes: int, received_bytes: int, ms: float) -> None:
         """Write an exchange with the next record: the first comes before the session's name."""
@@ -79,18 +77,17 @@ class Recorder:
 
     def record_ban(self, run: int, rank_context: RankContext, candidate: str, reason: str) -> None:
         """Write that a candidate failed on this rank."""
-        self.write(
-            Banned(
-                run=run,
-                context=rank_context.name,
-                kernel=rank_context.source.short_name,
-                key=rank_context.key_text,
-                config_id=list(rank_context.texts).index(candidate),
-                config=rank_context.texts[candidate],
-                by_rank=self._rank,
-                reason=reason,
-            )
+        ban = Banned(
+            run=run,
+            context=rank_context.name,
+            kernel=rank_context.source.short_name,
+            key=rank_context.key_text,
+            config_id=list(rank_context.texts).index(candidate),
+            config=rank_context.texts[candidate],
+            by_rank=self._rank,
+            reason=reason,
         )
+        self.write(ban)
 
     def record_preflight(self, run: int, rank_context: RankContext, tally: Tally) -> None:
         """Write how this rank compiled the candidates of a new context."""
@@ -110,36 +107,27 @@ class Recorder:
         """Write what this rank's launches of one context took in one run; whole: the run's samples."""
         by_launch, report = outcome.judge == BY_LAUNCH, rank_context.report
         samples = rank_context.samples if by_launch else whole
-        judged, sample = report if by_launch else whole.report, samples.sample
         assert report is not None
-        assert judged is not None
-        index = context.digests.index(report.ran) if report.ran in context.digests else -1
+        index = context.digests.index(report.ran) if report.ran in context.digests else None
+        several = {"config_id": -1, "config": "several configs in one run"}
         self.write(
             Trial(
-                run=run,
-                context=context.name,
-                kernel=context.kernel,
-                key=context.key,
-                config_id=index,
-                config=context.texts[index] if index >= 0 else "several configs in one run",
+                **{**several, **decisions.fields_of(run, context, index)},
+                **_times(samples, report if by_launch else samples.report),
                 kind=outcome.kind,
                 k=outcome.k,
                 n=outcome.n,
                 launches=rank_context.launches,
-                ms=None if sample is None else sample.ms,
-                statistic_ms=judged.worst_ms if judged.measured else None,
-                gap_ms=sample.gap_ms if by_launch and sample is not None else 0.0,
+                gap_ms=samples.sample.gap_ms if by_launch and samples.sample is not None else 0.0,
                 judge=outcome.judge,
             )
         )
 
     def record_whole_run(self, run: int, whole: Samples, *, counts: bool) -> None:
         """Write what a run took as a whole on this rank."""
-        report, sample = whole.report, whole.sample
-        assert report is not None
-        ms = None if sample is None else sample.ms
-        statistic_ms = report.worst_ms if report.measured else None
-        self.write(RunTimed(run=run, judged=str(report.ran), counts=counts, ms=ms, statistic_ms=statistic_ms))
+        assert whole.report is not None
+        judged = str(whole.report.ran)
+        self.write(RunTimed(run=run, judged=judged, counts=counts, **_times(whole, whole.report)))
 
     def record_outcomes(
         self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]
@@ -152,3 +140,10 @@ class Recorder:
                     self.write(ban)
             if outcome.index is not None:
                 self.write(decisions.agreed(run, context, outcome))
+
+
+def _times(samples: Samples, report: Part | None) -> dict[str, Any]:
+    """Return the time of the run that is reported, and the statistic so far."""
+    assert report is not None
+    ms = None if samples.sample is None else samples.sample.ms
+    return {"ms": ms, "statistic_ms": report.worst_ms if report.measured else None}

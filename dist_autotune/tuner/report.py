@@ -1,4 +1,4 @@
-"""What the last session of a tuned function found."""
+"""The report of a tuned function's last session."""
 
 from __future__ import annotations
 
@@ -40,18 +40,8 @@ class TunedContext:
     launch_bound: bool = False  # the device waited for the host, whose part is in the times
 
     def __str__(self) -> str:
-        counts = f"{len(self.timings)} timed, {len(self.banned)} banned"
-        label = f"{self._label}: {config_label(self.config)}, {format_ms(self.ms)} ms"
-        return f"{label}, {self._status} ({counts})"
-
-    @property
-    def _status(self) -> str:
-        return status_label(self.status, launch_bound=self.launch_bound)
-
-    @property
-    def _label(self) -> str:
-        key = self.key if isinstance(self.key, tuple) else (self.key,)
-        return context_label(self.kernel, ", ".join(map(str, key)))
+        label, ms, _, status, timed, banned, config = self._cells(world_size=1)
+        return f"{label}: {config}, {ms} ms, {status} ({timed} timed, {banned} banned)"
 
     @property
     def spread_percent(self) -> float | None:
@@ -60,11 +50,15 @@ class TunedContext:
             return None
         return 100 * (self.ms / self.fastest_rank_ms - 1)
 
-    def _row(self, world_size: int) -> tuple[str, ...]:
+    def _cells(self, world_size: int) -> tuple[str, ...]:
+        key = self.key if isinstance(self.key, tuple) else (self.key,)
+        label = context_label(self.kernel, ", ".join(map(str, key)))
         is_known = self.spread_percent is not None and world_size > 1
         spread = f"{self.spread_percent:.1f} %" if is_known else "-"
-        figures = format_ms(self.ms), spread, self._status, str(len(self.timings)), str(len(self.banned))
-        return (self._label, *figures, "-" if self.config is None else config_label(self.config))
+        status = status_label(self.status, launch_bound=self.launch_bound)
+        counts = str(len(self.timings)), str(len(self.banned))
+        config = "-" if self.config is None else config_label(self.config)
+        return (label, format_ms(self.ms), spread, status, *counts, config)
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class TuningReport:
             lines.append(WALL_CLOCK_NOTE)
         if self.contexts:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
-            rows = [context._row(self.world_size) for context in self.contexts]
+            rows = [context._cells(self.world_size) for context in self.contexts]
             lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
         if any(context.launch_bound for context in self.contexts):
             lines.append(LAUNCH_BOUND_NOTE.capitalize())

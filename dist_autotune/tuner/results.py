@@ -1,4 +1,4 @@
-"""Results of searches: where they are found before one, and where they go after it."""
+"""Finds results of earlier searches in memory and on disk, and writes new ones there."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ class Results:
     def __init__(self, function: TunedFunction, disk: Winners) -> None:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
-        self._in_session = False
         self._offers: Offers = {}  # disk entries that all ranks use
         self._function, self._disk, self._scope = function, disk, function.scope
-        options, device, ranks = function.options, function.device, len(function.group.ranks)
+        options, device = function.options, function.device
         # A launch's time and the whole run's are no answers to one question.
         by_run = options.objective != "kernel"
         self._kernel_scope = f"{self._scope} by the whole run".strip() if by_run else self._scope
@@ -64,14 +63,12 @@ class Results:
             "capability": device.capability,
             "driver": device.driver,
             "triton_version": triton.__version__,
-            "world_size": ranks,
+            "world_size": len(function.group.ranks),
             "agree": options.agree,
         }
         named = f"{function.name}#{function.source_digest}"
-        facts = [named, *vars(device).values(), triton.__version__, ranks, options.agree]
-        self._folder = f"{safe_name(named)}-{digest(to_json([*facts, self._scope, self._kernel_scope]))}"
-
-    # -- what ranks offer each other -----------------------------------------------------------------------
+        facts = [named, *self._conditions.values(), self._scope, self._kernel_scope]
+        self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
     def offered_at_opening(self) -> Offers:
         """Return the entries of what the function is known to launch."""
@@ -93,29 +90,24 @@ class Results:
 
     def open(self, offers: Offers, *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""
-        self._in_session = True
         self._offers = dict(offers) if same_device else {}
         self.looks_on_disk = same_device
 
     def close(self) -> None:
-        self._in_session = False
+        """End a session: only in one do several ranks agree on what is on disk."""
+        self.looks_on_disk &= self._function.is_alone
 
     def add_offers(self, offers: Offers) -> None:
         self._offers = {**offers, **self._offers}
 
     def _offers_of(self, entries: Iterable[Entry]) -> Offers:
-        rank, scopes, conditions = (
-            self._function.group.rank,
-            (self._scope, self._kernel_scope),
-            self._conditions,
-        )
+        rank, scopes = self._function.group.rank, (self._scope, self._kernel_scope)
+        conditions = self._conditions.items()
         return {
             entry.key.digest: (rank, entry.winner, entry.ms)
             for entry in entries
-            if entry.key.scope in scopes and conditions.items() <= vars(entry.key).items()
+            if entry.key.scope in scopes and conditions <= vars(entry.key).items()
         }
-
-    # -- what is known of a context ------------------------------------------------------------------------
 
     def find_claim(self, rank_context: RankContext, tuner: Autotuner | None) -> Claim | None:
         """Return the result that a context has in memory or on disk before its first launch here."""
@@ -131,9 +123,7 @@ class Results:
         key = self._entry_key(rank_context)
         if key.digest in self._offers:
             return self._offers[key.digest]
-        if not self.looks_on_disk or not (self._in_session or self._function.is_alone):
-            return None
-        entry = self._disk.get(key)
+        entry = self._disk.get(key) if self.looks_on_disk else None
         return None if entry is None else (self._function.group.rank, entry.winner, entry.ms)
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
@@ -146,8 +136,6 @@ class Results:
             is_ours = is_alone or origin.group is group
             counts = is_ours and origin.scope == self._scope and not origin.provisional
         return tuner.cache.get(key) if counts and not subclasses.keeps_its_own_cache(tuner) else None
-
-    # -- where a result goes -------------------------------------------------------------------------------
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""

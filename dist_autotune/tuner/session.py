@@ -16,15 +16,13 @@ from ..formatting import described
 from ..logs import decisions
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
-from ..ranks.watchdog import Watch
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
-from .function import SESSION_STATE, check_opening
-from .function_state import FunctionState
+from .function_state import SESSION_STATE, FunctionState, check_opening
 from .progress import Progress, is_shown
 from .rank_run import RankRun
 from .recorder import Recorder
@@ -32,9 +30,7 @@ from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
-
 OPENING = "the opening of a session"
-
 T = TypeVar("T")
 
 
@@ -68,7 +64,7 @@ class Session:
     # -- the two modes -------------------------------------------------------------------------------------
 
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more; return what that last run returned.
+        """Run `thunk` until every context is settled, then once more, with its result.
 
         before: the state that the call has run `thunk` from already; None: it has not.
         """
@@ -99,10 +95,7 @@ class Session:
     # -- opening -------------------------------------------------------------------------------------------
 
     def open_once(self) -> None:
-        """Agree with the peers on what the session is, unless an earlier call has.
-
-        Raises RankMismatch where ranks differ.
-        """
+        """Agree with the peers on what the session is, once; raises RankMismatch."""
         if self._recorder.session:
             return
         state = self.state
@@ -113,7 +106,7 @@ class Session:
                 (session,) = opening.facts["session"]
                 remarks = state.open(session, opening)
             search = state.search  # the opening may have made a new one
-            state.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
+            state.registry.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
             self._run.shares_clock = len(opening.facts["clock"]) == 1
             continues, search.session = search.session, session
             self._recorder.record_opening(session, continues=continues)
@@ -134,10 +127,7 @@ class Session:
             self.state.drop_searches()
 
     def resume(self) -> None:
-        """After a run that failed on some rank: go on from the run before it, or be over.
-
-        It goes on if all ranks come back with the same state; else it is dropped on all of them.
-        """
+        """After a run that failed on some rank: go on if all ranks have one state, else drop it on all."""
         left_by, self._left_by = self._left_by, None
         if left_by is None:
             return
@@ -155,14 +145,12 @@ class Session:
 
     def _run_once(self, thunk: Callable[[], T]) -> T:
         """Make one run and agree on what follows from it."""
-        state, function = self.state, self.function
+        state = self.state
         self._run.begin()
         self.executions += 1
-        what = f"run {state.search.runs} of {function.name}{self._diagnosis.on_trial()}"
-        write_stuck, whereabouts = self._diagnosis.write_stuck, self._diagnosis.whereabouts
-        watch = Watch(what, state.timeout_s, function.options.on_stuck, write_stuck, whereabouts)
+        watch = self._diagnosis.watch()
         with (
-            function.group.running(watch),
+            self.function.group.running(watch),
             INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
             state.time_spent.running(),
         ):
@@ -171,7 +159,7 @@ class Session:
             self._is_in_function = False
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
-        self._step(self._exchange(report, what))
+        self._step(self._exchange(report, watch.what))
         return result
 
     def _step(self, received: Message) -> None:
@@ -214,13 +202,13 @@ class Session:
         sent = message.encode()
         began = time.perf_counter()
         try:
-            received = group.exchange(sent, merge, self.state.timeout_s, what)
+            received = group.exchange(sent, merge, self.function.timeout_s, what)
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
+            self._run.abandon()
             if is_run and type(error) is PeerFailed:
                 self._leave(error)
             else:
-                self._run.abandon()
                 self._drop(error)
             raise
         if is_run:
@@ -250,19 +238,17 @@ class Session:
         self._diagnosis.record_failure(reported, group.rank)
         is_of_function = self._is_in_function and not isinstance(error, TuningError) and reported is error
         self._is_in_function = False
+        self._run.abandon()
         if self.function.is_alone and not (isinstance(error, TuningError) or self._is_stepping):
-            self._run.abandon()
             return
         group.fail(reported)
         if is_of_function:
             self._leave(error)
         else:
-            self._run.abandon()
             self._drop(error)
 
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
-        self._run.retract()
         registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._left_by = described(error)  # not the error: it holds the function's variables
@@ -321,9 +307,9 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        count = len(contexts if self._dropped is None else self._dropped)
+        count, warning = len(self._contexts()), self.warning
         self._recorder.write(
-            SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=self.warning)
+            SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=warning)
         )
         self._recorder.close()
 
@@ -331,7 +317,7 @@ class Session:
         """Return what the session has found so far."""
         return TuningReport(
             runs=self.executions,
-            contexts=self._contexts() if self._dropped is None else self._dropped,
+            contexts=self._contexts(),
             world_size=len(self.function.group.ranks),
             seconds=self.elapsed_s,
             clock=type(self.function.clock).__name__,
@@ -342,4 +328,6 @@ class Session:
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
+        if self._dropped is not None:
+            return self._dropped
         return tuned_contexts(self.state.search, self.state.registry, self._run.launched)

@@ -14,10 +14,7 @@ from ..errors import InvalidOption
 
 
 class Snapshot:
-    """The random number generators, and the named tensors and `state_dict()` holders, as they are now.
-
-    Of tensors, modules and optimizers, the gradients too.
-    """
+    """Random states, and named tensors and `state_dict()` holders with their gradients, as they are now."""
 
     def __init__(self, preserved: Sequence[Any]) -> None:
         self._restorers: list[Callable[[], None]] = [_random_state()]
@@ -39,17 +36,14 @@ def check_preserved(preserved: Sequence[Any]) -> None:
                 f"preserve= holds a {type(item).__module__}.{type(item).__qualname__}: it is neither a "
                 "tensor nor does it have state_dict() and load_state_dict()"
             )
-        if isinstance(item, torch.Tensor) and _overlaps_itself(item):
+        is_strided = isinstance(item, torch.Tensor) and item.layout is torch.strided
+        if is_strided and any(
+            size > 1 and not step for size, step in zip(item.shape, item.stride(), strict=True)
+        ):
             raise InvalidOption(
                 f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: "
                 "elements overlap in memory and cannot be restored; preserve the tensor it was expanded from"
             )
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def _restorer(item: Any) -> Callable[[], None]:
@@ -67,10 +61,8 @@ def _restorer(item: Any) -> Callable[[], None]:
 
 def _gradients(item: Any) -> list[Callable[[], None]]:
     """Gradients are in no state_dict, but a run adds to them."""
-    owners: Iterable[Any] = ()
-    if isinstance(item, torch.Tensor):
-        owners = [item]
-    elif isinstance(item, torch.nn.Module):
+    owners: Iterable[Any] = [item] if isinstance(item, torch.Tensor) else ()
+    if isinstance(item, torch.nn.Module):
         owners = item.parameters()
     elif isinstance(item, torch.optim.Optimizer):
         owners = [parameter for group in item.param_groups for parameter in group["params"]]

@@ -34,6 +34,7 @@ CANDIDATES = [
     gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     gluon_candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),  # few rows
 ]
+STAMPS_PER_TILE = 4  # see `room_for_stamps`
 
 
 def fewest_rows(*, tensor_memory: bool) -> int:
@@ -58,7 +59,6 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
 
 
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-STAMPS_PER_TILE = 4  # see `room_for_stamps`
 
 tuned = triton.autotune(
     configs=CANDIDATES,

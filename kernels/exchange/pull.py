@@ -66,6 +66,8 @@ from ..symm import Copy, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from .flags import ARRIVED, FETCHED, READY, ROWS
 
 BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces end at multiples of it: of what most tiles have
+EPOCH, BASE = 0, 1  # the numbers of a call that its steps count from
+EXCHANGES_KEPT = 64
 
 
 def piece_counts(rows: int) -> tuple[int, ...]:
@@ -79,10 +81,6 @@ def piece_ends(rows: int, pieces: int) -> tuple[int, ...]:
     blocks = rows // BLOCK_ROWS
     ends = {piece * blocks // pieces * BLOCK_ROWS for piece in range(1, pieces)} - {0}
     return (*sorted(ends), rows)
-
-
-EPOCH, BASE = 0, 1  # the numbers of a call that its steps count from
-EXCHANGES_KEPT = 64
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,23 @@ from ..configs import INTERPRETED
 from ..matrices import Block, set_block, set_matrix
 
 BOXES = (128, 64, 32, 16, 8)
+ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
+FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
+SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
+BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
+# Of a thread's 255, or of the 128 where 512 threads are compiled; pointers and the epilogue need the rest.
+MOST_ACCUMULATOR_REGISTERS, MOST_OF_THREE_TEAMS = 192, 96
+VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
+# Of the last two, for whoever wants to know what each is worth.
+PARTS = ("own_buffers", "stealing", "cooperative", "pingpong", "stream_k")
+CUT_SCHEDULES = ("grouped", "strided")  # under which stream-K knows a program's numbers
+STOLEN = (128, 0)
+# Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
+WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
+FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
+STEP = 16  # the least that tiles differ in
+FINE_UNTIL = 128
+CLASSES_A_DOUBLING = 4
 
 
 def in_boxes(width: int) -> tuple[int, int]:
@@ -36,10 +53,6 @@ def in_boxes(width: int) -> tuple[int, int]:
 def box_of(columns: int) -> int:
     """Return how many of BLOCK_N or of EXTRA_N columns TMA brings at a time: the power of two in them."""
     return columns & -columns
-
-
-ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
-FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
 
 
 def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
@@ -114,12 +127,6 @@ def set_blocks(args: dict[str, Any]) -> None:
         set_matrix(args["extra_desc"], args["a_desc" if args["SWAP_AB"] else "b_desc"].base)
 
 
-SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
-BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
-# Of a thread's 255, or of the 128 where 512 threads are compiled; pointers and the epilogue need the rest.
-MOST_ACCUMULATOR_REGISTERS, MOST_OF_THREE_TEAMS = 192, 96
-
-
 def operand_bytes(kwargs: dict[str, Any]) -> int:
     """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
     a_bytes = kwargs["NUM_BUFFERS"] * rows_of_a_cta(kwargs) * kwargs["BLOCK_K"] * 2
@@ -153,11 +160,7 @@ def accumulator_registers(config: triton.Config) -> int:
     return int(rows_of_a_team * width // (32 * config.num_warps))
 
 
-VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
-# Of the last two, for whoever wants to know what each is worth.
-PARTS = ("own_buffers", "stealing", "cooperative", "pingpong", "stream_k")
 NAMES = (*VARIANTS, *PARTS)  # the kernel's argument `wanted` is an index
-CUT_SCHEDULES = ("grouped", "strided")  # under which stream-K knows a program's numbers
 
 
 def gluon_candidate(
@@ -235,13 +238,9 @@ def _pair(*args: Any, **options: Any) -> triton.Config:
     return _candidate(*args, **{"group_m": 4, **options}, ctas=2)
 
 
-STOLEN = (128, 0)
-# Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
-WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
 PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
 TEAM_WIDTHS = tuple(width for width in WIDTHS if 112 <= width <= 192)  # 96 of 512 threads' 128 registers
 TEAM_PAIR_WIDTHS = tuple(width for width in TEAM_WIDTHS if width >= 144)
-FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
 
 GLUON_CANDIDATES = [
     # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
@@ -355,11 +354,6 @@ PLAIN_CPU_CANDIDATES = [
 ]
 
 PLAIN_CANDIDATES = PLAIN_CPU_CANDIDATES if INTERPRETED else PLAIN_GPU_CANDIDATES
-
-
-STEP = 16  # the least that tiles differ in
-FINE_UNTIL = 128
-CLASSES_A_DOUBLING = 4
 
 
 def class_of_rows(rows: int) -> int:

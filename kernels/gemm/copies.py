@@ -41,6 +41,16 @@ WIDEST_BLOCK = 256  # a block is as wide as rows are long, up to that
 LAUNCHES_KEPT = 512
 
 _LAUNCHES: OrderedDict[tuple[Any, ...], PreparedLaunch] = OrderedDict()
+CLOCKS_PER_US = 1980  # of an H200's SMs
+# 4 TB/s, read and written bytes together, where 16 bytes are moved at a time; else a little less.
+COPY_BYTES_PER_CLOCK, NARROW_COPY_BYTES_PER_CLOCK = 2020, 1600
+KERNEL_CLOCKS = 2.5 * CLOCKS_PER_US  # of each kernel
+# About 130 TFLOP/s: 127 for 4001 x 2003 x 999 (126 us, one H200, 2026-11-20).
+PLAIN_FLOP_PER_CLOCK = 65_700
+# That is worth scratch memory and further kernels. And large products take up to 13 % longer than estimated.
+LEAST_GAIN = 0.1
+CHOICES_KEPT = 1024
+OPERAND_BYTES = 2  # of an element
 
 
 def pitch_of(columns: int, itemsize: int) -> int:
@@ -133,18 +143,6 @@ def copy_rows(
     from_there = source_ptr + row * (tl.cast(from_row, tl.int64) * VECTOR) + column * from_column
     to_there = target_ptr + row * (tl.cast(to_row, tl.int64) * VECTOR) + column * to_column
     tl.store(to_there, tl.load(from_there, mask=inside), mask=inside)
-
-
-CLOCKS_PER_US = 1980  # of an H200's SMs
-# 4 TB/s, read and written bytes together, where 16 bytes are moved at a time; else a little less.
-COPY_BYTES_PER_CLOCK, NARROW_COPY_BYTES_PER_CLOCK = 2020, 1600
-KERNEL_CLOCKS = 2.5 * CLOCKS_PER_US  # of each kernel
-# About 130 TFLOP/s: 127 for 4001 x 2003 x 999 (126 us, one H200, 2026-11-20).
-PLAIN_FLOP_PER_CLOCK = 65_700
-# That is worth scratch memory and further kernels. And large products take up to 13 % longer than estimated.
-LEAST_GAIN = 0.1
-CHOICES_KEPT = 1024
-OPERAND_BYTES = 2  # of an element
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_til
 from .operands import Config
 
 CHIPLETS, CHUNK = gl.constexpr(8), gl.constexpr(8)  # of the order "chiplet", see `tiles`
+# Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
+ALIGNED = gl.constexpr(8)
+INSTRUCTION_K = gl.constexpr(16)
 
 
 @aggregate
@@ -88,11 +91,6 @@ class DynamicSchedule:
     def finish(self):
         """Let the last program of the launch put the counter back."""
         reset_counter(self.counter_ptr, gl.num_programs(0))
-
-
-# Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
-ALIGNED = gl.constexpr(8)
-INSTRUCTION_K = gl.constexpr(16)
 
 
 @gluon.jit

@@ -61,6 +61,10 @@ PART_WRITE_BYTES_PER_CLOCK, PART_READ_BYTES_PER_CLOCK = 20, 40
 STORES_EXPOSED = {"pingpong": 0}
 FILLS_EXPOSED = {"pipelined": 1, "persistent": 1}
 STARTS = {"cooperative": 1, "pingpong": 1}
+# By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
+LEAST_SAVED_K = 512
+SAVED_K_FOR_A_PART = 8
+MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
 
 
 def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
@@ -137,12 +141,8 @@ def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> fl
     return (2 * (m + n) * k + out_bytes(args) * m * n) / speed
 
 
-# By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
-LEAST_SAVED_K = 512
-SAVED_K_FOR_A_PART = 8
 # Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
 MOST_TRIALS = 54 if HAS_CLUSTERS_AND_PTX else 30
-MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
 
 
 def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:

@@ -16,9 +16,8 @@ FREE = tl.constexpr(0)  # whether p's slots for what comes from this rank may be
 TOLD = tl.constexpr(1)  # p's tokens * TOPK_SPAN + topk once its choices are here, else 0; p writes it
 ARRIVED = tl.constexpr(2)  # 1 once p's rows are here, else 0; p writes it
 DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
-AFTER = tl.constexpr(
-    4
-)  # and 5: what TOLD and ARRIVED become after a call: 0, or far ahead of a given-up peer
+# And 5: what TOLD and ARRIVED become after a call: 0, or far ahead of a peer that has been given up.
+AFTER = tl.constexpr(4)
 GIVEN = tl.constexpr(6)  # digest of the tokens of all ranks as p's caller gave them, with TOLD; p writes it
 FLAGS = 7
 

@@ -141,9 +141,8 @@ def moe_reduce_scatter(
                 UPCAST,
             )
             weights = tl.load(weights_ptr + tl.load(sources_ptr + places))
-            acc *= tl.where(expert < experts, weights, 0.0)[
-                :, None
-            ]  # the weight of a dropped choice may be NaN
+            # The weight of a dropped choice may be NaN.
+            acc *= tl.where(expert < experts, weights, 0.0)[:, None]
             store_rows(acc, products_ptr + rows * N, real, col, N, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE)
             tl.debug_barrier()  # one thread counts, for the stores of all
             tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")

@@ -30,6 +30,9 @@ from .plan import Plan
 from .routing import digest_of
 
 MOST_ROWS = 2**29  # places in the tables of tiles are int32
+EAGER_POLLS = 1000  # before a waiting host starts to sleep between polls
+POLL_S = 5e-5
+TOKEN_BITS = 32
 
 
 def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -71,11 +74,6 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
     if counts[rank] != own:
         raise ValueError(f"tokens={list(counts)}, but rank {rank}, this one, passes {own} tokens")
     return counts
-
-
-EAGER_POLLS = 1000  # before a waiting host starts to sleep between polls
-POLL_S = 5e-5
-TOKEN_BITS = 32
 
 
 class TokenBoard:

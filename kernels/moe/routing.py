@@ -263,10 +263,8 @@ def _write_table(
         seen += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
         if BY_FIRST:
             through = (seen + height - 1) >> height_bits  # all that have a row of these stages
-        else:
-            through = tl.where(
-                seen == rows, blocks, seen >> height_bits
-            )  # all that have no row of later ones
+        else:  # all that have no row of later ones
+            through = tl.where(seen == rows, blocks, seen >> height_bits)
         new = through - given
         upto = tl.where(order == 0, carry + tl.cumsum(new, axis=0), before_expert + through)
         carry += tl.sum(new, axis=0)

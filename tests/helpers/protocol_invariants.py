@@ -20,7 +20,7 @@ from dist_autotune.search.context import Context
 from dist_autotune.search.messages import Message, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
-from dist_autotune.tuner.function import SESSION_STATE
+from dist_autotune.tuner.function_state import SESSION_STATE
 
 SIZES_EVERY = 5  # exchanges
 MERGE_SLACK_BYTES = 200  # of one part: counts and sums get longer digits when ranks are merged

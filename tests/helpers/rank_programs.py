@@ -71,7 +71,7 @@ def set_patience(tuned: Any, timeout_s: float) -> None:
 
     So that only those are short that are to be given up: ranks may start, or come to a run, seconds apart.
     """
-    tuned._calls.state.timeout_s = timeout_s
+    tuned._calls.state.function.timeout_s = timeout_s
 
 
 def listen() -> list[tuple[str, int]]:

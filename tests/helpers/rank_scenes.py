@@ -184,7 +184,7 @@ class Player:
             error, text = type(caught).__name__, str(caught)
             if isinstance(caught, (AssertionError, SystemExit)) and not self._is_own(caught):
                 raise
-        seconds, allowed_s = time.monotonic() - began, self.tuned._calls.state.timeout_s
+        seconds, allowed_s = time.monotonic() - began, self.tuned._calls.state.function.timeout_s
         assert Autotuner.run is STOCK_RUN, "Autotuner.run is left replaced"
         assert not is_tuning()
         self.played.calls.append(Call(error, text, seconds, allowed_s))

@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels_for_tests import EMULATIONS, Bench, launch, numbers
 from rank_programs import blocks_of, ending, tune, tune_on_disk
 
-import dist_autotune.tuner.function
+import dist_autotune.tuner.function_state
 from dist_autotune import RankMismatch
 from ranks import assert_all_ok, run_ranks
 
@@ -31,7 +31,7 @@ def test_options_that_differ():
 @pytest.mark.parametrize(
     ("what", "replace"),
     [
-        ("the version of dist_autotune", (dist_autotune.tuner.function, "__version__", "0.0.0")),
+        ("the version of dist_autotune", (dist_autotune.tuner.function_state, "__version__", "0.0.0")),
         ("the version of Triton", (triton, "__version__", "3.5.9")),
         ("DIST_AUTOTUNE_MODE", (os.environ, "DIST_AUTOTUNE_MODE", "cached")),
     ],

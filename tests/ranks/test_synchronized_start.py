@@ -133,9 +133,9 @@ def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float],
     """
     if hosts == "two":
         synchronized_start.clock_name = lambda: f"host {rank}"
-        from dist_autotune.tuner import function
+        from dist_autotune.tuner import function_state
 
-        function.clock_name = synchronized_start.clock_name
+        function_state.clock_name = synchronized_start.clock_name
     read: list[int] = [0]
     monotonic_ns = time.monotonic_ns
 

@@ -129,7 +129,7 @@ def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
         step = tune(bench, lambda: (launch(kernel, numbers()), is_slow and time.sleep(2.2)), on_stuck="abort")
         step()
         assert step.settled
-        step._calls.state.timeout_s = 1.0  # the session's runs had longer
+        step._calls.state.function.timeout_s = 1.0  # the session's runs had longer
         is_slow.append(True)
         step()
 

@@ -110,7 +110,7 @@ def test_times_arrive_exactly(ms):
     assert decode(RunReport(parts={"x": part}).encode()).parts["x"].worst_ms == ms
 
 
-def test_a_payload_grows_with_contexts_not_with_ranks():
+def test_a_report_grows_with_contexts_not_with_ranks():
     def merged_bytes(ranks: int, contexts: int) -> int:
         part = {f"context-{i}": Part(ran="digest", worst_ms=0.123, measured=1) for i in range(contexts)}
         return len(functools.reduce(merge, (RunReport(r, parts=part).encode() for r in range(ranks))))

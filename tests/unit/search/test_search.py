@@ -252,8 +252,8 @@ def test_when_all_are_banned_the_error_names_kernel_key_and_every_reason():
 
 @pytest.mark.parametrize(
     ("claim", "adopted"),
-    [(None, None), ((0, "b", 1.5), "b"), ((0, "b", None), "b"), ((0, "z", 1.0), None), ((0, "c", 1.0), None)],
-    ids=["none", "with its time", "without a time", "of no candidate", "of a banned one"],
+    [((0, "b", 1.5), "b"), ((0, "b", None), "b"), ((0, "z", 1.0), None), ((0, "c", 1.0), None)],
+    ids=["with its time", "without a time", "of no candidate", "of a banned one"],
 )
 def test_a_claim_is_adopted_when_every_rank_can_use_it(claim, adopted):
     made = context(start=False)
