@@ -56,10 +56,5 @@ class CacheWarning(UserWarning):
     """A cache entry or directory could not be used; tuning goes on without it."""
 
 
-def name_ranks(ranks: tuple[int, ...]) -> str:
-    """Return `rank 3` for one rank and `ranks [0, 3]` for several."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
-
-
 class InvalidOption(TuningError, ValueError):
     """An argument or a `DIST_AUTOTUNE_*` variable has a value that cannot be used."""

@@ -25,11 +25,6 @@ def format_ms(ms: float | None) -> str:
     return f"{ms:.{4 if ms < 1 else 3 if ms < 10 else 2}f}"
 
 
-def format_percent(percent: float | None) -> str:
-    """Return `percent` with its sign and one decimal; `-` for None."""
-    return "-" if percent is None else f"{percent:+.1f}"
-
-
 def status_label(status: str, *, launch_bound: bool) -> str:
     """Return a context's status, marked where its times hold the host's part."""
     return f"{status}, launch-bound" if launch_bound else status

@@ -110,6 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # what was imported stays: collections, of which tests make many, take a fifth of the time
+    session.config.add_cleanup(gc.unfreeze)
     if world(session.config) == "interpreter" and "triton" in sys.modules:
         import quick_interpreter
 

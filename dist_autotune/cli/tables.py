@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..formatting import (
-    LAUNCH_BOUND_NOTE,
-    WALL_CLOCK_NOTE,
-    Table,
-    counted,
-    format_ms,
-    format_percent,
-    one_line,
-    status_label,
-)
+from ..formatting import LAUNCH_BOUND_NOTE, WALL_CLOCK_NOTE, Table, counted, format_ms, one_line, status_label
 from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, percent_over
 from ..logs.records import Preflighted
+
+
+def format_percent(percent: float | None) -> str:
+    """Return `percent` with its sign and one decimal; `-` for None."""
+    return "-" if percent is None else f"{percent:+.1f}"
 
 
 def sessions_table(sessions: Iterable[SessionHistory]) -> Table:

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from ..errors import InvalidOption
-from ..formatting import Table, config_label, format_ms, format_percent
+from ..formatting import Table, config_label, format_ms
 from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, is_time, percent_over
 from ..logs.records import SessionOpened
 from ..search.budget import RUNS_ALLOWED
@@ -23,6 +23,7 @@ from ..search.running_flow import RunningFlow
 from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS
 from .replay import rules_of
+from .tables import format_percent
 
 RankMs = dict[int, float]  # rank -> ms of one run
 REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "mean": fmean}

@@ -15,14 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import (
-    AgreementTimeout,
-    InvalidOption,
-    PeerFailed,
-    PeerHasNoConfig,
-    TuningError,
-    name_ranks,
-)
+from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, TuningError
 from . import watchdog
 from .client import ConnectionLost, HubLost, HubSilent
 from .exchange import Exchange, Merge, failure
@@ -143,7 +136,8 @@ class ProcessGroup:
             text = f"rank {rank} failed, so this call ends on rank {self.rank} too: {error}"
             return kind(text, rank, error)
         missing = tuple(int(rank) for rank in end["missing"])
-        names, what = name_ranks(missing), end["what"]
+        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {list(missing)}"
+        what = end["what"]
         text = f"Rank {end['by']} waited {end['waited_s']:g} s for {names} to agree on {what}."
         if end.get("is_lost"):
             text = f"Rank {self.rank} lost the store of the process group while agreeing on {what}: "

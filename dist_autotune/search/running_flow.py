@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -23,16 +24,12 @@ class RunningFlow:
         self.is_warmup = False
         self._search = rules.search
         self._candidates = candidates
-        self._times_asked: dict[tuple[int, bool], int] = {}
+        self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
+        self._times_asked: Counter[tuple[int, bool]] = Counter()
         with self._named_errors():
             self._flow = rules.strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
         if not hasattr(self._flow, "send"):
             raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
-
-    @property
-    def count(self) -> int:
-        """Return which warm-up or sample of its candidate it asks for, from 1."""
-        return 0 if self.index is None else self._times_asked[self.index, self.is_warmup]
 
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
         """Send the time of what was asked for (None: begin); return the winner once there is one.
@@ -48,8 +45,8 @@ class RunningFlow:
                 return stop.value if isinstance(stop.value, Winner) else winner
             self.is_warmup = isinstance(asked, Warmup)
             self.index = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
-            times = self._times_asked.get((self.index, self.is_warmup), 0)
-            self._times_asked[self.index, self.is_warmup] = times + 1
+            self._times_asked[self.index, self.is_warmup] += 1
+            self.count = self._times_asked[self.index, self.is_warmup]
             if self.index not in banned:
                 return None
             ms = math.inf

@@ -55,7 +55,7 @@ class Sums:
             gemm_rs_runs.begin(dist.get_rank(), 0 if large else None)
             op: Any = GemmReduceScatter(rows, n, HALF, group, timeout_s=PATIENCE_S)
             if not large:
-                op._product._programs = PROGRAMS
+                op._sms = PROGRAMS
             return op
         SCATTERING.begin(dist.get_rank(), 0 if large else None)
         op = MoEReduceScatter(rows // 2, n, HALF, group, timeout_s=PATIENCE_S)
