@@ -10,8 +10,8 @@ from dataclasses import dataclass
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
 LAUNCH_BOUND_NOTE = (
-    "launch-bound: the device waited for the host, whose part is in these times; candidates no further from "
-    "the incumbent than that part left it in place."
+    "launch-bound: the device waited for the host, so times include host time; candidates that "
+    "differ by no more than that left the incumbent in place."
 )
 WALL_CLOCK_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
 

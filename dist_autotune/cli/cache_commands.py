@@ -51,7 +51,7 @@ def show(
     ]
     if not found:
         where = f"No entry of {name!r} in {cache.directory}"
-        terminal.fail(f"{where}: `dist-autotune cache list` shows what there is.")
+        terminal.fail(f"{where}: `dist-autotune cache list` lists the entries.")
     for entry in found:
         typer.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
         typer.echo(to_json(entry.as_dict(), indent=True))

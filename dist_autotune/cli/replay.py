@@ -91,7 +91,7 @@ def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: Sear
     closed = session.of_kind(SessionClosed)
     verdict.runs = max((merged.run for merged in session.of_kind(Merged)), default=-1) + 1
     if records and not verdict.runs:
-        verdict.compare(None, "session", "merged", "nothing", "what all ranks said of each run")
+        verdict.compare(None, "session", "merged", "nothing", "the merged reports of each run")
         return
     for run in range(verdict.runs):
         plan, merged = decisions.plan_of(state), of_kind(records[run], Merged)
@@ -108,7 +108,7 @@ def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: Sear
                 verdict.compare(run, "session", what, each.outcome, outcome)
         except UNUSABLE as error:
             recorded = f"cannot be used ({error!r})" if merged else "nothing"
-            verdict.compare(run, "session", "merged", recorded, "what all ranks said of this run")
+            verdict.compare(run, "session", "merged", recorded, "the merged reports of this run")
             return
         _compare_results(verdict, run, of_kind(records[run], ContextSettled), state)
     if any(each.outcome not in ("settled", "partial") for each in closed):

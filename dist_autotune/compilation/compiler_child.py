@@ -114,11 +114,11 @@ class CompilerChild:
             self._close_files()
 
     def _ending(self, code: int | None) -> Ending:
-        """Return what the child has reported, or what its exit code and its last words say."""
+        """Return what the child has reported, or what its exit code and last output say."""
         with contextlib.suppress(ValueError):
             return Ending(**json.loads(os.pread(self._report, self._reported_bytes, 0)))
         if code is None:
-            ended = f"{self._what}'s process is gone without a word"
+            ended = f"{self._what}'s process vanished"
         elif code < 0:
             names = {number.value: number.name for number in signal.Signals}  # without real-time signals
             ended = f"{self._what} was ended by {names.get(-code, f'signal {-code}')}"

@@ -209,7 +209,7 @@ class Pool:
                 self._refuse(task, ending.reason, claim)
             else:
                 if not ending.has_begun:
-                    self._why_here = "children do not begin"
+                    self._why_here = "child processes do not start"
                 self._compile_here(task, claim)
         return has_ended
 

@@ -49,7 +49,7 @@ class Rehearsal:
             return ""
         why = next(iter(self.left_out.values()))
         candidates = counted(len(self.left_out), "candidate")
-        return f"{candidates} left to the first launch, not knowing what pre_hook does: {why}"
+        return f"{candidates} left to the first launch, as pre_hook could not be rehearsed: {why}"
 
 
 def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehearsal:
@@ -141,12 +141,12 @@ def _marked(facts: torch.Tensor, device: torch.device, address: int | None) -> S
 
 def _address_of(stand_in: StandIn) -> int:
     if stand_in._address is None:
-        raise NotReproducible("the address of what was computed from a tensor was asked for")
+        raise NotReproducible("it reads the address of a computed tensor")
     return stand_in._address
 
 
 def _refuse(stand_in: StandIn) -> Any:
-    raise NotReproducible("the memory of a tensor was asked for")
+    raise NotReproducible("it reads a tensor's memory")
 
 
 # Not overridden in the class: what torch itself asks of a stand-in is answered for its meta tensor.

@@ -19,7 +19,7 @@ OLDEST_TRITON = (3, 6)
 OPTIONAL = ("nvshmem4py", "libnvshmem", "cuda-bindings", "cuda-core")
 VARIABLE_OF = {CACHE: settings.CACHE_DIR, LOGS: settings.LOG_DIR}
 PACKAGES_STEP = "pip install 'dist-autotune[nvidia]'"
-MEMORY_STEP = f"{PACKAGES_STEP} and 'cuda-bindings>=13.0.3,<14', or see what it says above"
+MEMORY_STEP = f"{PACKAGES_STEP} and 'cuda-bindings>=13.0.3,<14', or see the lines above"
 DRIVER_STEP = "Run `nvidia-smi` and `python -c 'import torch; torch.cuda.init()'`; see `dmesg` for the driver"
 RANKS_STEPS = {  # by the stage at which the two CPU ranks failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
@@ -122,7 +122,7 @@ def _judge_ranks(seen: Examination) -> Iterator[Finding]:
 def _judge_memory(seen: Examination) -> Iterator[Finding]:
     if absent := seen.ranks[0].of("shm").get("absent"):
         text = f"the workloads cannot be imported here: {absent}"
-        step = "pip install -e . in the project's checkout; the tuner alone needs nothing of them"
+        step = "pip install -e . in the project's checkout; the tuner works without them"
         yield Finding("remark", "symmetric memory", text, step)
         return
     backends, failed = seen.backends(), first_problem(seen.ranks)

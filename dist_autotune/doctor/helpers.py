@@ -120,12 +120,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _read(output: str, ending: str) -> Helper:
     """Return what a helper that ended so has reported, among other things that it wrote."""
-    report, last_words = dict[str, Any](), ""
+    report, last_output = dict[str, Any](), ""
     for line in filter(str.strip, output.splitlines()):
         if line.startswith(REPORT):
             with contextlib.suppress(ValueError):  # a killed process was writing it
                 report = json.loads(line.removeprefix(REPORT))
         else:
-            last_words = f"; its last words: {line.strip()[:300]}"
+            last_output = f"; last output: {line.strip()[:300]}"
     error = report.pop("error", "")
-    return Helper(**report, problem=error or (ending and ending + last_words))
+    return Helper(**report, problem=error or (ending and ending + last_output))

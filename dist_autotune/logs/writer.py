@@ -150,7 +150,7 @@ class LogLines:
                 parts = record.payload.get("parts", {}).items()
                 times = ((name, counted(part.get("measured", 0), "time")) for name, part in parts)
                 said = [f"{self._label(name)} {measured}" for name, measured in times]
-                return f"all ranks said: {', '.join(said) or 'nothing launched'}"
+                return f"merged: {', '.join(said) or 'nothing launched'}"
             case records.RunTimed():
                 doubt = "" if record.counts else ", no sample"
                 return f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
@@ -177,7 +177,7 @@ class LogLines:
                 of = f" {record.k}/{record.n}" if record.n else f" {record.k}"
                 times = self._time(record.kind + (of if record.kind != "incumbent" else ""), record.ms)
                 launches = f"  {record.launches} launches" if record.launches != 1 else ""
-                gap = f"  of which the host up to {format_ms(record.gap_ms)}" if record.gap_ms else ""
+                gap = f"  host time up to {format_ms(record.gap_ms)}" if record.gap_ms else ""
                 said = f"{times}{launches}{gap}{context.best()}"
             case records.Agreed():
                 if record.ms is not None and record.counted:

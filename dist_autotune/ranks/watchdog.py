@@ -146,19 +146,19 @@ class Watchdog:
     def _abort(self, run: _Run) -> None:
         if run.watch.on_stuck != "abort":
             return
-        run.watch.report(f"Rank {self._rank} is ended: it is still in {run.watch.what} (on_stuck='abort').")
+        run.watch.report(f"Rank {self._rank} ends: it is still in {run.watch.what} (on_stuck='abort').")
         with contextlib.suppress(Exception):  # stderr may be no file
             faulthandler.dump_traceback(sys.stderr)
         if self._run is run:
             os._exit(1)
 
     def _diagnosis(self, watch: Watch, end: End) -> str:
-        reason = "the peers have waited too long and gone on without it"
+        reason = "its peers timed out and went on without it"
         if "failed" in end:
             reason = f"rank {end['failed']} has failed ({end['error']})"
         return (
             f"Rank {self._rank} is still in {watch.what}, but {reason}. {_whereabouts(watch)}"
-            f"If it waits for a peer in a collective of its own, {_outlook(watch)}"
+            f"If it waits in one of your collectives, {_outlook(watch)}"
         )
 
 
@@ -175,4 +175,4 @@ def _whereabouts(watch: Watch) -> str:
     try:
         return watch.whereabouts()
     except Exception as error:
-        return f"What it is at cannot be told ({type(error).__name__}: {error}). "
+        return f"Its position is unknown ({type(error).__name__}: {error}). "

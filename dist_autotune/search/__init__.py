@@ -1,4 +1,1 @@
-"""What to try next, and what wins: pure state that is equal on all ranks.
-
-Imports neither torch nor Triton nor numpy.
-"""
+"""What to try next, and what wins: pure state, equal on all ranks. Imports no torch, Triton or numpy."""

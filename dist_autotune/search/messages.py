@@ -140,7 +140,7 @@ INEXACT, EXPLAINED, EXACT = range(3)
 
 @dataclass(frozen=True)
 class Crash:
-    """A run in the middle of which a process ended without a word, or of the exception that explains it."""
+    """A run in the middle of which a process was killed, or of the exception that explains it."""
 
     rank: int
     run: int
@@ -295,7 +295,7 @@ def bans_for_crashes(merged: Opening) -> CrashBans:
     bans: CrashBans = {}
     for session, crash in sorted(merged.crashes.items()):
         reason = (
-            f"was running when rank {crash.rank}'s process ended without a word "
+            f"was running when rank {crash.rank}'s process was killed "
             f"(run {crash.run} of session {session}, {crash.at})"
         )
         for context, candidate in crash.suspects.items():

@@ -118,9 +118,9 @@ class ActiveCall:
         at = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno}"
         thread = threading.current_thread().name
         return (
-            f"{name} waited {waited_s:.0f} s for its turn on thread {thread}: a call of {self._name} has it, "
-            f"and has not moved in that time{at}. If that call waits for this thread, let it start the "
-            f"thread itself, or wait by join() or Future.result(): then {name} joins it."
+            f"{name} waited {waited_s:.0f} s on thread {thread} for a call of {self._name}, which has not "
+            f"moved in that time{at}. If that call waits for this thread, start the thread in it, or wait by "
+            f"join() or Future.result(): then {name} joins its session."
         )
 
 

@@ -121,7 +121,7 @@ def test_a_child_reaped_by_somebody_else_has_still_told_its_end():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
     try:
         assert ending(lambda: None) == Ending()
-        assert ending(os.abort).reason == "the compiler's process is gone without a word"
+        assert ending(os.abort).reason == "the compiler's process vanished"
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -317,7 +317,7 @@ UNTOLD: dict[str, tuple[Hook, str]] = {
     "reads a tensor": (lambda nargs: nargs["y_ptr"][0].item(), "cannot be called on meta tensors"),
     "asks for memory": (
         lambda nargs: nargs["y_ptr"].untyped_storage(),
-        "NotReproducible: the memory of a tensor",
+        "NotReproducible: it reads a tensor's memory",
     ),
     "opens a file": (lambda nargs: Path("calls").write_text("called"), "OSError"),
     "gives another base": (other_base, "NotReproducible: an argument was given another tensor"),
@@ -346,7 +346,7 @@ def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compil
     assert own_compilations(compiler) == [FIRST, GOOD]
     assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
     text = Path("logs/rank-0.log").read_text()
-    assert text.count("1 candidate left to the first launch, not knowing what pre_hook does: ") == 1
+    assert text.count("1 candidate left to the first launch, as pre_hook could not be rehearsed: ") == 1
     assert why in text
     assert not Path("calls").exists()
 

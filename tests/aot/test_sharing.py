@@ -183,7 +183,7 @@ def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, m
     found = preflight(16, 64)
     assert found.reasons == {}
     assert found.tally.compiled == 2
-    assert "without a limit: children do not begin" in found.tally.remark
+    assert "without a limit: child processes do not start" in found.tally.remark
     assert compiler.pids() == {os.getpid()}
 
 

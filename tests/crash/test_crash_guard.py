@@ -50,7 +50,7 @@ def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache
     assert list(second["banned"]) == ["add BLOCK: 32"]
     (reason,) = second["banned"].values()
     where = f"(run {started.run} of session {started.session}, "
-    assert f"was running when rank 0's process ended without a word {where}" in reason
+    assert f"was running when rank 0's process was killed {where}" in reason
     assert reason.endswith(" UTC)")
     assert second["winners"] == {"add64": 64}
     assert not (tmp_cache / crash_guard.FOLDER).exists()
@@ -85,7 +85,7 @@ def test_when_all_candidates_have_crashed_all_are_named_and_the_next_start_begin
         assert alone(program, {(block, 1): kill}).signal == signal.SIGKILL
     fourth = alone(program)
     assert fourth.error_type == "NoValidConfig"
-    assert fourth.error.count("was running when rank 0's process ended without a word") == 3
+    assert fourth.error.count("was running when rank 0's process was killed") == 3
     assert value_of(program)["blocks"] == EVERYTHING
 
 

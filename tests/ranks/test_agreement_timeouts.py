@@ -272,6 +272,6 @@ def test_a_stuck_peer_is_ended_when_that_is_asked_for(quick_heartbeats):
     zero, one = run_ranks(program, 2, Path.cwd() / "pid")
     assert_all_ok([zero])
     assert one.exitcode == 1, describe(one)
-    assert "Rank 1 is ended" in one.stderr
+    assert "Rank 1 ends" in one.stderr
     assert "in program" in one.stderr  # where it stood
     assert one.elapsed_s < 30  # half of what it would have slept

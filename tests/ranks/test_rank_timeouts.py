@@ -319,6 +319,6 @@ def test_a_stuck_peer_is_ended_when_asked_for(settled, quick_heartbeats):
     zero, one = run_ranks(program, 2, Path.cwd() / "pid")
     assert assert_all_ok([zero]) == ["Boom"]
     assert one.exitcode == 1, describe(one)
-    assert "is ended: it is still in" in one.stderr
+    assert "ends: it is still in" in one.stderr
     assert "in thunk" in one.stderr  # the traceback of where it hung
     assert one.elapsed_s < 30  # rank 0 would wait for its end until the time-out of run_ranks

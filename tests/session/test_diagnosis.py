@@ -89,7 +89,7 @@ def test_a_single_rank_in_a_run_that_takes_too_long_is_ended_when_that_is_asked_
     assert result.exitcode == 1
     assert "if it is still there in 1 s, its process is ended" in result.stderr
     assert "with BLOCK: 32" in result.stderr
-    assert "Rank 0 is ended: it is still in run 1 of" in result.stderr
+    assert "Rank 0 ends: it is still in run 1 of" in result.stderr
     assert "in wait_for" in result.stderr  # where it stood
     assert result.elapsed_s < 15
 
@@ -118,7 +118,7 @@ def test_ranks_that_are_all_stuck_are_all_ended_when_that_is_asked_for(quick_hea
 
     for result in run_ranks(program, 2):
         assert result.exitcode == 1
-        assert f"Rank {result.rank} is ended" in result.stderr
+        assert f"Rank {result.rank} ends" in result.stderr
         assert result.elapsed_s < 15
 
 
@@ -174,7 +174,7 @@ def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
 
     with watchdog.watching(0, Watch("run 7 of step", 0.05, "raise", told.append, whereabouts)):
         wait_for(lambda: told)
-    assert "cannot be told (RuntimeError: CUDA error" in told[0]
+    assert "position is unknown (RuntimeError: CUDA error" in told[0]
 
 
 # ---- a launch that the device never ends

@@ -141,7 +141,7 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     (settled,) = records(ContextSettled)
     assert settled.launch_bound
     log = Path(".autotune_logs/rank-0.log").read_text()
-    assert "of which the host up to 0.5000" in log
+    assert "host time up to 0.5000" in log
     assert "tuned, launch-bound, 2 timed" in log
     (session,) = load(tmp_path / ".autotune_logs").sessions
     assert session.contexts[0].settled.launch_bound

@@ -308,7 +308,7 @@ def test_a_session_that_did_not_record_what_ranks_said_is_named() -> None:
     write_session(LOGS)
     result = run()
     assert result.exit_code == 1
-    assert "what all ranks said of each run" in result.stdout
+    assert "the merged reports of each run" in result.stdout
 
 
 def test_json_holds_what_the_tables_show() -> None:

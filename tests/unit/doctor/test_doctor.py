@@ -88,7 +88,7 @@ def test_what_was_reported_before_a_crash_is_kept(monkeypatch: pytest.MonkeyPatc
     program = "say(stage='b', facts={'a': {'x': 1}}); print('no device', flush=True); os._exit(255)"
     (child,) = helpers_of(monkeypatch, program)
     assert child.facts == {"a": {"x": 1}}
-    assert child.ending == "ended with exit code 255; its last words: no device (in b)"
+    assert child.ending == "ended with exit code 255; last output: no device (in b)"
 
 
 @pytest.mark.parametrize(
