@@ -19,7 +19,7 @@ from ..logs import reader
 from ..logs.history import History
 from ..options import Options
 from ..search.strategies import STRATEGIES
-from . import cache_commands, replay, terminal, what_if
+from . import cache_commands, replay, terminal
 from .html import write_html
 
 app = typer.Typer(
@@ -93,24 +93,20 @@ def replay_logs(
     history = _read(directory)
     verdicts = replay.verify(history.sessions)
     searched = history.sessions if every else history.newest()
-    found = what_if.what_if(searched, options, seed) if options else []
+    found = replay.what_if(searched, options, seed) if options else []
     unread = {name: reader.describe_skipped(reasons) for name, reasons in history.skipped.items()}
-    differ = any(verdict.differences for verdict in verdicts)
     if as_json:
         another = list(map(asdict, found))
         data = {"sessions": list(map(asdict, verdicts)), "another_search": another, "unreadable": unread}
         typer.echo(to_json(data, indent=True))
     else:
         console = terminal.open_console()
-        terminal.print_table(console, replay.verdicts_table(verdicts))
-        notes = [f"{name}: {what}" for name, what in unread.items()]
-        notes += [f"session {verdict.session}: {note}" for verdict in verdicts for note in verdict.notes]
-        for note in notes:
-            terminal.print_text(console, note, "yellow")
-        for table in (replay.differences_table(verdicts), what_if.what_if_table(found)):
+        for name, what in unread.items():
+            terminal.print_text(console, f"{name}: {what}", "yellow")
+        for table in (*replay.verdicts_tables(verdicts), replay.what_if_table(found)):
             if table.rows:
                 terminal.print_table(console, table)
-    if unread or differ:
+    if unread or any(verdict.differences for verdict in verdicts):
         raise typer.Exit(1)
 
 

@@ -75,7 +75,6 @@ class Task:
     work: Callable[[], Any]
     future: Future[Any]
     refused_at: float | None = None  # when a peer was first seen to compile it
-    has_retried: bool = False
 
     @property
     def key(self) -> str:
@@ -200,11 +199,7 @@ class Pool:
                 continue
             has_ended = True
             del self._running[task]
-            is_unlucky = ending.was_idle or not ending.has_begun
-            if is_unlucky and not task.has_retried and time.monotonic() < self._terms.until:
-                task.has_retried = True
-                self._start(task, claim)
-            elif ending.has_begun and ending.reason:
+            if ending.has_begun and ending.reason:
                 claim.condemn(ending.reason)
                 self._refuse(task, ending.reason, claim)
             else:

@@ -19,7 +19,6 @@ import compile_time
 from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.binaries import Binaries
-from dist_autotune.compilation.compiler_child import CompilerChild, Ending
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.triton_api.launch import Launch
@@ -121,26 +120,6 @@ def test_a_failure_of_an_earlier_session_is_forgotten(device, compiler):
     assert compiler.compilations() == [64]  # the second time it was known
     compiler.behaves({})
     assert preflight(64, session="two").reasons == {}
-
-
-def test_an_unlucky_fork_is_repeated(device, compiler, monkeypatch):
-    class Unlucky(CompilerChild):
-        def poll(self) -> Ending | None:
-            self.close()
-            return Ending("did not compile within 120 s", was_idle=True)
-
-    kinds = iter([Unlucky, CompilerChild])
-    monkeypatch.setattr(pool, "CompilerChild", lambda *args: next(kinds)(*args))
-    found = preflight(64)
-    assert found.reasons == {}
-    assert found.tally.compiled == 1
-
-
-def test_a_fork_that_is_unlucky_twice_is_not_repeated_for_ever(device, compiler):
-    compiler.behaves({64: "sleep"})
-    assert list(preflight(64, limit_s=0.5).reasons.values()) == ["did not compile within 0.5 s"]
-    assert len(compiler.compilations()) <= 2
-    assert compiler.processes_left() == []
 
 
 def test_ctrl_c_leaves_no_process_and_no_claim(device, compiler):
