@@ -46,7 +46,7 @@ from triton.runtime.errors import OutOfResources
 from dist_autotune import contextual_autotune
 from dist_autotune.ranks import client
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
-from dist_autotune.ranks.hub_state import HubState
+from dist_autotune.ranks.hub import HubState
 from dist_autotune.ranks.messages import pack, unpack
 from dist_autotune.search.messages import merge
 

@@ -18,7 +18,6 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 
 
 @app.command("list")
-@terminal.one_line_errors()
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
@@ -36,7 +35,6 @@ def list_entries() -> None:
 
 
 @app.command()
-@terminal.one_line_errors()
 def show(
     name: Annotated[
         str, typer.Argument(help="The name of a kernel or a file, or the first digits of a digest.")
@@ -58,7 +56,6 @@ def show(
 
 
 @app.command()
-@terminal.one_line_errors()
 def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Delete all entries, and the crash guards of processes that are gone."""
     cache = _open_cache()
@@ -71,7 +68,6 @@ def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] 
 
 
 @app.command("export")
-@terminal.one_line_errors()
 def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
     """Write all entries to one file, for another machine of the same kind."""
     cache = _open_cache()
@@ -79,7 +75,6 @@ def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.
 
 
 @app.command("import")
-@terminal.one_line_errors()
 def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache export` wrote.")]) -> None:
     """Store the entries of an exported file; they replace others of the same key."""
     cache = _open_cache()

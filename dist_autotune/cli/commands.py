@@ -14,16 +14,18 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..formatting import counted
 from ..logs import reader
 from ..logs.history import History
 from ..options import Options
 from ..search.strategies import STRATEGIES
-from . import cache_commands, replay, terminal, what_if
+from . import cache_commands, replay, terminal
 from .html import write_html
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Reports, cache and doctor of dist_autotune."
+    cls=terminal.OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Reports, cache and doctor of dist_autotune.",
 )
 app.add_typer(cache_commands.app, name="cache")
 
@@ -47,7 +49,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 
 @app.command()
-@terminal.one_line_errors()
 def report(
     directory: LogDirectory = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead.")] = None,
@@ -67,7 +68,6 @@ def report(
 
 
 @app.command("replay")
-@terminal.one_line_errors()
 def replay_logs(
     directory: LogDirectory = None,
     search: Annotated[
@@ -93,29 +93,24 @@ def replay_logs(
     history = _read(directory)
     verdicts = replay.verify(history.sessions)
     searched = history.sessions if every else history.newest()
-    found = what_if.what_if(searched, options, seed) if options else []
+    found = replay.what_if(searched, options, seed) if options else []
     unread = {name: reader.describe_skipped(reasons) for name, reasons in history.skipped.items()}
-    differ = any(verdict.differences for verdict in verdicts)
     if as_json:
         another = list(map(asdict, found))
         data = {"sessions": list(map(asdict, verdicts)), "another_search": another, "unreadable": unread}
         typer.echo(to_json(data, indent=True))
     else:
         console = terminal.open_console()
-        terminal.print_table(console, replay.verdicts_table(verdicts))
-        notes = [f"{name}: {what}" for name, what in unread.items()]
-        notes += [f"session {verdict.session}: {note}" for verdict in verdicts for note in verdict.notes]
-        for note in notes:
-            terminal.print_text(console, note, "yellow")
-        for table in (replay.differences_table(verdicts), what_if.what_if_table(found)):
+        for name, what in unread.items():
+            terminal.print_text(console, f"{name}: {what}", "yellow")
+        for table in (*replay.verdicts_tables(verdicts), replay.what_if_table(found)):
             if table.rows:
                 terminal.print_table(console, table)
-    if unread or differ:
+    if unread or any(verdict.differences for verdict in verdicts):
         raise typer.Exit(1)
 
 
 @app.command("doctor")
-@terminal.one_line_errors()
 def examine_machine(as_json: AsJson = False) -> None:
     """Look at versions, GPUs, links, symmetric memory, ranks and settings.
 
@@ -147,9 +142,7 @@ def _read(given: Path | None) -> History:
         terminal.fail(f"There is no directory {directory}. {advice}")
     history = reader.load(directory)
     if not history.sessions:
-        what, reasons = "no records (rank-N.jsonl)", sum(history.skipped.values(), Counter[str]())
-        if reasons:
-            lines = counted(reasons.total(), "line")
-            what = f"only {lines} that cannot be read ({reader.describe_skipped(reasons)})"
-        terminal.fail(f"{directory} holds {what}. {advice}")
+        reasons = sum(history.skipped.values(), Counter[str]())
+        unread = f"; {reader.describe_skipped(reasons)}" if reasons else ""
+        terminal.fail(f"{directory} holds no records (rank-N.jsonl{unread}). {advice}")
     return history

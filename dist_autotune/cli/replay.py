@@ -1,26 +1,32 @@
-"""Checks that logged decisions follow from what the ranks said: `SearchState` gets each payload again."""
+"""Replays logs: checks that decisions follow from what the ranks said, or tries another search on samples."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from random import Random
+from statistics import fmean
+from typing import Any
 
 from ..codec import from_json
-from ..errors import TuningError
-from ..formatting import Table, context_label, counted, one_line
+from ..errors import InvalidOption, TuningError
+from ..formatting import Table, config_label, context_label, counted, format_ms, one_line
 from ..logs import decisions
-from ..logs.history import SessionHistory, of_kind
+from ..logs.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
+from ..options import Options
 from ..search.messages import RunReport
 from ..search.rules import Rules
+from ..search.running_flow import RunningFlow
 from ..search.state import SearchState
-from ..search.strategies import STRATEGIES
-from ..version import __version__
+from ..search.strategies import STRATEGIES, Winner
+from ..timing.samples import STATISTICS
+from .tables import format_percent
 
 LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
-# What a payload raises that somebody has changed.
-UNUSABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+Sample = dict[int, float]  # rank -> ms of one run
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,6 @@ class Verdict:
     runs: int = 0
     compared: int = 0
     differences: list[Difference] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def compare(self, run: int | None, about: str, what: str, recorded: object, recomputed: object) -> None:
         self.compared += 1
@@ -54,8 +59,17 @@ class Verdict:
 
 def verify(sessions: Iterable[SessionHistory]) -> list[Verdict]:
     """Recompute every session of a log directory, in the order in which they opened."""
-    states: dict[str, SearchState] = {}
-    return [_verdict(session, states) for session in sessions]
+    states: dict[str, SearchState] = {}  # by session: a later one may continue it
+    verdicts = []
+    for session in sessions:
+        opened = session.opened
+        verdicts.append(verdict := Verdict(session.name, opened.thunk, opened.search))
+        for rank in session.missing_ranks:
+            verdict.compare(None, f"rank {rank}", "records", "none", f"rank-{rank}.jsonl")
+        if opened.search in STRATEGIES and not opened.own_search:
+            state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
+            _recompute(verdict, session, state)
+    return verdicts
 
 
 def rules_of(opened: SessionOpened) -> Rules:
@@ -64,35 +78,15 @@ def rules_of(opened: SessionOpened) -> Rules:
     return Rules(strategy=STRATEGIES[opened.search], **values)
 
 
-def _verdict(session: SessionHistory, states: dict[str, SearchState]) -> Verdict:
-    """Recompute one session. states: of the sessions before it, by name; a session may continue one."""
-    opened = session.opened
-    verdict = Verdict(session.name, opened.thunk, opened.search)
-    for rank in session.missing_ranks:
-        verdict.compare(None, f"rank {rank}", "records", "none", f"rank-{rank}.jsonl")
-    written_by = opened.versions.get("dist_autotune")
-    if written_by != __version__:
-        verdict.notes.append(f"written by version {written_by}, recomputed by {__version__}")
-    if opened.own_search or opened.search not in STRATEGIES:
-        verdict.notes.append(f"not recomputed: its search, {opened.search}, is none of {sorted(STRATEGIES)}")
-    else:
-        state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
-        state.open()
-        _recompute(verdict, session, opened.mode, state)
-    return verdict
-
-
-def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: SearchState) -> None:
+def _recompute(verdict: Verdict, session: SessionHistory, state: SearchState) -> None:
     """Make the session's runs again; compare plans, results and that nothing was left to try at the end."""
-    records: defaultdict[int, list[Record]] = defaultdict(list)
+    records = defaultdict[int, list[Record]](list)
     for record in session.records:
         if isinstance(record, RunStarted | Merged | ContextSettled):
             records[record.run].append(record)
     closed = session.of_kind(SessionClosed)
-    verdict.runs = max((merged.run for merged in session.of_kind(Merged)), default=-1) + 1
-    if records and not verdict.runs:
-        verdict.compare(None, "session", "merged", "nothing", "the merged reports of each run")
-        return
+    verdict.runs = max((each.run for each in session.of_kind(Merged)), default=0 if records else -1) + 1
+    state.open()
     for run in range(verdict.runs):
         plan, merged = decisions.plan_of(state), of_kind(records[run], Merged)
         for started in of_kind(records[run], RunStarted):
@@ -104,49 +98,152 @@ def _recompute(verdict: Verdict, session: SessionHistory, mode: str, state: Sear
             state.step(state.kernels.unite(report, state.contexts)[0])
         except TuningError as error:
             for each in closed:
-                what, outcome = "session_closed: outcome", type(error).__name__
-                verdict.compare(run, "session", what, each.outcome, outcome)
-        except UNUSABLE as error:
+                verdict.compare(run, "session", "session_closed: outcome", each.outcome, type(error).__name__)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # changed
             recorded = f"cannot be used ({error!r})" if merged else "nothing"
             verdict.compare(run, "session", "merged", recorded, "the merged reports of this run")
             return
-        _compare_results(verdict, run, of_kind(records[run], ContextSettled), state)
+        results = {context.name: decisions.settled(run, context) for context in state.newly_final()}
+        for settled in of_kind(records[run], ContextSettled):
+            _compare_result(verdict, settled, results.get(settled.context))
     if any(each.outcome not in ("settled", "partial") for each in closed):
         state.drop_unsettled()  # as all ranks did
-    elif closed and verdict.runs and mode == "replay" and not session.of_kind(RunFailed):
+    elif closed and verdict.runs and state.rules.mode == "replay" and not session.of_kind(RunFailed):
         verdict.compare(None, "session", "session_closed: nothing left to try", True, state.done)
 
 
-def _compare_results(
-    verdict: Verdict, run: int, recorded: Sequence[ContextSettled], state: SearchState
-) -> None:
-    results = {context.name: decisions.settled(run, context) for context in state.newly_final()}
-    for record in recorded:
-        about, what = context_label(record.kernel, record.key), f"context_settled of rank {record.rank}"
-        for name in ("status", "config_id", "config", "ms", "timings"):
-            recomputed = getattr(results.get(record.context), name, "nothing")
-            verdict.compare(run, about, f"{what}: {name}", getattr(record, name), recomputed)
+def _compare_result(verdict: Verdict, recorded: ContextSettled, recomputed: ContextSettled | None) -> None:
+    about, what = context_label(recorded.kernel, recorded.key), f"context_settled of rank {recorded.rank}"
+    for name in ("status", "config_id", "config", "ms", "timings"):
+        value = getattr(recomputed, name, "nothing")
+        verdict.compare(recorded.run, about, f"{what}: {name}", getattr(recorded, name), value)
 
 
-def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
-    """Return one row per session."""
-    rows = []
+def verdicts_tables(verdicts: Iterable[Verdict]) -> list[Table]:
+    """Return a table with one row per session, and one with a row per difference."""
+    sessions, differences = [], []
     for each in verdicts:
         found = "as recorded" if each.compared else "nothing to recompute"
         if each.differences:
             found = counted(len(each.differences), "difference")
-        rows.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
+        sessions.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
+        for one in each.differences:
+            values = (one_line(value)[:LONGEST] for value in (one.recorded, one.recomputed))
+            run = "-" if one.run is None else str(one.run)
+            differences.append((each.session, run, one.about, one.what, *values))
     names = ("session", "function", "search", ">runs", ">compared", "recomputed")
-    return Table("Replay", names, rows, "compared: plans and values of results, over all ranks.")
+    note = "compared: plans and values of results, over all ranks; none of a search of the user's."
+    about = ("session", ">run", "context", "what", "recorded", "recomputed")
+    return [Table("Replay", names, sessions, note), Table("Differences", about, differences)]
 
 
-def differences_table(verdicts: Iterable[Verdict]) -> Table:
-    """Return one row per difference."""
-    names = ("session", ">run", "context", "what", "recorded", "recomputed")
+@dataclass(frozen=True)
+class Pick:
+    """A config and how far it is from the best by all recorded samples."""
+
+    config: str = "-"
+    ms: float | None = None
+    regret_percent: float | None = None
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What the search would have done for one context."""
+
+    session: str
+    context: str
+    candidates: int
+    search: str
+    runs: int
+    recorded_runs: int
+    resampled: int  # of `runs`: no recorded sample of the candidate was left
+    pick: Pick
+    recorded: Pick  # `-`: the session did not settle it
+
+
+def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed: int = 0) -> list[WhatIf]:
+    """Return what each session's searches would have found with `options` changed."""
+    changed = Options(**options)
+    named = {"search": changed.search_name} if "search" in options else {}
+    found = []
+    for session in sessions:
+        opened = replace(session.opened, **{**options, **named})
+        if opened.search not in STRATEGIES:
+            raise InvalidOption(f"{opened.search} of session {session.name} is in no log: give --search")
+        for context in session.contexts:
+            usable = [each for each in context.candidates if not each.banned]
+            if len(usable) > 1 and any(each.samples for each in usable):
+                found.append(_search(opened, context, Random(f"{seed} {context.label}")))
+    return found
+
+
+def _search(opened: SessionOpened, context: ContextHistory, random: Random) -> WhatIf:
+    recorded, dealt = _samples(context), defaultdict[int, list[Sample]](list)
+    banned = {index for index, each in enumerate(context.candidates) if each.banned}
+    incumbent = min(set(range(len(recorded))) - banned)
+    flow, runs = RunningFlow(rules_of(opened), len(recorded)), 0
+    winner = flow.resume(None, banned)
+    while winner is None:
+        assert flow.index is not None
+        samples, own = recorded[flow.index] or [{}], dealt[flow.index]
+        if not flow.is_warmup:
+            own.append(samples[len(own)] if len(own) < len(samples) else random.choice(samples))
+        ms = _agreed_ms(samples[:1] if flow.is_warmup else own, opened)
+        winner, runs = flow.resume(math.nan if ms is None else ms, banned), runs + 1
+    if isinstance(winner, Winner) and incumbent in winner.tied:
+        winner = incumbent
+    all_ms = [None if i in banned else _agreed_ms(each, opened) for i, each in enumerate(recorded)]
+    best_ms = min((ms for ms in all_ms if ms is not None), default=None)
+    timed = zip(context.candidates, all_ms, strict=True)
+    picks = [Pick(each.config, ms, percent_over(ms, best_ms)) for each, ms in timed]
+    planned = f" {opened.n_warmup}+{opened.n_repeat}" if opened.search == "exhaustive" else ""
+    return WhatIf(
+        session=opened.session,
+        context=context.label,
+        candidates=len(recorded),
+        search=opened.search + planned,
+        runs=runs,
+        recorded_runs=sum(map(len, recorded)),
+        resampled=sum(max(len(own) - len(recorded[index]), 0) for index, own in dealt.items()),
+        pick=picks[winner],
+        recorded=picks[context.candidates.index(context.winner)] if context.winner else Pick(),
+    )
+
+
+def _samples(context: ContextHistory) -> list[list[Sample]]:
+    """Return each candidate's samples in recorded order, all of one judge; warm-ups where it has none."""
+    trials = []
+    for each in context.candidates:
+        warm_ups = [trial for trial in each.trials if trial.kind == "warm-up" and is_time(trial.ms)]
+        trials.extend(list(filter(is_sample, each.trials)) or warm_ups)
+    judge = min(trial.judge for trial in trials)  # "launch" before "run"
+    by_run = defaultdict[tuple[int, int], Sample](dict)
+    for trial in trials:
+        if trial.judge == judge:
+            by_run[trial.config_id, trial.run][trial.rank] = trial.ms or 0.0
+    order = sorted(by_run)
+    return [[by_run[key] for key in order if key[0] == each.config_id] for each in context.candidates]
+
+
+def _agreed_ms(samples: Sequence[Sample], opened: SessionOpened) -> float | None:
+    """Return each rank's statistic, reduced over the ranks; None without any sample."""
+    ranks, statistic = {rank for sample in samples for rank in sample}, STATISTICS[opened.statistic]
+    times = [statistic([sample[rank] for sample in samples if rank in sample]) for rank in sorted(ranks)]
+    return (max if opened.rank_reduce == "max" else fmean)(times) if times else None
+
+
+def what_if_table(found: Iterable[WhatIf]) -> Table:
+    """Return one row per context that was searched anew."""
+    names = (
+        "session", "context", ">candidates", "search", ">runs", ">resampled", ">recorded runs",
+        "pick", ">ms", ">regret %", "recorded pick", ">ms", ">regret %",
+    )  # fmt: skip
     rows = []
-    for verdict in verdicts:
-        for each in verdict.differences:
-            run = "-" if each.run is None else str(each.run)
-            values = (one_line(value)[:LONGEST] for value in (each.recorded, each.recomputed))
-            rows.append((verdict.session, run, each.about, each.what, *values))
-    return Table("Differences", names, rows)
+    for each in found:
+        counts = str(each.runs), str(each.resampled), str(each.recorded_runs)
+        row = [each.session, each.context, str(each.candidates), each.search, *counts]
+        for pick in (each.pick, each.recorded):
+            row += config_label(pick.config), format_ms(pick.ms), format_percent(pick.regret_percent)
+        rows.append(tuple(row))
+    note = "ms, regret: by all recorded samples of the config. resampled: runs that were drawn again."
+    return Table("Another search on the recorded samples", names, rows, note)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Literal, NoReturn
+from collections.abc import Iterable
+from typing import Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
@@ -59,18 +59,19 @@ def print_text(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style), soft_wrap=True)
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn errors and cache warnings of the package and the system into one line each on stderr."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CacheWarning)
-        try:
-            yield
-        except (TuningError, OSError) as error:
-            fail(str(error))
-        finally:
-            for warning in caught:
-                typer.echo(str(warning.message), err=True)
+class OneLineErrors(TyperGroup):
+    """Turns errors and cache warnings of the package and the system into one line each on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CacheWarning)
+            try:
+                return super().invoke(ctx)
+            except (TuningError, OSError) as error:
+                fail(str(error))
+            finally:
+                for warning in caught:
+                    typer.echo(str(warning.message), err=True)
 
 
 def fail(message: str) -> NoReturn:

@@ -3,9 +3,8 @@
 Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds.
 
 Python, glibc's allocator and `logging` make their locks anew in a child. A lock of Triton's or LLVM's that
-another thread held at the fork stays locked there; such a child sleeps until its time is up and deserves a
-second fork (`Ending.was_idle`). Handlers that other libraries run at a fork may hang before the child has
-begun, and then they do so every time (`Ending.has_begun`).
+another thread held at the fork stays locked there; such a child sleeps until its time is up. Handlers that
+other libraries run at a fork may hang before the child has begun (`Ending.has_begun`).
 
 The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
 the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
@@ -17,9 +16,9 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import json
 import math
 import os
+import pickle
 import re
 import resource
 import signal
@@ -36,7 +35,6 @@ from .config_failures import config_failure
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
-IDLE_SHARE = 0.05  # of its time: a child that used less of a core, and has no helper such as ptxas, has slept
 START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
@@ -52,9 +50,8 @@ class Ending:
     """How a child ended. Without a `reason`: what is left to do, and to raise, is this process's."""
 
     reason: str = ""  # why the candidate cannot be compiled
-    was_idle: bool = False  # its time was up, and it had used none of it
     has_begun: bool = True  # False: the candidate has nothing to do with it
-    result: str = ""  # what `work` returned, if it is text
+    result: Any = None  # what `work` returned, of a child that is cut off
 
 
 class CompilerChild:
@@ -93,14 +90,9 @@ class CompilerChild:
         else:
             if not has_ended and not is_late:
                 return None
-            has_helper = not has_ended and _has_children(self._pid)
-            code, cpu_s = self._end()
-            if has_ended:
-                ending = self._ending(code)
-            else:
-                was_idle = not has_helper and cpu_s < IDLE_SHARE * elapsed_s
-                reason = f"{self._late} within {self._limit_s:g} s"
-                ending = Ending(reason, was_idle, has_begun=self._reported_bytes > 0)
+            code = self._end()
+            late = Ending(f"{self._late} within {self._limit_s:g} s", has_begun=self._reported_bytes > 0)
+            ending = self._ending(code) if has_ended else late
         if said := self._said_so_far():  # to where it would have gone without a child
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(said)
@@ -115,8 +107,9 @@ class CompilerChild:
 
     def _ending(self, code: int | None) -> Ending:
         """Return what the child has reported, or what its exit code and last output say."""
-        with contextlib.suppress(ValueError):
-            return Ending(**json.loads(os.pread(self._report, self._reported_bytes, 0)))
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            reason, result = pickle.loads(os.pread(self._report, self._reported_bytes, 0).lstrip())
+            return Ending(reason, result=result)
         if code is None:
             ended = f"{self._what}'s process vanished"
         elif code < 0:
@@ -136,8 +129,8 @@ class CompilerChild:
     def _said_so_far(self) -> str:
         return os.pread(self._said, SAID_BYTES, 0).decode(errors="replace")
 
-    def _end(self) -> tuple[int | None, float]:
-        """Kill the child and its helpers; return its exit code, where known, and the seconds it computed."""
+    def _end(self) -> int | None:
+        """Kill the child and its helpers; return its exit code, where known."""
         assert self._pid is not None
         pid, self._pid = self._pid, None
         for kill in (os.killpg, os.kill):  # kill: a child that has not come to setsid yet
@@ -146,11 +139,11 @@ class CompilerChild:
         deadline = time.monotonic() + REAP_S
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline:
-                ended, status, usage = os.wait4(pid, os.WNOHANG)
+                ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+                    return os.waitstatus_to_exitcode(status)
                 time.sleep(1e-3)
-        return None, 0.0
+        return None
 
     def _close_files(self) -> None:
         os.close(self._said)
@@ -161,14 +154,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()
-
-
-def _has_children(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return bool(file.read().strip())
-    except OSError:
-        return False
 
 
 # ---- in the child
@@ -187,8 +172,7 @@ def _compile(
             result = work()
         except BaseException as error:
             reason = (config_failure(error) or "")[:REASON_CHARACTERS]
-        report = {"reason": reason, "result": result if isinstance(result, str) else ""}
-        os.write(reporting, json.dumps(report).encode())
+        os.write(reporting, pickle.dumps((reason, result if is_cut_off else None)))
         _flush()
         os._exit(0)
     finally:

@@ -1,8 +1,8 @@
 """Finds out, without calling it in this process, what a config's `pre_hook` makes of a launch's arguments.
 
-The hooks of a context run one after another in a forked child, each on stand-ins of its own, and without a
-file or a socket: what they count, log or zero is gone with the child. The child reports what they changed;
-this process makes the same changes to copies, and compiles for those and for the tensors themselves.
+The hooks of a context run one after another in a forked child, each on copies and stand-ins of its own, and
+without a file or a socket: what they count, log or zero is gone with the child. The child sends back the
+arguments pickled, with references to the tensors; this process compiles for those.
 
 What a hook raises on stand-ins says nothing about the launch, OutOfResources and its like included: only a
 launch's own hook bans a config. A hook that ends well has seen no stand-in differ from the original, so what
@@ -11,16 +11,13 @@ the compiler says of the outcome holds, if the hook does the same for the same a
 
 from __future__ import annotations
 
-import base64
-import copy
 import io
-import json
 import pickle
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -31,9 +28,6 @@ from .compiler_child import CompilerChild
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
 _POLL_S = 1e-3
-
-Changes: TypeAlias = dict[int, dict[str, Any]]
-"""The changed attributes of each argument that has any, by its place in `holders`."""
 
 
 @dataclass(frozen=True)
@@ -61,41 +55,52 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehe
         return Rehearsal()
     if limit_s <= 0:
         return Rehearsal(left_out=dict.fromkeys(configs, "no child may be started"))
-
-    def work() -> str:
-        return json.dumps({digest: _rehearse_one(launch, config) for digest, config in configs.items()})
-
+    kept: list[Any] = []
     try:
-        child = CompilerChild(work, min(limit_s, LIMIT_S), is_cut_off=True)
-    except OSError as error:
-        return Rehearsal(left_out=dict.fromkeys(configs, f"no child ({error.strerror})"))
+        pickled = pickle_arguments(launch, kept, adds=True)
+        child = CompilerChild(
+            lambda: {name: rehearse_one(launch, pickled, kept, config) for name, config in configs.items()},
+            min(limit_s, LIMIT_S),
+            is_cut_off=True,
+        )
+    except Exception as error:  # of an argument that cannot be pickled, or of the fork
+        return Rehearsal(left_out=dict.fromkeys(configs, _text_of(error)))
     try:
         while (ending := child.poll()) is None:
             time.sleep(_POLL_S)
     finally:
         child.close()
-    if not ending.result:
+    if ending.result is None:
         return Rehearsal(left_out=dict.fromkeys(configs, ending.reason or "the hook told nothing"))
-    reports: dict[str, tuple[str, str]] = json.loads(ending.result)
-    changes = {digest: base64.b64decode(pickled) for digest, (pickled, _) in reports.items() if pickled}
+    outcomes: dict[str, bytes | str] = ending.result
     return Rehearsal(
-        launches={digest: with_changes(launch, pickle.loads(each)) for digest, each in changes.items()},
-        left_out={digest: reason for digest, (pickled, reason) in reports.items() if not pickled},
+        {name: unpickled(launch, each, kept) for name, each in outcomes.items() if isinstance(each, bytes)},
+        {name: each for name, each in outcomes.items() if isinstance(each, str)},
     )
 
 
-# ---- in the child
-
-
-def _rehearse_one(launch: Launch, config: Any) -> tuple[str, str]:
+def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -> bytes | str:
+    """Return the arguments as the hook leaves copies of them, pickled; or why they are not known."""
     try:
-        stand_ins = StandIns(launch)
-        config.pre_hook(stand_ins.launch.hook_arguments(config))
-        pickled = stand_ins.changes()
-        pickle.loads(pickled)  # what fails here would fail in the rank
+        stand_ins = [StandIn.of(each) if isinstance(each, torch.Tensor) else each for each in kept]
+        before = _facts_of_tensors(stand_ins)
+        copied = unpickled(launch, pickled, stand_ins)
+        config.pre_hook(copied.hook_arguments(config))
+        if _facts_of_tensors(stand_ins) != before:
+            raise NotReproducible("a tensor was given another shape")
+        outcome = pickle_arguments(copied, stand_ins, adds=False)
+        unpickled(launch, outcome, stand_ins)  # what fails here would fail in the rank
+        return outcome
     except BaseException as error:  # SystemExit too: the next hook is to have its turn
-        return "", f"{type(error).__name__}: {error}".partition("\n")[0][:REASON_CHARACTERS]
-    return base64.b64encode(pickled).decode(), ""
+        return _text_of(error)
+
+
+def _facts_of_tensors(kept: list[Any]) -> list[tuple[Any, ...]]:
+    return [(each.shape, each.stride(), each.dtype) for each in kept if isinstance(each, torch.Tensor)]
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:REASON_CHARACTERS]
 
 
 class NotReproducible(RuntimeError):
@@ -162,101 +167,50 @@ _ANSWERS: dict[Any, Callable[[StandIn], Any]] = {
 }
 
 
-class StandIns:
-    """Stand-ins of the arguments of one launch, and what became of them."""
+# ---- arguments of a launch
 
-    def __init__(self, launch: Launch) -> None:
-        leaves = _leaves((*launch.args, *launch.kwargs.values()))
-        self._tensors = {id(leaf): StandIn.of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self._facts = {key: _facts(tensor) for key, tensor in self._tensors.items()}
-        self._copies = {id(holder): _copied(holder) for holder in holders(launch)}
-        self._before = [
-            {name: list(value) if isinstance(value, list) else value for name, value in vars(made).items()}
-            for made in self._copies.values()
-        ]
-        self.launch = _exchanged(launch, {**self._tensors, **self._copies})
-
-    def changes(self) -> bytes:
-        """Return, pickled, the `Changes` of the holders; raises NotReproducible where there is more."""
-        if any(_facts(tensor) != self._facts[key] for key, tensor in self._tensors.items()):
-            raise NotReproducible("a tensor was given another shape")
-        found: Changes = {}
-        for place, (before, made) in enumerate(zip(self._before, self._copies.values(), strict=True)):
-            if before.keys() - vars(made).keys():
-                raise NotReproducible("an attribute of an argument was deleted")
-            changed = {n: v for n, v in vars(made).items() if n not in before or not _same(before[n], v)}
-            if changed:
-                found[place] = changed
-        file = io.BytesIO()
-        _Pickler(file).dump(found)
-        return file.getvalue()
+_COPIED = (type(None), bool, int, float, str, tuple, list, dict, set)
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def __init__(self, file: io.BytesIO, kept: list[Any], *, adds: bool) -> None:
+        super().__init__(file)
+        self._kept, self._adds = kept, adds
+        self._places = {id(each): place for place, each in enumerate(kept)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if (place := self._places.get(id(value))) is not None:
+            return place
+        if self._adds and not isinstance(value, _COPIED) and not _has_attributes(value):
+            self._kept.append(value)
+            return self._places.setdefault(id(value), len(self._places))
         if isinstance(value, torch.Tensor):
             raise NotReproducible("an argument was given another tensor")
-        return NotImplemented
+        return None
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, place: int) -> Any:
+        return self._kept[place]
 
 
-def _copied(holder: Any) -> Any:
-    made = copy.copy(holder)
-    if made is not holder:  # of a kind that has no copies, such as an enumeration
-        for name, value in vars(made).items():
-            if isinstance(value, torch.Tensor):
-                vars(made)[name] = StandIn.of(value)
-            elif isinstance(value, list):
-                vars(made)[name] = list(value)
-    return made
+def pickle_arguments(launch: Launch, kept: list[Any], *, adds: bool) -> bytes:
+    """Return the arguments pickled, with references to what is in `kept`.
+
+    adds: first put there what must not be copied, such as tensors and functions.
+    """
+    file = io.BytesIO()
+    _Pickler(file, kept, adds=adds).dump((launch.args, launch.kwargs))
+    return file.getvalue()
 
 
-def _same(before: Any, now: Any) -> bool:
-    if before is now or isinstance(now, torch.Tensor):
-        return before is now
-    return type(before) is type(now) and bool(before == now)
-
-
-# ---- arguments of a launch
-
-
-def holders(launch: Launch) -> list[Any]:
-    """Return the distinct arguments whose attributes a hook may set, in the order of the launch."""
-    leaves = _leaves((*launch.args, *launch.kwargs.values()))
-    return list({id(leaf): leaf for leaf in leaves if _has_attributes(leaf)}.values())
-
-
-def with_changes(launch: Launch, changes: Changes) -> Launch:
-    """Return the launch with the changes made to copies."""
-    old, new = holders(launch), {}
-    for place, attributes in changes.items():
-        new[id(old[place])] = made = copy.copy(old[place])
-        vars(made).update(attributes)
-    return _exchanged(launch, new)
-
-
-def _exchanged(launch: Launch, new: Mapping[int, Any]) -> Launch:
-    """Return the launch with the objects in it exchanged for `new` ones, given by the id of the old."""
-
-    def exchange(value: Any) -> Any:
-        if isinstance(value, tuple):
-            parts = map(exchange, value)
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        return new.get(id(value), value)
-
-    kwargs = {name: exchange(value) for name, value in launch.kwargs.items()}
-    return Launch(launch.tuner, exchange(launch.args), kwargs)
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _leaves(value)
-        else:
-            yield value
+def unpickled(launch: Launch, arguments: bytes, kept: list[Any]) -> Launch:
+    """Return the launch with the pickled arguments."""
+    return Launch(launch.tuner, *_Unpickler(io.BytesIO(arguments), kept).load())
 
 
 def _has_attributes(value: Any) -> bool:

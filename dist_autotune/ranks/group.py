@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -29,47 +29,31 @@ FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
 Block: TypeAlias = contextlib.AbstractContextManager[None]
 
 
-class RankGroup(Protocol):
-    """What a session needs of its ranks."""
+class RankGroup:
+    """What a session needs of its ranks; here one rank alone, whose payload is the merged one."""
 
-    rank: int  # global, for names of logs and in messages
-    ranks: tuple[int, ...]  # of the group, global
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank  # global, for names of logs and in messages
+        self.ranks: tuple[int, ...] = (rank,)  # of the group, global
+        self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S, lambda: None)
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         """Send `payload`, return all payloads merged; raises AgreementTimeout or PeerFailed."""
+        return payload
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
     def busy(self) -> Block:
         """Keep peers from giving this rank up while the block compiles."""
-
-    def running(self, watch: Watch) -> Block:
-        """Watch the block, which runs the user's code."""
-
-
-class SingleRank:
-    """One rank: its payload is the merged one."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        self.ranks: tuple[int, ...] = (rank,)
-        self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S, lambda: None)
-
-    def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
-        return payload
-
-    def fail(self, error: BaseException) -> None:
-        """Nobody waits."""
-
-    def busy(self) -> Block:
         return self._watchdog.beating(0)
 
     def running(self, watch: Watch) -> Block:
+        """Watch the block, which runs the user's code."""
         return contextlib.nullcontext() if watch.whereabouts is None else self._watchdog.watching(0, watch)
 
 
-class ProcessGroup:
+class ProcessGroup(RankGroup):
     """The ranks of one process group. Create it on all ranks of the group."""
 
     def __init__(self, group: Any) -> None:
@@ -150,13 +134,13 @@ class Groups:
 
     def __init__(self) -> None:
         self._by_group: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
-        self._single: dict[int, SingleRank] = {}
+        self._single: dict[int, RankGroup] = {}
 
     def single(self) -> RankGroup:
         """Return this process as a group of its own."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else settings.process_rank()
         if rank not in self._single:
-            self._single[rank] = SingleRank(rank)
+            self._single[rank] = RankGroup(rank)
         return self._single[rank]
 
     def of(self, group: Any) -> RankGroup:

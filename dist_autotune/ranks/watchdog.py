@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .client import Client, HubLost, HubSilent
-from .messages import End
 from .store import StoreLost
 
 HEARTBEAT_S = 1.0
@@ -117,9 +116,13 @@ class Watchdog:
         """Report once that the peers have gone on without this rank; later, if asked, end the process."""
         if run.abandoned_at is None:
             reply = client.receive(client.send("look", run.sequence), self._heartbeat_s)
-            if reply is not None and reply["end"] is not None and self._run is run:
+            if reply is not None and (end := reply["end"]) is not None and self._run is run:
                 run.abandoned_at = time.monotonic()
-                run.watch.report(self._diagnosis(run.watch, reply["end"]))
+                reason = "its peers timed out and went on without it"
+                if "failed" in end:
+                    reason = f"rank {end['failed']} has failed ({end['error']})"
+                finding = f"is still in {run.watch.what}, but {reason}"
+                self._report(run.watch, finding, "If it waits in one of your collectives")
         elif time.monotonic() - run.abandoned_at > run.watch.timeout_s:
             self._abort(run)
 
@@ -136,12 +139,22 @@ class Watchdog:
         over_s = lasted_s - min(compiled_s, (PATIENCE - 1) * watch.timeout_s) - watch.timeout_s
         if over_s > 0 and not run.is_overdue:
             run.is_overdue = True
-            watch.report(
-                f"Rank {self._rank} has been in {watch.what} for {lasted_s:.3g} s. "
-                f"{_whereabouts(watch)}If it never ends, {_outlook(watch)}"
-            )
+            self._report(watch, f"has been in {watch.what} for {lasted_s:.3g} s", "If it never ends")
         elif over_s > watch.timeout_s:
             self._abort(run)
+
+    def _report(self, watch: Watch, finding: str, condition: str) -> None:
+        """Report a finding, what the run is at, and what happens next."""
+        outlook, where = "nothing here can release it (on_stuck='abort' would end its process).", ""
+        if watch.on_stuck == "abort":
+            outlook = (
+                f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')."
+            )
+        try:
+            where = watch.whereabouts() if watch.whereabouts is not None else ""
+        except Exception as error:  # a device that cannot be asked must not end the thread
+            where = f"Its position is unknown ({type(error).__name__}: {error}). "
+        watch.report(f"Rank {self._rank} {finding}. {where}{condition}, {outlook}")
 
     def _abort(self, run: _Run) -> None:
         if run.watch.on_stuck != "abort":
@@ -151,28 +164,3 @@ class Watchdog:
             faulthandler.dump_traceback(sys.stderr)
         if self._run is run:
             os._exit(1)
-
-    def _diagnosis(self, watch: Watch, end: End) -> str:
-        reason = "its peers timed out and went on without it"
-        if "failed" in end:
-            reason = f"rank {end['failed']} has failed ({end['error']})"
-        return (
-            f"Rank {self._rank} is still in {watch.what}, but {reason}. {_whereabouts(watch)}"
-            f"If it waits in one of your collectives, {_outlook(watch)}"
-        )
-
-
-def _outlook(watch: Watch) -> str:
-    if watch.on_stuck == "abort":
-        return f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')."
-    return "nothing here can release it (on_stuck='abort' would end its process)."
-
-
-def _whereabouts(watch: Watch) -> str:
-    """Return what the run is at, as sentences. A device that cannot be asked must not end the thread."""
-    if watch.whereabouts is None:
-        return ""
-    try:
-        return watch.whereabouts()
-    except Exception as error:
-        return f"Its position is unknown ({type(error).__name__}: {error}). "

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +27,9 @@ from ..regular_files import read_bounded
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
 LOCK_S = 10.0  # the longest wait for the directory's lock
-NOT_KEPT = "Winners are not kept on disk."
-NOT_GUARDED = "What kills the process is not banned at its next start."
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
-_ENTRY_NAME = re.compile(r".+-[0-9a-f]{16}\.json")
-_SUFFIX = "0123456789abcdef.json"
+_ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,8 @@ class Winners:
         self._lock_timeout_s = lock_timeout_s
         self._without_lock = ""  # why writes go on without the lock
         self._has_swept = False
-        self._complaints: set[str] = set()
+        self._warned: set[str] = set()
+        self._is_unwritable = False  # and the user knows it
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
@@ -103,10 +100,8 @@ class Winners:
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
         """Yield every usable entry, by file name, or those of a kernel: no other file is read."""
-        prefix = f"{safe_name(kernel)}-"
-        for path in _entry_files(self.directory):
-            is_wanted = not kernel or path.name[: -len(_SUFFIX)] == prefix
-            if is_wanted and (entry := self._read(path)) is not None:
+        for path in _entry_files(self.directory, safe_name(kernel) if kernel else "*"):
+            if (entry := self._read(path)) is not None:
                 yield entry
 
     def record_launch(self, function: str, key: EntryKey) -> None:
@@ -125,9 +120,23 @@ class Winners:
             if (entry := self._read(self.directory / path.name)) is not None:
                 yield entry
 
-    def put(self, entry: Entry) -> None:
-        """Store `entry` in place of an older one of its key; nothing to do if that has the same winner."""
-        self._store([entry])
+    def put(self, *entries: Entry) -> None:
+        """Store each entry in place of an older one of its key, unless that has the same winner."""
+        if self.directory is None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._lock(self.directory):
+                for entry in entries:
+                    if not self._holds(entry):
+                        self._replace(self.directory / entry.key.file_name, entry)
+        except OSError as error:
+            self.warn_unwritable(self.directory, error.strerror or str(error))
+        else:
+            if self._without_lock:
+                self._warn(
+                    f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
+                )
 
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""
@@ -154,27 +163,8 @@ class Winners:
         if not isinstance(data.get("entries"), list):
             raise ValueError("not an export of this cache")
         entries = [from_json(Entry, item) for item in data["entries"]]
-        self._store(entries)
+        self.put(*entries)
         return sum(self._holds(entry) for entry in entries)
-
-    def _store(self, entries: list[Entry]) -> None:
-        if self.directory is None:
-            return
-        changed = [entry for entry in entries if not self._holds(entry)]
-        if not changed:
-            return
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with self._lock(self.directory):
-                for entry in changed:
-                    if not self._holds(entry):  # a peer may have stored it while this process waited
-                        self._replace(self.directory / entry.key.file_name, entry)
-        except OSError as error:
-            self._complain(_unwritable(self.directory, error.strerror or str(error), NOT_KEPT), NOT_KEPT)
-        else:
-            if self._without_lock:
-                text = f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
-                self._complain(text)
 
     def _holds(self, entry: Entry) -> bool:
         stored = self.get(entry.key)
@@ -217,29 +207,21 @@ class Winners:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            self._complain(f"Ignored {path}: {error}. Tuning again.")
+            self._warn(f"Ignored {path}: {error}. Tuning again.")
             return None
         return entry
 
-    def report_guard_failure(self, directory: Path, reason: str) -> None:
-        """Warn that a crash guard beside the entries cannot be written, and whether entries can."""
-        try:
-            with tempfile.TemporaryFile(dir=self.directory) as file:
-                file.write(bytes(4096))
-        except OSError:
-            self._complain(_unwritable(directory, reason, f"{NOT_KEPT} {NOT_GUARDED}"), NOT_KEPT)
-        else:
-            self._complain(_unwritable(directory, reason, NOT_GUARDED))
+    def warn_unwritable(self, directory: Path, reason: str) -> None:
+        """Warn, once, that the directory or one in it cannot be written."""
+        if not self._is_unwritable:
+            self._is_unwritable = True
+            text = "Winners are not kept on disk, and what kills the process is not banned at its next start."
+            self._warn(f"Cannot write the cache in {directory}: {reason}. {text}")
 
-    def _complain(self, text: str, subject: str = "") -> None:
-        """Warn, once for each subject, or each text."""
-        if (subject or text) not in self._complaints:
-            self._complaints.add(subject or text)
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, CacheWarning, stacklevel=3)
-
-
-def _unwritable(directory: Path, reason: str, consequence: str) -> str:
-    return f"Cannot write the cache in {directory}: {reason}. {consequence}"
 
 
 def safe_name(name: str) -> str:
@@ -259,10 +241,9 @@ def parse(content: bytes, schema_version: int = SCHEMA_VERSION) -> dict[str, Any
     return data
 
 
-def _entry_files(directory: Path | None) -> list[Path]:
+def _entry_files(directory: Path | None, kernel: str = "*") -> list[Path]:
     """Return the files that are named like entries: a directory given by mistake loses nothing else."""
-    files = [] if directory is None else directory.glob("*.json")
-    return sorted(path for path in files if _ENTRY_NAME.fullmatch(path.name))
+    return [] if directory is None else sorted(directory.glob(kernel + _ENTRY_END))
 
 
 def _sweep(directory: Path, before: float) -> None:

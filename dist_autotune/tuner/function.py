@@ -55,7 +55,7 @@ class TunedFunction:
             **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
         }
         directory = disk.directory / FOLDER if disk.directory is not None and self.tunes else None
-        return CrashGuard(directory, facts, self.name, self.group.rank, disk.report_guard_failure)
+        return CrashGuard(directory, facts, self.name, self.group.rank, disk.warn_unwritable)
 
 
 def versions() -> dict[str, str]:

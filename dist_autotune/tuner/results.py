@@ -16,7 +16,7 @@ from triton.runtime.autotuner import Autotuner
 from ..codec import digest, to_json
 from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
-from ..ranks.group import RankGroup, SingleRank
+from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..search.messages import Claim, RunReport
 from ..storage.winners import Entry, EntryKey, Winners, safe_name
@@ -43,7 +43,7 @@ _origins: weakref.WeakKeyDictionary[Autotuner, dict[Key, Origin]] = weakref.Weak
 
 def mark_provisional(tuner: Autotuner, key: Key) -> None:
     """Have sessions tune what `Autotuner.cache` holds for the key: nothing was timed to put it there."""
-    _origins.setdefault(tuner, {})[key] = Origin(SingleRank(), "", provisional=True)
+    _origins.setdefault(tuner, {})[key] = Origin(RankGroup(), "", provisional=True)
 
 
 class Results:

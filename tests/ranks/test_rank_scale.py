@@ -16,7 +16,7 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
 from dist_autotune.ranks import group
-from dist_autotune.ranks.hub_state import HubState
+from dist_autotune.ranks.hub import HubState
 from dist_autotune.ranks.messages import pack
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, merge
 from ranks import assert_all_ok, run_ranks

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import enum
-import pickle
+import threading
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from dist_autotune.compilation.pre_hooks import (
-    NotReproducible,
     StandIn,
-    StandIns,
     _marked,
-    holders,
-    with_changes,
+    pickle_arguments,
+    rehearse_one,
+    unpickled,
 )
 from dist_autotune.triton_api.launch import Launch
 
@@ -35,8 +36,16 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def launch_of(*args: Any, **kwargs: Any) -> Launch:
-    return Launch(None, args, kwargs)
+class Tuner:
+    arg_names = ("one", "two", "three")
+
+
+def rehearsed(hook: Callable[[dict[str, Any]], None], *args: Any, **kwargs: Any) -> Launch | str:
+    """Return what a hook makes of a launch, or why that is not known."""
+    launch, kept = Launch(Tuner, args, kwargs), []
+    pickled = pickle_arguments(launch, kept, adds=True)
+    outcome = rehearse_one(launch, pickled, kept, triton.Config({}, pre_hook=hook))
+    return unpickled(launch, outcome, kept) if isinstance(outcome, bytes) else outcome
 
 
 @pytest.mark.parametrize(
@@ -93,62 +102,65 @@ def test_what_a_stand_in_does_not_know_it_refuses(reads):
         reads(StandIn.of(torch.ones(4)))
 
 
-def test_holders_are_the_distinct_arguments_with_attributes_in_their_order():
-    one, two = Descriptor(None, [1]), Descriptor(None, [2])
-    args = (3, "text", None, torch.zeros(1), two, (one, (two, len)), torch.float16)
-    found = holders(launch_of(*args, grid=lambda meta: (1,), more=one))
-    assert [holder is expected for holder, expected in zip(found, (two, one), strict=True)] == [True, True]
-
-
-def test_what_owns_something_is_not_copied():
+def test_what_owns_something_and_what_has_no_name_are_not_copied():
     class Owner:
         def __del__(self) -> None:
             ended.append(self)
 
+    @dataclass
+    class Local:
+        block: int
+
+    def hook(arguments: dict[str, Any]) -> None:
+        arguments["two"].block = 4
+
     ended: list[Owner] = []
-    owner = Owner()
-    assert StandIns(launch_of(owner)).launch.args == (owner,)
+    owner, local, lock = Owner(), Local(2), threading.Lock()
+    args = rehearsed(hook, owner, local, (lock, len)).args
+    assert (args[0] is owner, args[1:], local) == (True, (Local(4), (lock, len)), Local(2))
     assert ended == []
 
 
 def test_changes_are_made_to_copies_of_what_was_changed():
+    def hook(arguments: dict[str, Any]) -> None:
+        first = arguments["one"]
+        assert first is arguments["again"]
+        first.block[1] = 64
+        del first.layout
+
     tensor = torch.zeros(4)
-    one, two = Descriptor(tensor, [1, 1]), Descriptor(tensor, [2, 2])
-    launch = launch_of(one, Pair(two, tensor), Colour.RED, again=one)
-    stand_ins = StandIns(launch)
-    first = stand_ins.launch.args[0]
-    first.block[1] = 64
-    first.layout = "columns"
-    assert first is stand_ins.launch.kwargs["again"]
-    changes = pickle.loads(stand_ins.changes())
-    assert changes == {0: {"block": [1, 64], "layout": "columns"}}
-    changed, pair, colour = with_changes(launch, changes).args
-    assert changed == Descriptor(tensor, [1, 64], "columns")
+    one, two = Descriptor(tensor, [1, 1], "columns"), Descriptor(tensor, [2, 2])
+    changed, pair, colour = rehearsed(hook, one, Pair(two, tensor), Colour.RED, again=one).args
+    assert changed == Descriptor(tensor, [1, 64], "rows")
     assert changed.base is tensor
-    assert pair.left is two
+    assert pair == Pair(two, tensor)
     assert pair.right is tensor
     assert colour is Colour.RED
-    assert one == Descriptor(tensor, [1, 1])
+    assert one == Descriptor(tensor, [1, 1], "columns")
 
 
-def test_a_hook_that_changes_nothing_changes_nothing():
-    launch = launch_of(Descriptor(torch.zeros(4), [1, 1]), torch.zeros(2))
-    assert pickle.loads(StandIns(launch).changes()) == {}
+def test_tensors_of_the_launch_may_change_places():
+    def hook(arguments: dict[str, Any]) -> None:
+        arguments["one"].base = arguments["two"]
+
+    tensor, other = torch.zeros(4, 2), torch.zeros(2, 4)
+    assert rehearsed(hook, Descriptor(tensor, [1, 1]), other).args[0].base is other
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda descriptor, tensor: setattr(descriptor, "base", tensor),
-        lambda descriptor, tensor: setattr(descriptor, "more", Pair(tensor, 1)),
-        lambda descriptor, tensor: delattr(descriptor, "layout"),
+        lambda descriptor, tensor: setattr(descriptor, "base", tensor[1:]),
+        lambda descriptor, tensor: setattr(descriptor, "more", Pair(tensor + 1, 1)),
         lambda descriptor, tensor: tensor.resize_(1),
         lambda descriptor, tensor: tensor.t_(),
     ],
-    ids=["base", "hidden", "deleted", "resized", "transposed"],
+    ids=["base", "hidden", "resized", "transposed"],
 )
 def test_a_change_that_cannot_be_handed_over_is_refused(change):
-    stand_ins = StandIns(launch_of(Descriptor(torch.zeros(4, 2), [1, 1]), torch.zeros(2, 4)))
-    change(*stand_ins.launch.args)
-    with pytest.raises(NotReproducible):
-        stand_ins.changes()
+    found = rehearsed(
+        lambda arguments: change(arguments["one"], arguments["two"]),
+        Descriptor(torch.zeros(4, 2), [1, 1]),
+        torch.zeros(2, 4),
+    )
+    assert found.startswith("NotReproducible: ")

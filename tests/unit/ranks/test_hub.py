@@ -15,8 +15,7 @@ from rank_programs import wait_for
 
 from dist_autotune.ranks import hub as hub_module
 from dist_autotune.ranks.client import Client, HubLost
-from dist_autotune.ranks.hub import Hub
-from dist_autotune.ranks.hub_state import HubState
+from dist_autotune.ranks.hub import Hub, HubState
 from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
