@@ -150,10 +150,7 @@ class Crash:
 
     def merged(self, other: Crash) -> Crash:
         """Return what is known best of the latest run."""
-        first, second = sorted((self, other), key=lambda each: (-each.run, -each.kind, each.rank, each.at))
-        if (first.run, first.kind) != (second.run, second.kind):
-            return first
-        return replace(first, suspects={**second.suspects, **first.suspects})
+        return min(self, other, key=lambda each: (-each.run, -each.kind, each.rank, each.at))
 
 
 @dataclass(frozen=True)

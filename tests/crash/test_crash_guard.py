@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -196,28 +195,6 @@ def test_two_living_processes_of_one_rank_number_do_not_disturb_each_other(tmp_c
     assert guards(tmp_cache) == []
 
 
-def test_of_two_that_crashed_each_successor_takes_over_one(tmp_cache, tmp_path):
-    def meeting(number, name, then=lambda: None):
-        def meet():
-            (tmp_path / f"{name} {number}").touch()
-            wait_for(lambda: (tmp_path / f"{name} {1 - number}").exists())
-            then()
-
-        return meet
-
-    def dying(number):
-        return program(number, {(32, 1): meeting(number, "in", kill)})
-
-    def successor(number):
-        return program(number, {(64, 1): meeting(number, "after")})
-
-    assert [result.signal for result in run_ranks(dying, 2, init="none")] == [signal.SIGKILL] * 2
-    assert len(guards(tmp_cache)) == 2
-    for found in assert_all_ok(run_ranks(successor, 2, init="none")):
-        assert found["blocks"] == [16] * 3 + [64] * 4
-    assert guards(tmp_cache) == []
-
-
 def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path):
     reading, writing = os.pipe()
 
@@ -317,15 +294,6 @@ def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp
     monkeypatch.undo()
     assert len(caught) == 1
     assert blocks_of(step) == {"add64": 64}
-    assert guards(tmp_cache) == []
-
-
-def test_what_is_older_than_a_day_is_ignored_and_deleted(tmp_cache):
-    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
-    (path,) = guards(tmp_cache)
-    old = time.time() - crash_guard.MAX_AGE_S - 60
-    os.utime(path, (old, old))
-    assert value_of(program)["blocks"] == EVERYTHING
     assert guards(tmp_cache) == []
 
 

@@ -86,7 +86,7 @@ def test_ranks_that_are_killed_because_another_raised_ban_nothing(tmp_cache, tmp
 
 def test_a_rank_whose_guard_is_lost_bans_with_the_others(tmp_cache):
     run_ranks(ranks_program, 2, tmp_cache, (1, (64, 1)), 3.0, init="tcp")
-    (path,) = [path for path in guards(tmp_cache) if "-rank-0-" in path.name]
+    (path,) = [path for path in guards(tmp_cache) if "-rank-0." in path.name]
     path.unlink()
     zero, one = assert_all_ok(run_ranks(ranks_program, 2, tmp_cache))
     assert zero["winners"] == one["winners"] == {"add64": 32}
