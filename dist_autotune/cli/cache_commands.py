@@ -18,7 +18,6 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 
 
 @app.command("list")
-@terminal.one_line_errors()
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
@@ -30,13 +29,12 @@ def list_entries() -> None:
         rows.append((key.digest[:8], key.kernel, key.key, *winner, *machine))
     if rows:
         table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
-        terminal.print_table(terminal.open_console(), table)
+        terminal.print_tables(terminal.open_console(), table)
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
 
 
 @app.command()
-@terminal.one_line_errors()
 def show(
     name: Annotated[
         str, typer.Argument(help="The name of a kernel or a file, or the first digits of a digest.")
@@ -50,15 +48,13 @@ def show(
         if name in (entry.key.kernel, entry.key.file_name) or entry.key.digest.startswith(name)
     ]
     if not found:
-        where = f"No entry of {name!r} in {cache.directory}"
-        terminal.fail(f"{where}: `dist-autotune cache list` lists the entries.")
+        terminal.fail(f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` lists all.")
     for entry in found:
         typer.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
         typer.echo(to_json(entry.as_dict(), indent=True))
 
 
 @app.command()
-@terminal.one_line_errors()
 def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Delete all entries, and the crash guards of processes that are gone."""
     cache = _open_cache()
@@ -71,7 +67,6 @@ def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] 
 
 
 @app.command("export")
-@terminal.one_line_errors()
 def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
     """Write all entries to one file, for another machine of the same kind."""
     cache = _open_cache()
@@ -79,7 +74,6 @@ def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.
 
 
 @app.command("import")
-@terminal.one_line_errors()
 def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache export` wrote.")]) -> None:
     """Store the entries of an exported file; they replace others of the same key."""
     cache = _open_cache()

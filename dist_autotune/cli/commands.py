@@ -14,7 +14,6 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..formatting import counted
 from ..logs import reader
 from ..logs.history import History
 from ..options import Options
@@ -23,7 +22,10 @@ from . import cache_commands, replay, terminal
 from .html import write_html
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Reports, cache and doctor of dist_autotune."
+    cls=terminal.OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Reports, cache and doctor of dist_autotune.",
 )
 app.add_typer(cache_commands.app, name="cache")
 
@@ -47,7 +49,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 
 @app.command()
-@terminal.one_line_errors()
 def report(
     directory: LogDirectory = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead.")] = None,
@@ -67,7 +68,6 @@ def report(
 
 
 @app.command("replay")
-@terminal.one_line_errors()
 def replay_logs(
     directory: LogDirectory = None,
     search: Annotated[
@@ -103,15 +103,12 @@ def replay_logs(
         console = terminal.open_console()
         for name, what in unread.items():
             terminal.print_text(console, f"{name}: {what}", "yellow")
-        for table in (*replay.verdicts_tables(verdicts), replay.what_if_table(found)):
-            if table.rows:
-                terminal.print_table(console, table)
+        terminal.print_tables(console, *replay.verdicts_tables(verdicts), replay.what_if_table(found))
     if unread or any(verdict.differences for verdict in verdicts):
         raise typer.Exit(1)
 
 
 @app.command("doctor")
-@terminal.one_line_errors()
 def examine_machine(as_json: AsJson = False) -> None:
     """Look at versions, GPUs, links, symmetric memory, ranks and settings.
 
@@ -126,11 +123,8 @@ def examine_machine(as_json: AsJson = False) -> None:
         typer.echo(to_json(findings.as_dict(seen, found), indent=True))
     else:
         console = terminal.open_console()
-        for table in findings.tables(seen, found):
-            terminal.print_table(console, table)
-        terminal.print_text(console, "")
-        for line in findings.next_steps(found):
-            terminal.print_text(console, line, "bold")
+        terminal.print_tables(console, *findings.tables(seen, found))
+        terminal.print_text(console, "\n".join(["", *findings.next_steps(found)]), "bold")
     if not findings.is_healthy(found):
         raise typer.Exit(1)
 
@@ -143,9 +137,7 @@ def _read(given: Path | None) -> History:
         terminal.fail(f"There is no directory {directory}. {advice}")
     history = reader.load(directory)
     if not history.sessions:
-        what, reasons = "no records (rank-N.jsonl)", sum(history.skipped.values(), Counter[str]())
-        if reasons:
-            lines = counted(reasons.total(), "line")
-            what = f"only {lines} that cannot be read ({reader.describe_skipped(reasons)})"
-        terminal.fail(f"{directory} holds {what}. {advice}")
+        reasons = sum(history.skipped.values(), Counter[str]())
+        unread = f"; {reader.describe_skipped(reasons)}" if reasons else ""
+        terminal.fail(f"{directory} holds no records (rank-N.jsonl{unread}). {advice}")
     return history

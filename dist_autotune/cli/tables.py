@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..formatting import LAUNCH_BOUND_NOTE, WALL_CLOCK_NOTE, Table, counted, format_ms, one_line, status_label
-from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, percent_over
+from ..logs.history import ContextHistory, SessionHistory, percent_over
 from ..logs.records import Preflighted
 
 
@@ -38,9 +38,7 @@ def session_notes(session: SessionHistory) -> list[str]:
     """Return what a reader must know before the figures, then what the session remarked."""
     notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
     if missing := session.missing_ranks:
-        notes.append(
-            f"No records of ranks {missing}: their logs are elsewhere, and the spread leaves them out."
-        )
+        notes.append(f"No records of ranks {missing}: the figures leave them out.")
     if session.closed.warning:
         notes.append(f"Warning: {session.closed.warning}")
     return notes + session.remarks()
@@ -48,16 +46,13 @@ def session_notes(session: SessionHistory) -> list[str]:
 
 def session_tables(session: SessionHistory) -> list[Table]:
     """Return the tables about a session as a whole: its contexts, then its ranks."""
-    tables = [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
-    return [table for table in tables if table.rows]
+    return [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
 
 
 def context_tables(context: ContextHistory) -> list[Table]:
-    """Return the tables about one context: its candidates, the bans, what each rank alone would choose."""
-    tables = [_candidates_table(context), _bans_table(context)]
-    if any(candidate.spread_percent is not None for candidate in context.candidates):
-        tables.append(_alone_table(context))
-    return [table for table in tables if table.rows]
+    """Return the tables about one context: its candidates, and what each rank alone would choose."""
+    has_spread = any(candidate.spread_percent is not None for candidate in context.candidates)
+    return [_candidates_table(context), *([_alone_table(context)] if has_spread else [])]
 
 
 def _contexts_table(session: SessionHistory) -> Table:
@@ -110,23 +105,18 @@ def _candidates_table(context: ContextHistory) -> Table:
         ">spread %", ">samples", "remark",
     )  # fmt: skip
     in_order = sorted(context.candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
-    rows = tuple(_candidate_row(each, in_order[0].agreed_ms, context.winner) for each in in_order)
+    rows = []
+    for each in in_order:
+        over_best = percent_over(each.agreed_ms, in_order[0].agreed_ms)
+        agreed, extremes = (format_ms(each.agreed_ms), format_percent(over_best)), ["-", "-"]
+        if each.spread_percent is not None:
+            times = sorted((ms, rank) for rank, ms in each.rank_ms.items())
+            extremes = [f"{format_ms(ms)} ({rank})" for ms, rank in (times[0], times[-1])]
+        counts = format_percent(each.spread_percent), str(each.samples)
+        winner = "winner" if each is context.winner else ""
+        remark = f"banned on all ranks by {one_line(each.banned)}" if each.banned else winner
+        rows.append((str(each.config_id), each.config, *agreed, *extremes, *counts, remark))
     return Table(f"{context.label}: candidates", names, rows, _convergence(context))
-
-
-def _candidate_row(
-    candidate: CandidateHistory, best_ms: float | None, winner: CandidateHistory | None
-) -> tuple[str, ...]:
-    extremes = ["-", "-"]
-    if candidate.spread_percent is not None:
-        times = sorted((ms, rank) for rank, ms in candidate.rank_ms.items())
-        extremes = [f"{format_ms(ms)} ({rank})" for ms, rank in (times[0], times[-1])]
-    over_best = format_percent(percent_over(candidate.agreed_ms, best_ms))
-    agreed = format_ms(candidate.agreed_ms), over_best
-    remark = "banned" if candidate.banned else "winner" if candidate is winner else ""
-    spread = format_percent(candidate.spread_percent)
-    name = str(candidate.config_id), candidate.config
-    return (*name, *agreed, *extremes, spread, str(candidate.samples), remark)
 
 
 def _convergence(context: ContextHistory) -> str:
@@ -139,19 +129,11 @@ def _convergence(context: ContextHistory) -> str:
     return f"{known}, {format_ms(best_ms[best])} ms after run {best}; last trial in run {last}."
 
 
-def _bans_table(context: ContextHistory) -> Table:
-    rows = tuple((str(c.config_id), c.config, one_line(c.banned)) for c in context.candidates if c.banned)
-    return Table(f"{context.label}: banned on all ranks", (">id", "config", "by"), rows)
-
-
 def _alone_table(context: ContextHistory) -> Table:
     names = ("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
-    choices = context.choices_alone()
     rows = []
-    for rank, choice in choices.items():
+    for rank, choice in context.choices_alone().items():
         cost = format_percent(percent_over(choice.agreed_ms, context.settled.ms))
         times = format_ms(choice.rank_ms[rank]), format_ms(choice.agreed_ms)
         rows.append((str(rank), str(choice.config_id), choice.config, *times, cost))
-    different = len({choice.config_id for choice in choices.values()})
-    note = "Each would choose the same." if different == 1 else f"Alone they would run {different} configs."
-    return Table(f"{context.label}: each rank alone", names, rows, note)
+    return Table(f"{context.label}: each rank alone", names, rows)

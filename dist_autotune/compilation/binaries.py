@@ -25,18 +25,39 @@ def why_not_shared() -> str:
     return ""
 
 
-class CompileClaim:
-    """The right to compile one binary on this host, until released; without a file it is not exclusive."""
+def has_binary(key: str) -> bool:
+    """Return whether Triton will find the binary: the list of its files, written last, and each file."""
+    name = base64.b32encode(bytes.fromhex(_digest(key))).decode().rstrip("=")
+    try:
+        (listing,) = (Path(knobs.cache.dir) / name).glob("__grp__*.json")
+        paths = json.loads(listing.read_bytes())["child_paths"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all(map(os.path.exists, paths))
 
-    def __init__(self, session: str, path: Path | None = None, descriptor: int = -1) -> None:
+
+class CompileClaim:
+    """The right to compile one binary on this host, until released.
+
+    Raises BlockingIOError where another process has it, other OSErrors where files cannot be locked.
+    """
+
+    def __init__(self, key: str, session: str) -> None:
         self._session = session
-        self._path = path
-        self._descriptor = descriptor
+        directory = Path(knobs.cache.dir) / "dist_autotune-claims" / socket.gethostname()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / _digest(key)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._descriptor)
+            raise
 
     @property
     def verdict(self) -> str:
         """Why it cannot be compiled, as a process of this session found out; empty: not known."""
-        # An empty file, what a dying process wrote, or no file at all: no verdict.
+        # An empty file, or what a dying process wrote: no verdict.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             written = json.loads(os.pread(self._descriptor, 1 << 16, 0))
             return str(written["reason"]) if written["session"] == self._session else ""
@@ -50,55 +71,13 @@ class CompileClaim:
 
     def release(self, *, is_compiled: bool = False) -> None:
         """Let others claim it; the file of a binary that is there goes."""
-        if self._path is None:
-            return
-        if is_compiled:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if is_compiled:
                 # Who has it open and locks it next finds the binary, so two files of one name do no harm.
-                self._path.unlink()
+                self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not by closing alone: forked children have copies
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
-        self._path, self._descriptor = None, -1
-
-
-class Binaries:
-    """Compiled kernels by the key that Triton computes for them, as `session` sees them."""
-
-    def __init__(self, session: str) -> None:
-        self._session = session
-        self._cache = Path(knobs.cache.dir)
-        self._claims: Path | None = self._cache / "dist_autotune-claims" / socket.gethostname()
-        self.remark = ""  # why there are no claims: each process compiles for itself
-
-    def has(self, key: str) -> bool:
-        """Return whether Triton will find the binary: the list of its files, written last, and each file."""
-        name = base64.b32encode(bytes.fromhex(_digest(key))).decode().rstrip("=")
-        try:
-            (listing,) = (self._cache / name).glob("__grp__*.json")
-            paths = json.loads(listing.read_bytes())["child_paths"].values()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-        return all(map(os.path.exists, paths))
-
-    def claim(self, key: str) -> CompileClaim | None:
-        """Return the claim on a binary; None: another process has it."""
-        if self._claims is None:
-            return CompileClaim(self._session)
-        path, descriptor = self._claims / _digest(key), -1
-        try:
-            self._claims.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if descriptor >= 0:
-                os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return None
-            self.remark = f"nothing shared, no locks in {self._claims}: {error.strerror or error}"
-            self._claims = None
-            return CompileClaim(self._session)
-        return CompileClaim(self._session, path, descriptor)
 
 
 def _digest(key: str) -> str:

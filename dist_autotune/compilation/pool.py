@@ -15,13 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from triton import knobs
+
 from .. import settings
-from .binaries import Binaries, CompileClaim, why_not_shared
+from .binaries import CompileClaim, has_binary, why_not_shared
 from .compiler_child import CompilerChild
 
 PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
 CLAIM_GRACE_S = 10.0  # a claim held this much longer than two children may take is no longer respected
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at children and peers
+_POLL_S = 5e-3  # between looks at children and peers
 
 
 class NotCompiled(Exception):
@@ -70,10 +72,12 @@ class Tally:
 
 @dataclass(eq=False)
 class Task:
-    """One binary to compile: Triton's work, and the future that waits for it."""
+    """One binary to compile: Triton's work, the future that waits for it, and who is at it."""
 
     work: Callable[[], Any]
     future: Future[Any]
+    claim: CompileClaim | None = None
+    child: CompilerChild | None = None
     refused_at: float | None = None  # when a peer was first seen to compile it
 
     @property
@@ -86,6 +90,20 @@ class Task:
             self.future.set_result(self.work())
         except Exception as error:
             self.future.set_exception(error)
+        if self.claim is not None:
+            self.claim.release(is_compiled=True)
+
+    def refuse(self, reason: str) -> None:
+        self.future.set_exception(NotCompiled(reason))
+        if self.claim is not None:
+            self.claim.release()
+
+    def give_up(self) -> None:
+        """Leave no child, no claim and no future without a result."""
+        if self.child is not None:
+            self.child.close()
+        if not self.future.done():
+            self.refuse("given up")
 
 
 class Pool:
@@ -95,9 +113,7 @@ class Pool:
         self._terms = terms
         self._tasks: list[Task] = []
         self._waiting: deque[Task] = deque()
-        self._running: dict[Task, tuple[CompilerChild, CompileClaim]] = {}
-        self._claims: set[CompileClaim] = set()  # held
-        self._binaries = Binaries(terms.session)
+        self._running: list[Task] = []
         self._tally = Tally(workers=terms.workers)
         self._why_here = ""  # why no child is of use: this process compiles what is left
 
@@ -109,14 +125,8 @@ class Pool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave no child, no claim and no future without a result: something may be on its way out."""
-        for child, _ in self._running.values():
-            child.close()
-        for claim in self._claims:
-            claim.release()
         for task in self._tasks:
-            if not task.future.done():
-                task.future.set_exception(NotCompiled("given up"))
+            task.give_up()
 
     def run(self) -> Tally:
         """Give every future its kernel or an exception, NotCompiled for what a child found out."""
@@ -128,25 +138,21 @@ class Pool:
             tally.compiled = len(self._tasks)
         else:
             self._run_children()
-        why_here = f"compiled in this process, without a limit: {self._why_here}" if self._why_here else ""
-        tally.remark = why_here or self._binaries.remark
+        if self._why_here:
+            tally.remark = f"compiled in this process, without a limit: {self._why_here}"
         return tally
 
     def _run_children(self) -> None:
         first = len(self._tasks) * self._terms.local_rank // self._terms.local_ranks
         for task in [*self._tasks[first:], *self._tasks[:first]]:
-            if self._binaries.has(task.key):
+            if has_binary(task.key):
                 self._tally.cached += 1
                 task.finish()
             else:
                 self._waiting.append(task)
-        pause_s = _FIRST_PAUSE_S
         while self._waiting or self._running:
-            if self._collect() or self._begin():
-                pause_s = _FIRST_PAUSE_S
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            if not (self._collect() or self._begin()):
+                time.sleep(_POLL_S)
 
     def _begin(self) -> bool:
         """Start or end what can be now; return whether there was anything."""
@@ -157,69 +163,64 @@ class Pool:
             task = self._waiting.popleft()
             if time.monotonic() > self._terms.until:
                 self._refuse(task, "not compiled: the candidates together took longer than the peers wait")
-            elif (claim := self._claim(task)) is None:
+            elif not self._claim(task):
                 self._waiting.append(task)
-            elif self._binaries.has(task.key):
+            elif has_binary(task.key):
                 self._tally.from_peers += 1
-                self._finish(task, claim)
-            elif claim.verdict:
-                self._refuse(task, claim.verdict, claim)
+                task.finish()
+            elif task.claim is not None and task.claim.verdict:
+                self._refuse(task, task.claim.verdict)
             else:
-                self._start(task, claim)
+                self._start(task)
         return len(self._waiting) < before
 
-    def _claim(self, task: Task) -> CompileClaim | None:
-        """Return the claim on a task's binary; None while a peer is at it."""
-        claim = self._binaries.claim(task.key)
-        if claim is None:
+    def _claim(self, task: Task) -> bool:
+        """Claim a task's binary; False while a peer is at it."""
+        try:
+            task.claim = CompileClaim(task.key, self._terms.session)
+        except BlockingIOError:
             now = time.monotonic()
             task.refused_at = task.refused_at or now
-            if now - task.refused_at < 2 * self._terms.limit_s + CLAIM_GRACE_S:
-                return None
-            claim = CompileClaim(self._terms.session)  # its owner is stopped: this rank compiles for itself
-        self._claims.add(claim)
-        return claim
+            # If its owner is stopped, this rank compiles for itself.
+            return now - task.refused_at >= 2 * self._terms.limit_s + CLAIM_GRACE_S
+        except OSError as error:
+            self._tally.remark = f"nothing shared, no locks in {knobs.cache.dir}: {error.strerror or error}"
+        return True
 
-    def _start(self, task: Task, claim: CompileClaim) -> None:
+    def _start(self, task: Task) -> None:
         if not self._why_here:
             try:
                 limit_s = min(self._terms.limit_s, self._terms.until - time.monotonic())
-                self._running[task] = CompilerChild(task.work, limit_s), claim
+                task.child = CompilerChild(task.work, limit_s)
+                self._running.append(task)
                 return
             except OSError as error:
                 self._why_here = f"no child ({error.strerror})"
-        self._compile_here(task, claim)
+        self._compile_here(task)
 
     def _collect(self) -> bool:
         """End the tasks whose children have ended; return whether any has."""
-        has_ended = False
-        for task, (child, claim) in list(self._running.items()):
-            ending = child.poll()
+        before = len(self._running)
+        for task in tuple(self._running):
+            assert task.child is not None
+            ending = task.child.poll()
             if ending is None:
                 continue
-            has_ended = True
-            del self._running[task]
+            self._running.remove(task)
             if ending.has_begun and ending.reason:
-                claim.condemn(ending.reason)
-                self._refuse(task, ending.reason, claim)
+                if task.claim is not None:
+                    task.claim.condemn(ending.reason)
+                self._refuse(task, ending.reason)
             else:
                 if not ending.has_begun:
                     self._why_here = "child processes do not start"
-                self._compile_here(task, claim)
-        return has_ended
+                self._compile_here(task)
+        return len(self._running) < before
 
-    def _compile_here(self, task: Task, claim: CompileClaim) -> None:
+    def _compile_here(self, task: Task) -> None:
         self._tally.compiled += 1
-        self._finish(task, claim)
-
-    def _finish(self, task: Task, claim: CompileClaim) -> None:
         task.finish()
-        self._claims.discard(claim)
-        claim.release(is_compiled=True)
 
-    def _refuse(self, task: Task, reason: str, claim: CompileClaim | None = None) -> None:
-        if claim is not None:
-            self._claims.discard(claim)
-            claim.release()
+    def _refuse(self, task: Task, reason: str) -> None:
         self._tally.failed += 1
-        task.future.set_exception(NotCompiled(reason))
+        task.refuse(reason)

@@ -63,9 +63,7 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehe
             min(limit_s, LIMIT_S),
             is_cut_off=True,
         )
-    except OSError as error:
-        return Rehearsal(left_out=dict.fromkeys(configs, f"no child ({error.strerror})"))
-    except Exception as error:  # of an argument that cannot be pickled
+    except Exception as error:  # of an argument that cannot be pickled, or of the fork
         return Rehearsal(left_out=dict.fromkeys(configs, _text_of(error)))
     try:
         while (ending := child.poll()) is None:

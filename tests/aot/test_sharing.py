@@ -18,7 +18,6 @@ from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 import compile_time
 from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.binaries import Binaries
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.triton_api.launch import Launch
@@ -167,7 +166,10 @@ def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, m
 
 
 def test_a_claim_whose_owner_is_stopped_is_not_respected_for_ever(device, compiler, monkeypatch):
-    monkeypatch.setattr(Binaries, "claim", lambda self, key: None)
+    def stays_claimed(key: str, session: str) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(pool, "CompileClaim", stays_claimed)
     monkeypatch.setattr(pool, "CLAIM_GRACE_S", 0.2 - 2 * 60)
     found = preflight(64, limit_s=60.0)
     assert found.reasons == {}

@@ -131,7 +131,7 @@ def test_report_of_a_missing_directory_says_what_to_do() -> None:
 def test_report_of_a_directory_without_records_says_what_to_do(tmp_path: Path) -> None:
     assert_one_line_error(run("report", tmp_path), "holds no records", "dist-autotune report DIR")
     (tmp_path / "rank-0.jsonl").write_text("garbage\ngarbage\n")
-    assert_one_line_error(run("report", tmp_path), "only 2 lines that cannot be read")
+    assert_one_line_error(run("report", tmp_path), "skipped 2 lines: 2 x damaged")
 
 
 def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
