@@ -29,7 +29,7 @@ def list_entries() -> None:
         rows.append((key.digest[:8], key.kernel, key.key, *winner, *machine))
     if rows:
         table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
-        terminal.print_table(terminal.open_console(), table)
+        terminal.print_tables(terminal.open_console(), table)
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
 
@@ -48,8 +48,7 @@ def show(
         if name in (entry.key.kernel, entry.key.file_name) or entry.key.digest.startswith(name)
     ]
     if not found:
-        where = f"No entry of {name!r} in {cache.directory}"
-        terminal.fail(f"{where}: `dist-autotune cache list` lists the entries.")
+        terminal.fail(f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` lists all.")
     for entry in found:
         typer.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
         typer.echo(to_json(entry.as_dict(), indent=True))

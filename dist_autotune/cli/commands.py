@@ -103,9 +103,7 @@ def replay_logs(
         console = terminal.open_console()
         for name, what in unread.items():
             terminal.print_text(console, f"{name}: {what}", "yellow")
-        for table in (*replay.verdicts_tables(verdicts), replay.what_if_table(found)):
-            if table.rows:
-                terminal.print_table(console, table)
+        terminal.print_tables(console, *replay.verdicts_tables(verdicts), replay.what_if_table(found))
     if unread or any(verdict.differences for verdict in verdicts):
         raise typer.Exit(1)
 
@@ -125,11 +123,8 @@ def examine_machine(as_json: AsJson = False) -> None:
         typer.echo(to_json(findings.as_dict(seen, found), indent=True))
     else:
         console = terminal.open_console()
-        for table in findings.tables(seen, found):
-            terminal.print_table(console, table)
-        terminal.print_text(console, "")
-        for line in findings.next_steps(found):
-            terminal.print_text(console, line, "bold")
+        terminal.print_tables(console, *findings.tables(seen, found))
+        terminal.print_text(console, "\n".join(["", *findings.next_steps(found)]), "bold")
     if not findings.is_healthy(found):
         raise typer.Exit(1)
 

@@ -46,8 +46,7 @@ def session_notes(session: SessionHistory) -> list[str]:
 
 def session_tables(session: SessionHistory) -> list[Table]:
     """Return the tables about a session as a whole: its contexts, then its ranks."""
-    tables = [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
-    return [table for table in tables if table.rows]
+    return [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
 
 
 def context_tables(context: ContextHistory) -> list[Table]:
@@ -108,19 +107,15 @@ def _candidates_table(context: ContextHistory) -> Table:
     in_order = sorted(context.candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
     rows = []
     for each in in_order:
-        name = str(each.config_id), each.config
-        agreed = (
-            format_ms(each.agreed_ms),
-            format_percent(percent_over(each.agreed_ms, in_order[0].agreed_ms)),
-        )
-        extremes, spread = ["-", "-"], format_percent(each.spread_percent)
+        over_best = percent_over(each.agreed_ms, in_order[0].agreed_ms)
+        agreed, extremes = (format_ms(each.agreed_ms), format_percent(over_best)), ["-", "-"]
         if each.spread_percent is not None:
             times = sorted((ms, rank) for rank, ms in each.rank_ms.items())
             extremes = [f"{format_ms(ms)} ({rank})" for ms, rank in (times[0], times[-1])]
-        remark = "winner" if each is context.winner else ""
-        if each.banned:
-            remark = f"banned on all ranks by {one_line(each.banned)}"
-        rows.append((*name, *agreed, *extremes, spread, str(each.samples), remark))
+        counts = format_percent(each.spread_percent), str(each.samples)
+        winner = "winner" if each is context.winner else ""
+        remark = f"banned on all ranks by {one_line(each.banned)}" if each.banned else winner
+        rows.append((str(each.config_id), each.config, *agreed, *extremes, *counts, remark))
     return Table(f"{context.label}: candidates", names, rows, _convergence(context))
 
 

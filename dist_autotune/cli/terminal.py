@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 from typer.core import TyperGroup
@@ -29,29 +29,31 @@ def open_console() -> Console:
 
 def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
     """Print the list of all sessions, then the `shown` ones in full."""
-    print_table(console, tables.sessions_table(history.sessions))
+    print_tables(console, tables.sessions_table(history.sessions))
     for name, reasons in history.skipped.items():
         print_text(console, f"{history.directory / name}: {describe_skipped(reasons)}", "yellow")
     for session in shown:
         print_text(console, f"\n{tables.session_heading(session)}", "bold")
         for note in tables.session_notes(session):
             print_text(console, note, "yellow")
-        of_contexts = [table for context in session.contexts for table in tables.context_tables(context)]
-        for table in tables.session_tables(session) + of_contexts:
-            print_table(console, table)
+        print_tables(console, *tables.session_tables(session))
+        for context in session.contexts:
+            print_tables(console, *tables.context_tables(context))
 
 
-def print_table(console: Console, table: Table) -> None:
-    print_text(console, f"\n{table.title}", "bold")
-    rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in table.columns:
-        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        rich_table.add_column(Text(name.removeprefix(">")), justify=justify, overflow="fold")
-    for row in table.rows:
-        rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
-    console.print(rich_table)
-    if table.note:
-        print_text(console, table.note, "dim")
+def print_tables(console: Console, *tables: Table) -> None:
+    """Print the tables that have rows."""
+    for table in (each for each in tables if each.rows):
+        print_text(console, f"\n{table.title}", "bold")
+        rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for name in table.columns:
+            justify: JustifyMethod = "right" if name.startswith(">") else "left"
+            rich_table.add_column(Text(name.removeprefix(">")), justify=justify, overflow="fold")
+        for row in table.rows:
+            rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
+        console.print(rich_table)
+        if table.note:
+            print_text(console, table.note, "dim")
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:
