@@ -1,10 +1,8 @@
 """Runs one compilation in a forked process, which may crash or never end, and tells how it ended.
 
-Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds.
-
-Python, glibc's allocator and `logging` make their locks anew in a child. A lock of Triton's or LLVM's that
-another thread held at the fork stays locked there; such a child sleeps until its time is up. Handlers that
-other libraries run at a fork may hang before the child has begun (`Ending.has_begun`).
+Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds. A
+lock of LLVM's that another thread held at the fork stays locked: such a child is late. Fork handlers of other
+libraries may hang before the child has begun (`Ending.has_begun`).
 
 The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
 the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
@@ -112,11 +110,11 @@ class CompilerChild:
             return Ending(reason, result=result)
         if code is None:
             ended = f"{self._what}'s process vanished"
-        elif code < 0:
+        elif code >= 0:
+            ended = f"{self._what} ended its process with exit code {code}"
+        else:
             names = {number.value: number.name for number in signal.Signals}  # without real-time signals
             ended = f"{self._what} was ended by {names.get(-code, f'signal {-code}')}"
-        else:
-            ended = f"{self._what} ended its process with exit code {code}"
         lines = [line.strip() for line in self._said_so_far().splitlines() if line.strip()]
         telling = [found.group() for line in lines if (found := _TELLING.search(line))]
         said = next(iter(telling + lines), "")

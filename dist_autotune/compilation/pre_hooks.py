@@ -2,11 +2,8 @@
 
 The hooks of a context run one after another in a forked child, each on copies and stand-ins of its own, and
 without a file or a socket: what they count, log or zero is gone with the child. The child sends back the
-arguments pickled, with references to the tensors; this process compiles for those.
-
-What a hook raises on stand-ins says nothing about the launch, OutOfResources and its like included: only a
-launch's own hook bans a config. A hook that ends well has seen no stand-in differ from the original, so what
-the compiler says of the outcome holds, if the hook does the same for the same arguments in any process.
+arguments pickled, with references to the tensors; this process compiles for those. What a hook raises on
+stand-ins, OutOfResources included, says nothing about the launch: only a launch's own hook bans a config.
 """
 
 from __future__ import annotations
@@ -16,12 +13,10 @@ import pickle
 import time
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..formatting import counted
 from ..triton_api.launch import Launch
 from .compiler_child import CompilerChild
 
@@ -30,53 +25,36 @@ REASON_CHARACTERS = 200
 _POLL_S = 1e-3
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What the hooks of some configs would do."""
+def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict[str, Launch | str]:
+    """Return the launch as the hook of each config leaves it, or why that is not known within `limit_s`.
 
-    launches: Mapping[str, Launch] = field(default_factory=dict)  # as the hook leaves them, by digest
-    left_out: Mapping[str, str] = field(default_factory=dict)  # why that is not known, by digest
-
-    @property
-    def remark(self) -> str:
-        if not self.left_out:
-            return ""
-        why = next(iter(self.left_out.values()))
-        candidates = counted(len(self.left_out), "candidate")
-        return f"{candidates} left to the first launch, as pre_hook could not be rehearsed: {why}"
-
-
-def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> Rehearsal:
-    """Find out what the hooks of `configs` do to a launch, within `limit_s`.
-
-    The tensors of `Rehearsal.launches` are those of the launch; nothing that is the caller's is changed.
+    The launches have the tensors of the launch; nothing that is the caller's is changed.
     """
     if not configs:
-        return Rehearsal()
-    if limit_s <= 0:
-        return Rehearsal(left_out=dict.fromkeys(configs, "no child may be started"))
+        return {}
     kept: list[Any] = []
     try:
+        if limit_s <= 0:
+            raise NotReproducible("no child may be started")
         pickled = pickle_arguments(launch, kept, adds=True)
         child = CompilerChild(
-            lambda: {name: rehearse_one(launch, pickled, kept, config) for name, config in configs.items()},
+            lambda: {each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()},
             min(limit_s, LIMIT_S),
             is_cut_off=True,
         )
     except Exception as error:  # of an argument that cannot be pickled, or of the fork
-        return Rehearsal(left_out=dict.fromkeys(configs, _text_of(error)))
+        return dict.fromkeys(configs, _text_of(error))
     try:
         while (ending := child.poll()) is None:
             time.sleep(_POLL_S)
     finally:
         child.close()
-    if ending.result is None:
-        return Rehearsal(left_out=dict.fromkeys(configs, ending.reason or "the hook told nothing"))
-    outcomes: dict[str, bytes | str] = ending.result
-    return Rehearsal(
-        {name: unpickled(launch, each, kept) for name, each in outcomes.items() if isinstance(each, bytes)},
-        {name: each for name, each in outcomes.items() if isinstance(each, str)},
-    )
+    outcomes: dict[str, bytes | str]
+    outcomes = ending.result or dict.fromkeys(configs, ending.reason or "the hook told nothing")
+    return {
+        digest: outcome if isinstance(outcome, str) else unpickled(launch, outcome, kept)
+        for digest, outcome in outcomes.items()
+    }
 
 
 def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -> bytes | str:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from triton.runtime._async_compile import AsyncCompileMode
 
+from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, finished, load
+from ..triton_api.launch import Launch, load
 from .config_failures import config_failure
 from .pool import NotCompiled, Pool, Tally, Terms
 from .pre_hooks import rehearse
@@ -52,26 +53,30 @@ def preflight(
         return Preflight()
     began = time.monotonic()
     hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
-    rehearsal = rehearse(launch, hooked, min(terms.limit_s, terms.until - began))
+    rehearsed = rehearse(launch, hooked, min(terms.limit_s, terms.until - began))
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
     pool = Pool(terms)
     # The pool is left first: the mode, when it is left, waits for every compilation that it has asked for.
     with AsyncCompileMode(pool, ignore_errors=True), pool:
         for digest, config in configs.items():
-            if digest not in rehearsal.left_out:
+            as_hooked = rehearsed.get(digest, launch)
+            if isinstance(as_hooked, Launch):
                 with _keeping_reason(reasons, digest):
-                    kernels[digest] = rehearsal.launches.get(digest, launch).compile(config)
+                    kernels[digest] = as_hooked.compile(config)
         tally = pool.run()
         for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
             with _keeping_reason(reasons, digest):
-                kernels[digest] = finished(kernel)
+                kernels[digest] = kernel.result() if hasattr(kernel, "result") else kernel
     for digest, kernel in kernels.items():
         if digest not in reasons:
             with _keeping_reason(reasons, digest), loading(digest):
                 load(kernel)
     tally.seconds = time.monotonic() - began
-    tally.remark = "; ".join(filter(None, (tally.remark, rehearsal.remark)))
+    if left_out := [why for why in rehearsed.values() if isinstance(why, str)]:
+        left = f"{counted(len(left_out), 'candidate')} left to the first launch"
+        remark = f"{left}, as pre_hook could not be rehearsed: {left_out[0]}"
+        tally.remark = f"{tally.remark}; {remark}" if tally.remark else remark
     return Preflight(reasons, tally)
 
 

@@ -1,10 +1,22 @@
-"""What `dist-autotune doctor` looks at. Whatever could crash or hang is tried in helper processes."""
+"""What `dist-autotune doctor` looks at. Whatever could crash or hang is tried in helper processes.
+
+A helper is a new interpreter that runs a probe of `dist_autotune.doctor.probes`. It reports each stage:
+what came before a crash or a hang is known.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
-from dataclasses import dataclass
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,16 +25,17 @@ import triton
 
 from .. import settings
 from ..errors import InvalidOption
-from ..formatting import counted
 from ..options import Options
 from ..triton_api import interception
 from ..version import __version__
-from .helpers import Helper, first_problem, run_helpers
 
 RANKS_LIMIT_S = 60.0  # of which starting and importing torch may take most
 GPU_LIMIT_S = 120.0
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 COMPILED = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
+CUT_OFF = "cut off after"
+STARTUP = "the start"  # the stage before the first
+REPORT = "dist_autotune doctor: "  # begins a line of JSON: the report so far
 CACHE, LOGS = "cache directory", "log directory"
 PACKAGES = {  # name for people -> distributions; the first that is installed counts
     "filelock": ("filelock",),
@@ -35,6 +48,19 @@ PACKAGES = {  # name for people -> distributions; the first that is installed co
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a helper reported, and how it ended."""
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each stage that ended well
+    stage: str = STARTUP  # the latest
+    problem: str = ""  # why it ended early, and where; empty: it ran to its end
+
+    def of(self, stage: str) -> dict[str, Any]:
+        """Return the facts of one stage."""
+        return self.facts.get(stage, {})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Examination:
     """The facts, as they were found."""
 
@@ -43,48 +69,51 @@ class Examination:
     setting_error: str
     directories: dict[str, str]
     is_interpreted: bool  # TRITON_INTERPRET was set when Triton was imported
-    ranks: tuple[Helper, ...]
-    gpu: Helper
-    memory: tuple[Helper, ...]  # a rank for each GPU, with the backend of symmetric memory that "auto" takes
+    host: Trial
+    ranks: Trial
+    memory: Trial | None  # a rank for each GPU, with the backend that "auto" takes; None: not two GPUs
 
     @property
     def gpus(self) -> list[str]:
         """Return the names of the GPUs."""
-        return list(self.gpu.of("devices").get("names", []))
+        return list(self.host.of("devices").get("names", []))
 
     @property
     def links(self) -> list[dict[str, Any]]:
         """Return whether one GPU can read another, for each ordered pair."""
-        return list(self.gpu.of("links").get("pairs", []))
+        return list(self.host.of("devices").get("links", []))
 
     @property
     def world(self) -> str:
         """Return where kernels run: "gpu" or "interpreter"."""
         return "gpu" if self.gpus and not self.is_interpreted else "interpreter"
 
-    def backends(self) -> dict[str, tuple[bool, str]]:
+    def backends(self) -> dict[str, dict[str, Any]]:
         """Return for each backend of symmetric memory whether it works, and what was seen."""
-        found = {"shm": _outcome(self.ranks, "shm")}
-        if self.memory:
-            found[self.memory[0].of("memory").get("backend", "auto")] = _outcome(self.memory, "memory")
-        return found
+        found = {"shm": (self.ranks, self.ranks.of("shm"))}
+        if self.memory is not None:
+            facts = self.memory.of("memory")
+            found[facts.get("backend", "auto")] = self.memory, facts
+        return {
+            name: {"works": not trial.problem, "seen": trial.problem or facts["seen"]}
+            for name, (trial, facts) in found.items()
+        }
 
 
 def examine() -> Examination:
     """Look at everything; takes some seconds, and minutes only where something hangs."""
     directories, error = directories_in_force()
-    ranks = run_helpers("ranks", 2, RANKS_LIMIT_S, CPU_ONLY, directories=directories)
-    (gpu,) = run_helpers("gpus", 1, GPU_LIMIT_S, COMPILED)
-    count = len(gpu.of("devices").get("names", []))
+    host = run_helpers("this host", 1, GPU_LIMIT_S, COMPILED, directories=directories)
+    count = len(host.of("devices").get("names", []))
     return Examination(
-        versions=versions() | {"driver": gpu.of("devices").get("driver") or None},
+        versions=versions() | {"driver": host.of("devices").get("driver") or None},
         variables=settings.variables(),
         setting_error=error,
         directories=directories,
         is_interpreted=interception.is_interpreted(),
-        ranks=ranks,
-        gpu=gpu,
-        memory=run_helpers("memory", count, GPU_LIMIT_S, COMPILED) if count > 1 else (),
+        host=host,
+        ranks=run_helpers("two CPU ranks", 2, RANKS_LIMIT_S, CPU_ONLY),
+        memory=run_helpers("symmetric memory", count, GPU_LIMIT_S, COMPILED) if count > 1 else None,
     )
 
 
@@ -116,9 +145,54 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _outcome(helpers: tuple[Helper, ...], stage: str) -> tuple[bool, str]:
-    if (failed := first_problem(helpers)) is not None:
-        return False, failed.ending
-    if absent := helpers[0].of(stage).get("absent"):
-        return False, f"not tried: {absent}"
-    return True, f"{counted(len(helpers), 'rank')} wrote to each other"
+def run_helpers(
+    probe: str, count: int, limit_s: float, environment: Mapping[str, str | None], **arguments: Any
+) -> Trial:
+    """Run `probe` in `count` processes and return the trial that explains the others': a failure, if any.
+
+    `environment`: variables that differ from this process's; None takes one out.
+    """
+    variables = settings.environment_of_helpers(environment)
+
+    def run_rank(rank: int) -> Trial:
+        place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s, **arguments}
+        path = Path(directory, f"rank-{rank}")
+        with path.open("wb") as output:
+            try:
+                code = subprocess.run(
+                    command(probe, place),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    timeout=limit_s,
+                ).returncode
+                ending = f"ended with exit code {code}" if code else ""
+                if code < 0:
+                    ending = f"ended by {signal.Signals(-code).name}"
+            except subprocess.TimeoutExpired:
+                ending = f"{CUT_OFF} {limit_s:.0f} s"
+        return _read(path.read_text(errors="replace"), ending)
+
+    with tempfile.TemporaryDirectory(prefix="dist-autotune-") as directory, ThreadPoolExecutor(count) as pool:
+        trials = list(pool.map(run_rank, range(count)))
+    return min(trials, key=lambda trial: (not trial.problem, trial.problem.startswith(CUT_OFF)))
+
+
+def command(probe: str, place: dict[str, Any]) -> list[str]:
+    """Return the command of one helper. It imports from where this process imports, installed or not."""
+    program = "import json, sys; sys.path[:], probe, place = json.loads(sys.argv[1]); "
+    program += "from dist_autotune.doctor import probes; probes.main(probe, place)"
+    return [sys.executable, "-c", program, json.dumps([sys.path, probe, place])]
+
+
+def _read(output: str, ending: str) -> Trial:
+    """Return the last report in the output of a helper that ended so."""
+    report, last_output = dict[str, Any](), ""
+    for line in filter(str.strip, output.splitlines()):
+        if line.startswith(REPORT):
+            report = json.loads(line.removeprefix(REPORT))
+        else:
+            last_output = f"; last output: {line.strip()[:300]}"
+    problem = f"{ending}{last_output} (in {report.get('stage', STARTUP)})" if ending else ""
+    return Trial(**report, problem=problem)

@@ -79,13 +79,14 @@ class Exchange:
         if self._members.client is not None:
             return self._members.client
         pauses = _pauses()
-        while (client := self._members.find_client(self._limit_s)) is None:
-            self._store.record_arrival(self._sequence, self._limit_s)
-            has_ended = self._store.read_end(self._sequence, self._limit_s) is not None
-            if has_ended or time.monotonic() > self._deadline:
+        while True:
+            client = self._members.find_client(self._limit_s)
+            if self._store.read_end(self._sequence, self._limit_s) is not None:
                 return None
+            if client is not None or time.monotonic() > self._deadline:
+                return client
+            self._store.record_arrival(self._sequence, self._limit_s)
             time.sleep(next(pauses))
-        return client if self._store.read_end(self._sequence, self._limit_s) is None else None
 
     def _merge(self, hub: Hub, merge: Merge, payloads: list[bytes]) -> End:
         """Return the end that all payloads make. Runs on the hub's thread."""
@@ -130,7 +131,7 @@ class Exchange:
         hub, look = self._members.hub, None
         pauses = _pauses(self._look_s)
         while (left_s := self._deadline - time.monotonic()) > 0:
-            awaits_others = hub is not None and not hub.has_met_all
+            awaits_others = hub is not None and bool(hub.absent)
             reply = client.receive(request, min(left_s, next(pauses) if awaits_others else self._look_s))
             if reply is not None:
                 return reply

@@ -36,21 +36,14 @@ Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads -> the end tha
 logger = logging.getLogger("dist_autotune")
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A request that is not answered yet."""
-
-    rank: int
-    id: int
-    reply: Reply
-
-
 @dataclass
 class _Round:
     """One exchange: what has come, who waits, how it ended."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
-    waiting: list[_Request] = field(default_factory=list)  # for the end
+    waiting: dict[int, Callable[[End], None]] = field(
+        default_factory=dict
+    )  # for the end; by rank, the latest
     beats: int = 0  # so far, of all ranks
     latest_beat: dict[int, int] = field(default_factory=dict)  # rank -> which beat of all was its last
     beats_at_look: dict[int, int] = field(default_factory=dict)  # by the rank that asked for patience
@@ -108,7 +101,7 @@ class HubState:
                 exchange.end = exchange.end or message["end"]
             case "post":
                 exchange.payloads[rank] = message["payload"]
-        exchange.waiting.append(_Request(rank, message["id"], reply))
+        exchange.waiting[rank] = lambda end: reply({"id": message["id"], "end": end})
         if exchange.end is None and len(exchange.payloads) == len(self._ranks):
             exchange.end = self.merges[number]([exchange.payloads[each] for each in self._ranks])
         if exchange.end is not None:
@@ -120,17 +113,12 @@ class HubState:
                 del self.merges[over]
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
-    def forget(self, reply: Reply) -> None:
-        """Drop the requests of a connection that has closed."""
-        for exchange in self._rounds.values():
-            exchange.waiting = [each for each in exchange.waiting if each.reply is not reply]
-
     def _answer(self, exchange: _Round, end: End) -> None:
         """Send all that wait the end; the hub's own rank last, as it may end its process, and this thread."""
-        requests, exchange.waiting = exchange.waiting, []
-        for request in sorted(requests, key=lambda each: each.rank == self._ranks[0]):
-            exchange.informed.add(request.rank)
-            request.reply({"id": request.id, "end": end})
+        waiting, exchange.waiting = exchange.waiting, {}
+        for rank in sorted(waiting, key=lambda each: each == self._ranks[0]):
+            exchange.informed.add(rank)
+            waiting[rank](end)
 
 
 class Hub:
@@ -144,7 +132,7 @@ class Hub:
         self.connections: set[_Connection] = set()
         self.strangers: dict[_Connection, None] = {}  # have not shown the token; the oldest first
         self.backlogged: set[_Connection] = set()  # have not taken in all that was sent to them
-        self._absent = set(ranks)  # have not sent anything yet
+        self.absent = set(ranks)  # have not sent anything yet
         self.held: list[tuple[_Connection, Message]] = []  # results for this rank
         self._was_away = False
         self._ticked_at = time.monotonic()
@@ -153,11 +141,6 @@ class Hub:
         self.loop.call_soon(self._tick)
         threading.Thread(target=self._serve, name="dist_autotune hub", daemon=True).start()
         self._port = self._listen("loopback", "127.0.0.1")
-
-    @property
-    def has_met_all(self) -> bool:
-        """Return whether every rank of the group has found the way here."""
-        return not self._absent
 
     def address(self) -> Address:
         return Address(this_host(), self._port, self._outside, (self.token + self.answer).decode())
@@ -170,7 +153,7 @@ class Hub:
             self._outside = (*self._outside, (interface or socket.gethostname(), port))
 
     def handle(self, message: Message, reply: Reply) -> None:
-        self._absent.discard(message["rank"])
+        self.absent.discard(message["rank"])
         self.state.handle(message, reply)
         self.release()
 
@@ -223,7 +206,6 @@ class _Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, hub: Hub) -> None:
-        self.reply: Reply = self._reply  # one object: requests are known by it
         self._hub = hub
         self._is_of_hub = False  # the rank is the one that runs the hub
         self._received = bytearray()
@@ -257,7 +239,7 @@ class _Connection(asyncio.Protocol):
                 self.transport.write(self._hub.answer)
             for message in unpack(self._received):
                 self._is_of_hub = message["rank"] == self._hub.rank
-                self._hub.handle(message, self.reply)
+                self._hub.handle(message, self._reply)
         except Exception:
             logger.warning("The hub of this group has closed a connection.", exc_info=True)
             self.transport.abort()
@@ -284,7 +266,6 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._hub.connections.discard(self)
         self._hub.strangers.pop(self, None)
-        self._hub.state.forget(self.reply)
         self.resume_writing()
 
     def _check_progress(self) -> None:

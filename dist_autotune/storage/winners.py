@@ -99,10 +99,9 @@ class Winners:
         return None if self.directory is None else self._read(self.directory / key.file_name)
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
-        """Yield every usable entry, by file name, or those of a kernel: no other file is read."""
-        for path in _entry_files(self.directory, safe_name(kernel) if kernel else "*"):
-            if (entry := self._read(path)) is not None:
-                yield entry
+        """Return every usable entry, by file name, or those of a kernel: no other file is read."""
+        files = _entry_files(self.directory, safe_name(kernel) if kernel else "*")
+        return filter(None, map(self._read, files))
 
     def record_launch(self, function: str, key: EntryKey) -> None:
         """Store that a function launches what an entry is for, if the directory can be written."""
@@ -113,12 +112,9 @@ class Winners:
                 (folder / key.file_name).touch()
 
     def launched_by(self, function: str) -> Iterator[Entry]:
-        """Yield the usable entries of what a function is known to launch."""
-        if self.directory is None:
-            return
-        for path in _entry_files(self.directory / LAUNCHED / function):
-            if (entry := self._read(self.directory / path.name)) is not None:
-                yield entry
+        """Return the usable entries of what a function is known to launch."""
+        files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
+        return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 
     def put(self, *entries: Entry) -> None:
         """Store each entry in place of an older one of its key, unless that has the same winner."""

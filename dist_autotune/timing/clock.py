@@ -59,11 +59,10 @@ class EventMark:
 
 
 class EventClock:
-    """CUDA events recorded on the current stream of the current device, as Triton launches there.
+    """CUDA events on the current stream, less what two events cost.
 
     Nothing waits for the device until `read_ms`, which polls, so that Ctrl-C works and a stuck kernel becomes
-    a `LaunchTimeout` after `timeout_s`. Once `prepare` has run, what two events cost is subtracted. An error
-    that the device reports is a `LaunchFailed`. Events are reused.
+    a `LaunchTimeout` after `timeout_s`. An error that the device reports is a `LaunchFailed`.
 
     feeds: keep an idle stream busy before a run while the host prepares it; see `stream_filler`.
     """
@@ -113,10 +112,7 @@ class EventClock:
         return bool(mark.begin.query()) and not mark.end.query()
 
     def prepare(self) -> None:
-        """Load what fillers need and measure the events' cost, on the devices in use.
-
-        To be called before a run, when no kernel waits for a peer.
-        """
+        """Load fillers and measure events on the devices in use, before a run: no kernel waits for a peer."""
         if torch.cuda.is_available():
             with as_launch_failed():
                 for device in {torch.cuda.current_device(), *self._free} - self._costs.keys():
@@ -147,10 +143,7 @@ PATIENCE_S = 1.0
 
 
 class EventCost:
-    """Launches the measurement on a device when made, and knows the result a little later.
-
-    torch's spin kernel must be loaded on the device; with no cycles to spin it is the empty kernel.
-    """
+    """Measures the events around empty kernels, which are spin kernels without cycles; asked for later."""
 
     def __init__(self, device: int) -> None:
         self._ms: float | None = None

@@ -34,11 +34,9 @@ class Samples:
     """What one context, or the whole run, is judged by.
 
     `start` and `stop` time launches, `report_run` reads the clock, and `apply_outcome` keeps the sample if
-    the ranks agree that it counts. Until every rank has read its sample (online), exchanges repeat one
-    report.
+    the ranks agree that it counts. Until every rank has read its own (online), exchanges repeat one report.
 
-    flags_gaps: ask the clock how much of a launch's time may be the host's. Not of a whole run, which may
-    keep the device waiting whenever it runs.
+    flags_gaps: ask how much of a launch may be the host's. A whole run may keep the device waiting always.
     """
 
     def __init__(self, clock: Clock, statistic: str, *, flags_gaps: bool = False) -> None:
@@ -88,8 +86,7 @@ class Samples:
     def report_run(self, ran: str | None, *, waits: bool) -> Part:
         """Return what to tell the peers of the run in which `ran` was launched.
 
-        `waits`: read the clock now; otherwise when the device is done, or two runs later. The device has the
-        work of those runs before it when this rank begins to wait, so it does not run dry.
+        `waits`: read the clock now; otherwise when the device is done, or has the work of two more runs.
         """
         if self.report is None:
             self.report, self._reports = Part(ran=ran, pending=int(bool(self._marks))), 0
@@ -114,9 +111,8 @@ class Samples:
         """
         if self.report is None or waiting:
             return
-        if self.sample is not None and counts:
-            gap_ms = max(self.sample.gap_ms, min(late_ms, self.sample.ms))
-            self.sample = replace(self.sample, gap_ms=gap_ms)
+        if (sample := self.sample) is not None and counts:
+            self.sample = replace(sample, gap_ms=max(sample.gap_ms, min(late_ms, sample.ms)))
             self.by_candidate[str(self.report.ran)].append(self.sample)
         self.report = None
 

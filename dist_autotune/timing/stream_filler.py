@@ -1,14 +1,12 @@
 """Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
 
-An idle stream gets a *filler* before a run with a trial: torch's spin kernel, one thread that counts clock
-cycles for somewhat longer than the host takes to enqueue the run. All that the function enqueues stands
-behind it, also on streams that it forks, as behind other work in a settled call; a filler directly before one
-launch would hide the copies that the kernel waits for.
+An idle stream gets a *filler* before a run with a trial: torch's spin kernel, for somewhat longer than the
+host takes to enqueue the run. All that the function enqueues stands behind it, also on streams that it forks,
+as behind other work in a settled call; directly before one launch it would hide copies the kernel waits for.
 
-A spin kernel ends by itself: behind a gate that the host opens, a launch that blocks would hang for ever. It
-takes no memory bandwidth, and is loaded beforehand: lazy loading may wait for a kernel that waits for a peer.
-Ranks end their fillers at one moment (`synchronized_start`), so each filler measures the device's rate anew.
-A function whose host takes longer than the longest filler is timed as it comes.
+It ends by itself: behind a gate that the host opens, a launch that blocks would hang for ever. It is loaded
+beforehand: lazy loading may wait for a kernel that waits for a peer. Ranks end their fillers at one moment
+(`synchronized_start`), so each filler measures the device's rate anew.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ _REMEMBERED = 9  # runs
 
 
 def load_filler(device: int) -> None:
-    """Load the spin kernel on a device, by a launch of no length."""
     with torch.cuda.device(device):
         torch.cuda._sleep(0)
 
@@ -46,14 +43,11 @@ class _Filler:
 
 
 class StreamFiller:
-    """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`.
-
-    fillable: devices on which the filler is loaded. longest_ms: of a filler; a slower host gets none.
-    """
+    """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`."""
 
     def __init__(self, fillable: Container[int], longest_ms: float) -> None:
-        self._fillable = fillable
-        self._longest_ms = longest_ms
+        self._fillable = fillable  # devices on which the filler is loaded
+        self._longest_ms = longest_ms  # a slower host gets none
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: _Filler | None = None  # the last one, until its rate is known

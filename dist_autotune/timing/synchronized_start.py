@@ -1,10 +1,9 @@
 """When the ranks of one host begin a run together.
 
-After an exchange the ranks go on at different times. A rank that begins a run early waits for its peers in
-the first kernel or copy that needs them, and that wait is in what is timed. So each rank keeps its device
-busy until one moment, which all compute from what they agreed on: when the last rank sent its part of the
-exchange, plus how much later than that the last rank has lately come to its run. Processes of one host read
-one monotonic clock; over several hosts there is no such moment.
+A rank that begins a run early waits for its peers in the first kernel that needs them, and that wait is in
+what is timed. So each rank keeps its device busy until one moment, which all compute alike: when the last
+rank sent its part of the exchange, plus how much later than that ranks have lately come to their run.
+Processes of one host read one monotonic clock; over several hosts there is no such moment.
 """
 
 from __future__ import annotations

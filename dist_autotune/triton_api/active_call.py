@@ -27,8 +27,7 @@ class ActiveCall:
     """The turn of calls, and which threads belong to the call that has it.
 
     A thread belongs to a call that has started it, directly or through others of its threads; or that waits
-    for it in `Thread.join`, `Future.result`, `concurrent.futures.wait` or `as_completed`. Other ways of
-    waiting cannot be seen: an older thread gives up when the call has not moved for `timeout_s`.
+    for it or its future. Other waits cannot be seen: an older thread gives up when the call does not move.
     """
 
     def __init__(self) -> None:

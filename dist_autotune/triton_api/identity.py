@@ -27,11 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class KernelSource:
-    """What one kernel function is made of: its own source, that of all `@jit` functions it reaches,
-    constants.
-
-    Two ranks with other `texts` of one name run different versions of the code.
-    """
+    """What a kernel is made of: its source, that of all `@jit` functions it reaches, captured constants."""
 
     short_name: str
     digest: str  # of all of it
@@ -49,13 +45,9 @@ def kernel_source(function: Callable[..., Any]) -> KernelSource:
     parts: dict[Any, str] = {}
     constants: list[str] = []
     _collect(function, parts, constants)
-    name, text, captured = (
-        _full_name(function),
-        "\n".join(sorted(parts.values())),
-        "\n".join(sorted(constants)),
-    )
+    made_of = _full_name(function) + "\n".join(sorted(parts.values())) + "\n".join(sorted(constants))
     texts = tuple(sorted((_full_name(part), digest(text)) for part, text in parts.items()))
-    source = KernelSource(function.__name__, digest(name + text + captured), texts)
+    source = KernelSource(function.__name__, digest(made_of), texts)
     return _SOURCES.setdefault(function, source)
 
 
@@ -69,24 +61,17 @@ def key_text(key: tuple[Any, ...]) -> str:
     Equal numbers (`True`, `1`, `1.0`, `numpy.int64(1)`) have one text, as they are one key of a dict. Raises
     TuningError for a value whose repr holds an address: it would be a different key on every rank.
     """
-    return ", ".join(_value_text(value) for value in key)
+    return ", ".join(value_text(value) for value in key)
 
 
 def candidate_digest(all_kwargs: dict[str, Any]) -> str:
     """Return the digest by which ranks match candidates: of the launch options, in any order."""
-    return digest("\n".join(f"{name}={_value_text(all_kwargs[name])}" for name in sorted(all_kwargs)))
+    return digest("\n".join(f"{name}={value_text(all_kwargs[name])}" for name in sorted(all_kwargs)))
 
 
-def constants_text(function: Callable[..., Any], arguments: dict[str, Any], left_out: set[str]) -> str:
-    """Return the constexpr arguments of a launch that are not among `left_out`, as text."""
-    parameters = inspect.signature(function).parameters.values()
-    constants = {p.name for p in parameters if "constexpr" in str(p.annotation)}
-    names = sorted(constants & arguments.keys() - left_out)
-    return ", ".join(f"{name}={_value_text(arguments[name], strict=False)}" for name in names)
-
-
-def _value_text(value: Any, *, strict: bool = True) -> str:
-    text_of = functools.partial(_value_text, strict=strict)
+def value_text(value: Any, *, strict: bool = True) -> str:
+    """Return a value as text; `strict`: one whose repr holds an address is an error, else it is its type."""
+    text_of = functools.partial(value_text, strict=strict)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str):
@@ -156,7 +141,7 @@ def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: lis
                 _collect(callee, parts, constants)
         is_plain = isinstance(value, (bool, int, float, str))
         if not callees and (is_plain or type(value).__name__ in ("constexpr", "dtype")):
-            constants.append(f"{name}:{reference}={_value_text(value, strict=False)}")
+            constants.append(f"{name}:{reference}={value_text(value, strict=False)}")
 
 
 def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str, Any]]:

@@ -23,8 +23,7 @@ _IS_CAPTURING = torch.cuda.is_current_stream_capturing
 class Interception:
     """Puts a runner in place of `Autotuner.run` while a decorated call is active.
 
-    There is one place to patch, so there is one active call: others wait for `turn`. A forked child
-    finds the stock function back in place and the turn free.
+    One place to patch, so one active call: others wait for `turn`. A forked child finds the stock function.
     """
 
     def __init__(self) -> None:
@@ -36,11 +35,7 @@ class Interception:
         self._forks_watched = False
 
     def installed(self, runner: Callable[[Run], Run], chooser: Callable[..., Any]) -> Interception:
-        """Replace `Autotuner.run` until the `with` block around it ends.
-
-        `runner` is given the function that stands there and returns the one to put in its place;
-        `chooser` answers `tunable`.
-        """
+        """Replace each `run` by `runner` of it until the `with` block ends; `chooser` answers `tunable`."""
         if not self._forks_watched:
             os.register_at_fork(after_in_child=self._leave_to_parent)
             self._forks_watched = True

@@ -6,6 +6,7 @@ around `prune_configs`; `best_config` is written.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -94,7 +95,10 @@ class Launch:
     def constants_text(self) -> str:
         """Return the constexpr arguments that are not in the key, as text."""
         named = {**self._named(), **self.kwargs}
-        return identity.constants_text(self.tuner.base_fn, named, set(self.tuner.keys))
+        parameters = inspect.signature(self.tuner.base_fn).parameters.values()
+        constants = {each.name for each in parameters if "constexpr" in str(each.annotation)}
+        names = sorted(constants & named.keys() - set(self.tuner.keys))
+        return ", ".join(f"{name}={identity.value_text(named[name], strict=False)}" for name in names)
 
     def hook_arguments(self, config: Any) -> dict[str, Any]:
         return {**self._named(), **self.kwargs, **config.all_kwargs()}
@@ -118,14 +122,8 @@ class Launch:
         return dict(zip(self.tuner.arg_names, self.args, strict=False))
 
 
-def finished(kernel: Any) -> Any:
-    """Return the compiled kernel behind what `compile` returned; raises what the compiler raised."""
-    return kernel.result() if hasattr(kernel, "result") else kernel
-
-
 def load(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
-    kernel = finished(kernel)
     if hasattr(kernel, "_init_handles"):
         kernel._init_handles()  # compiling alone does not check shared memory
 

@@ -13,10 +13,10 @@ _REFRESH_S = 0.1
 class Progress:
     """A rich bar, drawn between runs: a thread would disturb what the function prints, and its forks."""
 
-    def __init__(self, title: str, *, shown: bool) -> None:
+    def __init__(self, title: str, wanted: bool | None, rank: int) -> None:
         self._bar: Any = None
         self._drawn = 0.0
-        if shown:
+        if is_shown(wanted, rank):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar

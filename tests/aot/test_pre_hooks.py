@@ -187,7 +187,7 @@ def test_an_argument_that_is_passed_twice_is_one_object_to_the_hook():
     tuner = kernel(GOOD)
     config = tuner.configs[0]
     found = pre_hooks.rehearse(Launch(tuner, (descriptor, (y, descriptor)), {}), {"one": config}, 60.0)
-    args = found.launches["one"].args
+    args = found["one"].args
     assert args[0] is args[1][1]
     assert args[0] is not descriptor
     assert args[0].base is descriptor.base
@@ -201,7 +201,7 @@ def test_a_hook_may_set_a_layout():
     descriptor = GluonDescriptor.from_tensor(x, [16, 64], layout)
     config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], Block(8, 16)))
     found = pre_hooks.rehearse(Launch(kernel(GOOD), (descriptor,), {}), {"one": config}, 60.0)
-    (changed,) = found.launches["one"].args
+    (changed,) = found["one"].args
     assert (changed.block_shape, changed.layout.swizzle_byte_width) == ([8, 16], 32)
     assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
 

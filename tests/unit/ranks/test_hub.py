@@ -119,14 +119,25 @@ def test_patience_has_an_end_and_beats_of_those_present_buy_none():
     assert ranks.told[0][-1]["end"]["missing"] == [0, 2]
 
 
-def test_a_closed_connection_waits_no_more_but_its_payload_counts():
+def test_a_rank_that_asks_anew_is_answered_by_its_latest_connection():
     ranks = Ranks(3)
     ranks.send(0, "post")
     ranks.send(1, "post")
-    ranks.state.forget(ranks.replies[1])
+    dead, ranks.told[1] = ranks.told[1], []
+    ranks.replies[1] = ranks.told[1].append
+    ranks.send(1, "post")
     ranks.send(2, "post")
-    assert ranks.told[1] == []
-    assert ranks.told[0] == ranks.told[2] == [{"id": 1, "end": {"merged": b"x x x"}}]
+    assert dead == []
+    assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"x x x"}}]] * 3
+
+
+def test_a_rank_whose_connection_was_lost_when_the_others_were_told_may_still_ask():
+    ranks = Ranks(2)
+    ranks.send(0, "post")
+    ranks.send(1, "post")  # answered, though nobody may have read it
+    ranks.send(0, "post", 1)
+    ranks.send(1, "post")
+    assert ranks.told[1] == [{"id": 1, "end": {"merged": b"x x"}}] * 2
 
 
 def test_any_order_of_messages_ends_the_same():

@@ -26,7 +26,6 @@ from kernels_for_tests import Bench, add, numbers
 from dist_autotune.errors import TuningError
 from dist_autotune.triton_api.identity import (
     candidate_digest,
-    constants_text,
     kernel_source,
     key_text,
 )
@@ -417,13 +416,18 @@ def with_constants(x_ptr, n, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, BLOC
     tl.store(x_ptr, n)
 
 
+def constants_text(arguments, *in_key):
+    tuner = triton.autotune([triton.Config({})], list(in_key))(with_constants)
+    return Launch(tuner, (), arguments).constants_text()
+
+
 def test_constants_are_the_constexpr_arguments_that_are_not_in_the_key():
     arguments = {"x_ptr": numbers(), "n": 64, "GROUP": 8, "ACTIVATION": relu, "BLOCK": 16}
-    text = constants_text(with_constants.fn, arguments, {"BLOCK"})
+    text = constants_text(arguments, "BLOCK")
     assert text.startswith(f"ACTIVATION={__name__}.relu#")
     assert text.endswith(", GROUP=8")
 
 
 def test_a_constant_without_a_text_of_its_own_counts_by_its_type():
-    text = constants_text(with_constants.fn, {"ACTIVATION": Plain(), "GROUP": numbers()}, set())
+    text = constants_text({"ACTIVATION": Plain(), "GROUP": numbers()})
     assert text == "ACTIVATION=Plain, GROUP=Tensor"
