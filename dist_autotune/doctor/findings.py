@@ -9,18 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch.torch_version import TorchVersion
+
 from .. import settings
 from ..formatting import Table, counted
-from .examination import CACHE, LOGS, STARTUP, Examination
+from .examination import STARTUP, Examination
 
 SCHEMA_VERSION = 3  # of the JSON form
-OLDEST_TRITON = (3, 6)
-VARIABLE_OF = {CACHE: settings.CACHE_DIR, LOGS: settings.LOG_DIR}
+OLDEST_TRITON = TorchVersion("3.6")
 GPU_STEP = "See CUDA_VISIBLE_DEVICES, whether torch is a CPU build, and if `nvidia-smi` has as new a CUDA"
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
 STEPS = {  # by the stage at which a trial failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
-    "directories": f"Set {settings.CACHE_DIR} and {settings.LOG_DIR} to directories on a local disk",
+    "directories": f"Set {settings.CACHE_DIR} and {settings.LOG_DIR} to local directories that you can write",
     "devices": GPU_STEP,
     "gloo": "Set GLOO_SOCKET_IFNAME=lo, or add this host's name to /etc/hosts",
     "exchange": "Two processes of this host cannot talk over TCP: look for a firewall on localhost",
@@ -72,30 +73,23 @@ def _judge_gpus(seen: Examination) -> Iterator[Finding]:
 
 
 def _judge_versions(seen: Examination) -> Iterator[Finding]:
-    triton, numpy = seen.versions["triton"], seen.versions["numpy"]
-    if _numbers(triton) < OLDEST_TRITON:
-        text = f"{triton}; {'.'.join(map(str, OLDEST_TRITON))} is the oldest that works"
+    triton, numpy = (TorchVersion(seen.versions[name] or "0") for name in ("triton", "numpy"))
+    if triton < OLDEST_TRITON:
+        text = f"{triton}; {OLDEST_TRITON} is the oldest that works"
         yield Finding("problem", "triton", text, "pip install --upgrade triton")
-    if seen.world == "interpreter" and _numbers(triton) == (3, 6) and _numbers(numpy) >= (2, 4):
+    if seen.world == "interpreter" and OLDEST_TRITON <= triton < "3.7" and numpy >= "2.4":
         text = f"Triton 3.6's interpreter fails with numpy {numpy}"
         yield Finding("problem", "numpy", text, "pip install 'numpy<2.4'")
 
 
 def _judge_settings(seen: Examination) -> Iterator[Finding]:
-    mode = seen.variables.get(settings.MODE, "tune")
     if seen.setting_error:
         step = "Correct or unset it; docs/environment.md lists every name"
         yield Finding("problem", "variables", seen.setting_error, step)
-    elif mode != "tune":
-        text = f"{settings.MODE}={mode}: nothing is tuned"
-        yield Finding("remark", "variables", text, "Unset it where tuning is wanted")
     for name, reason in seen.host.of("directories").items():
-        path = seen.directories[name]
-        if reason:
-            step = f"Set {VARIABLE_OF[name]} to a directory that you can write, or repair this one"
-            yield Finding("problem", name, f"{path}: {reason}", step)
-        else:
-            yield Finding("ok", name, f"{path} can be written")
+        level, text = ("problem", reason) if reason else ("ok", "can be written")
+        step = STEPS["directories"] if reason else ""
+        yield Finding(level, name, f"{seen.directories[name]}: {text}", step)
 
 
 def _judge_trials(seen: Examination) -> Iterator[Finding]:
@@ -105,34 +99,21 @@ def _judge_trials(seen: Examination) -> Iterator[Finding]:
             yield Finding("problem", check, trial.problem, STEPS[trial.stage])
     if exchange := seen.ranks.of("exchange"):
         yield Finding("ok", "exchange", f"two CPU ranks agree in {exchange['median_ms']:.2f} ms")
-    if absent := seen.ranks.of("shm").get("absent"):
-        text = f"the workloads cannot be imported here: {absent}"
-        step = "pip install -e . in the project's checkout; the tuner works without them"
-        yield Finding("remark", "symmetric memory", text, step)
-        return
     for name, backend in seen.backends().items():
         if backend["works"]:
             yield Finding("ok", "symmetric memory", f"{name}: {backend['seen']}")
 
 
-def _numbers(version: str | None) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
-    return tuple(int(part) for part in (version or "").split(".")[:2] if part.isdecimal())
-
-
 def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the JSON-representable form of everything."""
-    why_not = seen.host.of("directories")
-    directories = {
-        name: {"path": path, "problem": why_not.get(name)} for name, path in seen.directories.items()
-    }
+    why_not, directories = seen.host.of("directories"), seen.directories.items()
     return {
         "schema": SCHEMA_VERSION,
         "ok": is_healthy(findings),
         "world": seen.world,
         "versions": seen.versions,
         "variables": seen.variables,
-        "directories": directories,
+        "directories": {name: {"path": path, "problem": why_not.get(name)} for name, path in directories},
         "gpus": seen.gpus,
         "links": seen.links,
         "exchange_ms": seen.ranks.of("exchange").get("median_ms"),

@@ -121,11 +121,11 @@ def _join_gpus(place: Place) -> dict[str, Any]:
 
 
 def _try_memory(place: Place, backend: str = "auto") -> dict[str, Any]:
-    """Return the backend and why "auto" takes it, after each rank has written to each; or what is absent."""
+    """Return the backend and why "auto" takes it, after each rank has written to each."""
     try:  # the tuner does without the workloads, and so does an installation of it
         from dist_autotune.kernels.symm import open_symmetric_memory
     except ImportError as error:
-        return {"absent": str(error), "seen": f"not tried: {error}"}
+        return {"seen": f"not tried: {error}"}
     device = "cpu" if backend == "shm" else None
     with open_symmetric_memory(None, backend, device, timeout_s=EXCHANGE_LIMIT_S) as opened:
         box = opened.allocate((place.world_size, WORDS), torch.int32)

@@ -18,7 +18,7 @@ from dist_autotune import contextual_autotune, tunable
 from dist_autotune.cli import replay
 from dist_autotune.cli.commands import app
 from dist_autotune.cli.replay import Verdict
-from dist_autotune.logs import reader
+from dist_autotune.logs.history import load
 from ranks import assert_all_ok, run_ranks
 
 LOGS = Path(".autotune_logs")
@@ -29,7 +29,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def verdicts() -> list[Verdict]:
-    history = reader.load(LOGS)
+    history = load(LOGS)
     assert not history.skipped
     return replay.verify(history.sessions)
 
@@ -339,7 +339,7 @@ def noisy(rank: int) -> None:
 
 
 def tried(**options: Any) -> replay.WhatIf:
-    (found,) = replay.what_if(reader.load(LOGS).sessions, options)
+    (found,) = replay.what_if(load(LOGS).sessions, options)
     return found
 
 
