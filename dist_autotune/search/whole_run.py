@@ -251,7 +251,7 @@ class PlanSpace:
         """
         near: list[tuple[float, Plan]] = []
         for ms, plan in timed:
-            options: Plan = {n: index for n, index in plan.items() if self._contexts[n].is_choice}
+            options = {name: index for name, index in plan.items() if self._contexts[name].is_choice}
             if ms <= NEAR * timed[0][0] and options not in [known for _, known in near]:
                 near.append((ms, options))
         promised: list[tuple[float, Plan]] = []
