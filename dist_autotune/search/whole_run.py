@@ -8,6 +8,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from . import screening
 from .context import Context
 from .messages import RunReport
 from .plan_trial import Plan, PlanTrial
@@ -20,9 +21,6 @@ NEAR = 1.08  # of the best plan: options that are raced again
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 MOST_PLANS = 64  # of a race
 MOST_CANDIDATES = {"kernel": 4, "thunk": 16}  # of a kernel, by objective
-LEAST_CANDIDATES = {"kernel": 1, "thunk": 4}  # of a kernel: with more plans, changes are raced one by one
-MOST_CHANGES = 40  # plans of such a race
-MOST_COMBINED = 8  # plans of the changes that paid
 WITHIN = {"kernel": 1.05, "thunk": 1.5}  # of a kernel's fastest by launches
 FIRST_CANDIDATES = 2  # of a kernel, while options are chosen
 MOST_WIDER = 12  # of a kernel, when they have been ...
@@ -36,8 +34,9 @@ Launched: TypeAlias = Mapping[tuple[str, int], frozenset[str]]  # (choice, optio
 def runs_at_most(choices: Iterable[int], kernels: int) -> int:
     """Return how many runs the search takes at most, for so many options of each choice, and kernels."""
     explored = sum(options * (EXPLORED_RUNS + 1) for options in choices)
+    screened = screening.RUNS + math.ceil(racing_runs(screening.MOST_FINALISTS)) if kernels > 1 else 0
     raced = math.ceil(racing_runs(MOST_PLANS))
-    return explored + raced * (2 if explored or kernels > 1 else 1) + MORE_RUNS
+    return explored + max(raced * (2 if explored else 1), screened) + MORE_RUNS
 
 
 class WholeRun(PlanTrial):
@@ -168,8 +167,8 @@ class WholeRun(PlanTrial):
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         space = PlanSpace(self._contexts, self._objective, self._choices(), launched)
         plans = space.plans(few=bool(launched))
-        if plans is None:
-            return (yield from self._raced((yield from self._combined(space.changes()))))
+        if plans is None:  # screened with all that there is
+            return (yield from self._raced((yield from screening.screened(space.levels()))))
         best = yield from self._raced(plans)
         if not launched:
             return best
@@ -178,16 +177,6 @@ class WholeRun(PlanTrial):
         if all(plan in raced for plan in wider):
             return best
         return (yield from self._raced([best, *wider]))
-
-    def _combined(self, changes: Sequence[Plan]) -> Generator[Plan, float, list[Plan]]:
-        """Race plans of one change each; return the first plan with the best change, the two best, ...."""
-        yield from self._raced(changes)
-        first, combined = changes[0], [changes[0]]
-        for _, plan in self._timed():
-            change = {name: index for name, index in plan.items() if index != first[name]}
-            if change and all(combined[-1][name] == first[name] for name in change):
-                combined.append({**combined[-1], **change})
-        return combined[:MOST_COMBINED]
 
     @staticmethod
     def _raced(plans: Sequence[Plan]) -> Search:
@@ -245,10 +234,10 @@ class PlanSpace:
     def plans(self, *, few: bool) -> list[Plan] | None:
         """Return all plans, that of the incumbents first; `few`: with few candidates of each kernel.
 
-        With fewer of them where those were too many plans; None: too many with the fewest.
+        With fewer, down to what is worth a screening, where those were too many plans; None: even then.
         """
         most = FIRST_CANDIDATES if few else MOST_CANDIDATES[self._objective]
-        least = min(LEAST_CANDIDATES[self._objective], most)
+        least = 1 if self._objective == "kernel" else min(screening.MOST_LEVELS, most)
         for candidates in range(most, least - 1, -1):
             plans = list(itertools.islice(self._all(candidates), MOST_PLANS + 1))
             if len(plans) <= MOST_PLANS:
@@ -273,21 +262,13 @@ class PlanSpace:
         promised.sort(key=lambda promise: promise[0])
         return [plan for _, plan in promised]
 
-    def changes(self) -> list[Plan]:
-        """Return the plan of the incumbents, then plans with one change: to the next best of each first."""
-        levels = {name: self._options(name) for name in self._choices}
-        if self._objective == "thunk":
-            kernels = sorted(self._kernels, key=lambda kernel: -min(kernel.launch_ms.values()))
-            levels |= {k.name: k.shortlist(MOST_CHANGES, WITHIN[self._objective]) for k in kernels}
-        first = {name: indices[0] for name, indices in levels.items()}
-        changes = [
-            (place, {**first, name: index})
-            for name, indices in levels.items()
-            for place, index in enumerate(indices[1:])
-            if self._is_launched(name, first)
-        ]
-        changes.sort(key=lambda change: change[0])
-        return [first, *(plan for _, plan in changes[: MOST_CHANGES - 1])]
+    def levels(self) -> dict[str, dict[int, float]]:
+        """Return the candidates of each context that could matter, with ms by their launches."""
+        levels = {name: dict.fromkeys(self._options(name), 0.0) for name in self._choices}
+        for kernel in self._kernels if self._objective == "thunk" else ():
+            shortlist = kernel.shortlist(screening.MOST_LEVELS, WITHIN[self._objective])
+            levels[kernel.name] = {index: kernel.launch_ms.get(index, 0.0) for index in shortlist}
+        return levels
 
     def _all(self, most: int) -> Iterator[Plan]:
         known: list[Plan] = []
