@@ -29,6 +29,7 @@ from .recorder import Recorder
 from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
+FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
 OPENING = "the opening of a session"
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Session:
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
         self._is_stepping = False  # the state is between two runs
+        self._next_forecast = FIRST_FORECAST
 
     @property
     def elapsed_s(self) -> float:
@@ -179,11 +181,19 @@ class Session:
         for context in self.state.publish(self.elapsed_s):
             self._recorder.write(decisions.settled(run, context))
         detail = ", ".join(context.title for context in search.unsettled) or self.function.name
-        forecast = search.forecast
-        is_replay = search.rules.mode == "replay"
-        expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
-        self._progress.update(search.runs, expected, detail[:60])
+        self._progress.update(search.runs, self._expected_runs(), detail[:60])
         self._is_stepping = False
+
+    def _expected_runs(self) -> int:
+        """Return how many runs the session may have; online, write now and then what is left."""
+        search, forecast = self.state.search, self.state.search.forecast
+        if search.rules.mode == "replay":
+            return forecast.planned_trials + 1
+        if search.runs == self._next_forecast:
+            self._next_forecast *= 2
+            if search.has_work:
+                self._recorder.write(Note(text=str(forecast)))
+        return search.runs + forecast.more_runs
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
