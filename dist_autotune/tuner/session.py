@@ -149,7 +149,7 @@ class Session:
         with (
             self.function.group.running(watch),
             INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
-            state.time_spent.running(),
+            state.time_spent.adding("runs_s"),
         ):
             self._is_in_function = True
             result = self._run.make(thunk)
