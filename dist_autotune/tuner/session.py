@@ -181,19 +181,14 @@ class Session:
         for context in self.state.publish(self.elapsed_s):
             self._recorder.write(decisions.settled(run, context))
         detail = ", ".join(context.title for context in search.unsettled) or self.function.name
-        self._progress.update(search.runs, self._expected_runs(), detail[:60])
-        self._is_stepping = False
-
-    def _expected_runs(self) -> int:
-        """Return how many runs the session may have; online, write now and then what is left."""
-        search, forecast = self.state.search, self.state.search.forecast
-        if search.rules.mode == "replay":
-            return forecast.planned_trials + 1
-        if search.runs == self._next_forecast:
+        forecast = search.forecast
+        is_replay = search.rules.mode == "replay"
+        expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
+        if not is_replay and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
-            if search.has_work:
-                self._recorder.write(Note(text=str(forecast)))
-        return search.runs + forecast.more_runs
+            self._recorder.write(Note(text=str(forecast)))
+        self._progress.update(search.runs, expected, detail[:60])
+        self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)

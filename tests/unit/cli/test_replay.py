@@ -386,6 +386,23 @@ def test_banned_candidates_are_not_tried_and_starved_ones_do_not_stop_it() -> No
     assert found.pick.config.startswith("BLOCK: 64")
 
 
+def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> None:
+    whole_runs(Bench())
+    found = replay.what_if(load(LOGS).sessions, {"search": "exhaustive", "n_repeat": 1, "n_warmup": 0})
+    assert {(each.candidates, each.runs, each.pick.regret_percent) for each in found} == {
+        (3, 3, 0),
+        (2, 2, 0),
+    }
+    assert [each.pick.ms for each in found if each.candidates == 3] == [1.0]
+
+
+def test_a_candidate_that_was_left_after_its_warm_up_is_searched_by_that() -> None:
+    kernel = (bench := Bench()).kernel({16: 1.0, 32: 2.0, 64: 30.0})
+    bench.tune(lambda: launch(kernel, numbers()), search="racing")()
+    found = tried(search="exhaustive", n_repeat=1, n_warmup=1)
+    assert (found.runs, found.resampled, found.pick.ms) == (6, 0, 1.0)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--search", "best"), ("--statistic", "mode"), ("--rank-reduce", "min")],
