@@ -14,8 +14,8 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..logs import reader
-from ..logs.history import History
+from ..logs.history import History, load
+from ..logs.records import describe_skipped
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from . import cache_commands, replay, terminal
@@ -94,7 +94,7 @@ def replay_logs(
     verdicts = replay.verify(history.sessions)
     searched = history.sessions if every else history.newest()
     found = replay.what_if(searched, options, seed) if options else []
-    unread = {name: reader.describe_skipped(reasons) for name, reasons in history.skipped.items()}
+    unread = {name: describe_skipped(reasons) for name, reasons in history.skipped.items()}
     if as_json:
         another = list(map(asdict, found))
         data = {"sessions": list(map(asdict, verdicts)), "another_search": another, "unreadable": unread}
@@ -135,9 +135,9 @@ def _read(given: Path | None) -> History:
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
         terminal.fail(f"There is no directory {directory}. {advice}")
-    history = reader.load(directory)
+    history = load(directory)
     if not history.sessions:
         reasons = sum(history.skipped.values(), Counter[str]())
-        unread = f"; {reader.describe_skipped(reasons)}" if reasons else ""
+        unread = f"; {describe_skipped(reasons)}" if reasons else ""
         terminal.fail(f"{directory} holds no records (rank-N.jsonl{unread}). {advice}")
     return history

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
 from ..logs.history import History, SessionHistory
-from ..logs.reader import describe_skipped
+from ..logs.records import describe_skipped
 from . import tables
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep

@@ -138,6 +138,7 @@ class Pool:
             tally.compiled = len(self._tasks)
         else:
             self._run_children()
+            tally.failed = sum(isinstance(task.future.exception(), NotCompiled) for task in self._tasks)
         if self._why_here:
             tally.remark = f"compiled in this process, without a limit: {self._why_here}"
         return tally
@@ -162,14 +163,14 @@ class Pool:
                 break
             task = self._waiting.popleft()
             if time.monotonic() > self._terms.until:
-                self._refuse(task, "not compiled: the candidates together took longer than the peers wait")
+                task.refuse("not compiled: the candidates together took longer than the peers wait")
             elif not self._claim(task):
                 self._waiting.append(task)
             elif has_binary(task.key):
                 self._tally.from_peers += 1
                 task.finish()
             elif task.claim is not None and task.claim.verdict:
-                self._refuse(task, task.claim.verdict)
+                task.refuse(task.claim.verdict)
             else:
                 self._start(task)
         return len(self._waiting) < before
@@ -210,7 +211,7 @@ class Pool:
             if ending.has_begun and ending.reason:
                 if task.claim is not None:
                     task.claim.condemn(ending.reason)
-                self._refuse(task, ending.reason)
+                task.refuse(ending.reason)
             else:
                 if not ending.has_begun:
                     self._why_here = "child processes do not start"
@@ -220,7 +221,3 @@ class Pool:
     def _compile_here(self, task: Task) -> None:
         self._tally.compiled += 1
         task.finish()
-
-    def _refuse(self, task: Task, reason: str) -> None:
-        self._tally.failed += 1
-        task.refuse(reason)

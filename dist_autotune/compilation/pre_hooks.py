@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..formatting import described
 from ..triton_api.launch import Launch
 from .compiler_child import CompilerChild
 
@@ -78,7 +79,7 @@ def _facts_of_tensors(kept: list[Any]) -> list[tuple[Any, ...]]:
 
 
 def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:REASON_CHARACTERS]
+    return described(error).partition("\n")[0][:REASON_CHARACTERS]
 
 
 class NotReproducible(RuntimeError):

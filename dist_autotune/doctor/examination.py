@@ -51,13 +51,9 @@ PACKAGES = {  # name for people -> distributions; the first that is installed co
 class Trial:
     """What a helper reported, and how it ended."""
 
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each stage that ended well
+    facts: dict[str, Any] = field(default_factory=dict)  # of the stages that ended well
     stage: str = STARTUP  # the latest
     problem: str = ""  # why it ended early, and where; empty: it ran to its end
-
-    def of(self, stage: str) -> dict[str, Any]:
-        """Return the facts of one stage."""
-        return self.facts.get(stage, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +71,11 @@ class Examination:
 
     @property
     def gpus(self) -> list[str]:
-        """Return the names of the GPUs."""
-        return list(self.host.of("devices").get("names", []))
+        return list(self.host.facts.get("names", []))
 
     @property
     def links(self) -> list[dict[str, Any]]:
-        """Return whether one GPU can read another, for each ordered pair."""
-        return list(self.host.of("devices").get("links", []))
+        return list(self.host.facts.get("links", []))
 
     @property
     def world(self) -> str:
@@ -90,13 +84,12 @@ class Examination:
 
     def backends(self) -> dict[str, dict[str, Any]]:
         """Return for each backend of symmetric memory whether it works, and what was seen."""
-        found = {"shm": (self.ranks, self.ranks.of("shm"))}
+        found = {"shm": self.ranks}
         if self.memory is not None:
-            facts = self.memory.of("memory")
-            found[facts.get("backend", "auto")] = self.memory, facts
+            found[self.memory.facts.get("backend", "auto")] = self.memory
         return {
-            name: {"works": not trial.problem, "seen": trial.problem or facts["seen"]}
-            for name, (trial, facts) in found.items()
+            name: {"works": not trial.problem, "seen": trial.problem or trial.facts["seen"]}
+            for name, trial in found.items()
         }
 
 
@@ -104,9 +97,9 @@ def examine() -> Examination:
     """Look at everything; takes some seconds, and minutes only where something hangs."""
     directories, error = directories_in_force()
     host = run_helpers("this host", 1, GPU_LIMIT_S, COMPILED, directories=directories)
-    count = len(host.of("devices").get("names", []))
+    count = len(host.facts.get("names", []))
     return Examination(
-        versions=versions() | {"driver": host.of("devices").get("driver") or None},
+        versions=versions() | {"driver": host.facts.get("driver") or None},
         variables=settings.variables(),
         setting_error=error,
         directories=directories,
@@ -167,9 +160,8 @@ def run_helpers(
                     env=variables,
                     timeout=limit_s,
                 ).returncode
-                ending = f"ended with exit code {code}" if code else ""
-                if code < 0:
-                    ending = f"ended by {signal.Signals(-code).name}"
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                ending = f"ended {how}" if code else ""
             except subprocess.TimeoutExpired:
                 ending = f"{CUT_OFF} {limit_s:.0f} s"
         return _read(path.read_text(errors="replace"), ending)

@@ -43,8 +43,7 @@ class Finding:
 
 def judge(seen: Examination) -> list[Finding]:
     """Return a finding for each thing that was looked at, in the order of the report."""
-    parts = (_judge_gpus, _judge_versions, _judge_settings, _judge_trials)
-    return [finding for part in parts for finding in part(seen)]
+    return [*_judge_gpus(seen), *_judge_versions(seen), *_judge_settings(seen), *_judge_trials(seen)]
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
@@ -62,7 +61,7 @@ def _judge_gpus(seen: Examination) -> Iterator[Finding]:
         if not seen.is_interpreted:
             step = "Set TRITON_INTERPRET=1 before Python starts; ./launch.sh does so"
         yield Finding("remark" if step else "ok", check, text, step)
-    devices = seen.host.of("devices")
+    devices = seen.host.facts
     if not seen.gpus and devices.get("device_files"):
         is_wanted = seen.versions["CUDA"] and "CUDA_VISIBLE_DEVICES" not in seen.variables
         text = f"{counted(devices['device_files'], 'device')} in /dev, none for torch: {devices['why_none']}"
@@ -86,7 +85,7 @@ def _judge_settings(seen: Examination) -> Iterator[Finding]:
     if seen.setting_error:
         step = "Correct or unset it; docs/environment.md lists every name"
         yield Finding("problem", "variables", seen.setting_error, step)
-    for name, reason in seen.host.of("directories").items():
+    for name, reason in seen.host.facts.get("directories", {}).items():
         level, text = ("problem", reason) if reason else ("ok", "can be written")
         step = STEPS["directories"] if reason else ""
         yield Finding(level, name, f"{seen.directories[name]}: {text}", step)
@@ -97,8 +96,8 @@ def _judge_trials(seen: Examination) -> Iterator[Finding]:
     for check, trial in trials.items():
         if trial is not None and trial.problem:
             yield Finding("problem", check, trial.problem, STEPS[trial.stage])
-    if exchange := seen.ranks.of("exchange"):
-        yield Finding("ok", "exchange", f"two CPU ranks agree in {exchange['median_ms']:.2f} ms")
+    if median_ms := seen.ranks.facts.get("median_ms"):
+        yield Finding("ok", "exchange", f"two CPU ranks agree in {median_ms:.2f} ms")
     for name, backend in seen.backends().items():
         if backend["works"]:
             yield Finding("ok", "symmetric memory", f"{name}: {backend['seen']}")
@@ -106,7 +105,7 @@ def _judge_trials(seen: Examination) -> Iterator[Finding]:
 
 def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the JSON-representable form of everything."""
-    why_not, directories = seen.host.of("directories"), seen.directories.items()
+    why_not, directories = seen.host.facts.get("directories", {}), seen.directories.items()
     return {
         "schema": SCHEMA_VERSION,
         "ok": is_healthy(findings),
@@ -116,7 +115,7 @@ def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
         "directories": {name: {"path": path, "problem": why_not.get(name)} for name, path in directories},
         "gpus": seen.gpus,
         "links": seen.links,
-        "exchange_ms": seen.ranks.of("exchange").get("median_ms"),
+        "exchange_ms": seen.ranks.facts.get("median_ms"),
         "symmetric_memory": seen.backends(),
         "findings": [asdict(finding) for finding in findings],
     }
@@ -134,8 +133,7 @@ def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Table]:
 
 def next_steps(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield a line for each problem, then for each remark, and one that sums up."""
-    for level in ("problem", "remark"):
-        for finding in findings:
-            if finding.level == level:
-                yield f"{level}: {finding.check}: {finding.next_step}."
+    for finding in sorted(findings, key=lambda finding: finding.level):
+        if finding.next_step:
+            yield f"{finding.level}: {finding.check}: {finding.next_step}."
     yield "Everything needed works." if is_healthy(findings) else "Something needed is broken."

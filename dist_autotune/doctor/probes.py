@@ -51,7 +51,7 @@ def main(probe: str, place: dict[str, Any]) -> None:
     try:
         for stage, run_stage in PROBES[probe].items():
             print(f"\n{REPORT}{json.dumps({'stage': stage, 'facts': facts})}", flush=True)
-            facts[stage] = run_stage(Place(**place))
+            facts |= run_stage(Place(**place))
         print(f"\n{REPORT}{json.dumps({'facts': facts})}", flush=True)
         code = 0
     except BaseException:
@@ -60,7 +60,7 @@ def main(probe: str, place: dict[str, Any]) -> None:
 
 
 def _try_directories(place: Place) -> dict[str, Any]:
-    return {name: why_unwritable(Path(path)) for name, path in place.directories.items()}
+    return {"directories": {name: why_unwritable(Path(path)) for name, path in place.directories.items()}}
 
 
 def why_unwritable(directory: Path) -> str:

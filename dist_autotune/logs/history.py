@@ -1,11 +1,11 @@
-"""What the records of all ranks say: agreed times, spread over ranks, what each rank alone would choose."""
+"""What a log directory tells: agreed times, spread over ranks, what each rank alone would choose."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +26,11 @@ from .records import (
     SessionClosed,
     SessionOpened,
     Trial,
+    read_records,
 )
 
 R = TypeVar("R", bound=Record)
+Contexts = dict[str, list[ContextRecord]]
 
 NOT_SETTLED = ContextSettled(
     run=0, context="", kernel="", key="", status="unfinished", config_id=-1, config="-", ms=None
@@ -129,12 +131,11 @@ class ContextHistory:
 
     def choices_alone(self) -> dict[int, CandidateHistory]:
         """Return, for each rank, the candidate that is fastest by this rank's own statistic."""
-        choices: dict[int, CandidateHistory] = {}
+        timed: defaultdict[int, list[CandidateHistory]] = defaultdict(list)
         for candidate in self.candidates:
-            for rank, ms in candidate.rank_ms.items():
-                if rank not in choices or ms < choices[rank].rank_ms[rank]:
-                    choices[rank] = candidate
-        return dict(sorted(choices.items()))
+            for rank in candidate.rank_ms:
+                timed[rank].append(candidate)
+        return {rank: min(timed[rank], key=lambda each: each.rank_ms[rank]) for rank in sorted(timed)}
 
     def _agreed(self) -> list[tuple[Agreed, float]]:
         agreed = sorted(of_kind(self.records, Agreed), key=lambda record: record.run)
@@ -239,9 +240,49 @@ class History:
 
     def newest(self) -> tuple[SessionHistory, ...]:
         """Return the newest session of each function, of those that tried something if there are any."""
-        chosen: dict[str, SessionHistory] = {}
-        for session in self.sessions:
-            before = chosen.get(session.opened.thunk)
-            if session.has_samples or before is None or not before.has_samples:
-                chosen[session.opened.thunk] = session
-        return tuple(chosen.values())
+        in_order = sorted(self.sessions, key=lambda session: session.has_samples)
+        return tuple({session.opened.thunk: session for session in in_order}.values())
+
+
+def load(directory: Path) -> History:
+    """Return the sessions in the `rank-N.jsonl` files of `directory`."""
+    records: dict[str, list[Record]] = {}
+    skipped: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for path in sorted(directory.glob("rank-*.jsonl"), key=lambda path: (len(path.name), path.name)):
+        for record in read_records(path, skipped[path.name]):
+            if record.session:  # the exchange that names a session is logged before it has its name
+                records.setdefault(record.session, []).append(record)
+    known: dict[str, Contexts] = {}
+    sessions = []
+    for own in records.values():
+        if opened := of_kind(own, SessionOpened):
+            sessions.append(_session(opened[0], own, known))
+        else:
+            for record in own:
+                skipped[f"rank-{record.rank}.jsonl"]["of a session whose opening is lost"] += 1
+    return History(
+        directory, tuple(sessions), {name: reasons for name, reasons in skipped.items() if reasons}
+    )
+
+
+def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, Contexts]) -> SessionHistory:
+    """Return one session. known: the contexts of the sessions before it, to which it adds its own."""
+    earlier = known.get(opened.continues, {})
+    contexts: Contexts = {}
+    for record in of_kind(records, ContextRecord):
+        contexts.setdefault(record.context, []).append(record)
+    for context, own in contexts.items():
+        before = earlier.get(context, [])
+        trials = [trial for trial in of_kind(own, Trial) if trial.kind != "incumbent"]
+        if of_kind(before, ContextSettled) and not of_kind(own, ContextSettled) and not trials:
+            contexts[context] = [*before, *own]  # only launched here: shown as it was settled
+    known[opened.session] = {**earlier, **contexts}
+    is_alone = opened.world_size == 1
+    shown = (ContextHistory(tuple(own), is_alone) for own in contexts.values() if _is_choice(own))
+    return SessionHistory(opened, tuple(records), tuple(shown))
+
+
+def _is_choice(records: Sequence[ContextRecord]) -> bool:
+    """Return whether a context has several candidates, or may have: its admission is lost."""
+    admitted = of_kind(records, ContextAdmitted)
+    return not admitted or any(len(record.candidates) > 1 for record in admitted)

@@ -1,12 +1,20 @@
-"""The events of a session: its log lines and its JSONL records are made from these."""
+"""The events of a session: its log lines and its JSONL records are made from these, and read back."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
+from ..codec import escaped, from_json, parse_json
+from ..formatting import counted
+from ..regular_files import open_regular
+
 SCHEMA_VERSION = 1
+LONGEST_LINE_BYTES = 64 << 20  # a longer one is read in parts, which are no records
 RECORD_TYPES: dict[str, type[Record]] = {}  # by the name of the event
 
 
@@ -168,3 +176,42 @@ class SessionClosed(Record, event="session_closed", level=logging.INFO):
 
 class Note(Record, event="note", level=logging.INFO):
     text: str
+
+
+def read_records(path: Path, skipped: Counter[str]) -> Iterator[Record]:
+    """Yield the records of a `rank-N.jsonl` file in order; count unusable lines by reason in `skipped`."""
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(LONGEST_LINE_BYTES):
+                try:
+                    if line.strip():
+                        yield _record(line)
+                except ValueError as error:
+                    skipped[str(error)] += 1
+    except ValueError as error:
+        skipped[str(error)] += 1
+
+
+def describe_skipped(reasons: Counter[str]) -> str:
+    """Return `skipped 3 lines: 2 x damaged, 1 x schema 2, expected 1`."""
+    listed = ", ".join(f"{n} x {reason}" for reason, n in reasons.items())
+    return f"skipped {counted(reasons.total(), 'line')}: {listed}"
+
+
+def _record(line: bytes) -> Record:
+    """Return the record of one line; a ValueError says in a few words why there is none."""
+    try:
+        data: Any = parse_json(line)
+        if b"\\ud" in line.lower():
+            data = escaped(data)
+        schema, event = data["schema"], str(data["event"])
+    except (ValueError, TypeError, KeyError):
+        raise ValueError("damaged") from None
+    if schema != SCHEMA_VERSION:
+        raise ValueError(f"schema {schema}, expected {SCHEMA_VERSION}")
+    if event not in RECORD_TYPES:
+        raise ValueError(f"unknown event {event!r}")
+    try:
+        return from_json(RECORD_TYPES[event], data)
+    except ValueError as error:
+        raise ValueError(f"damaged {event} ({error})") from None

@@ -86,10 +86,8 @@ class _Context:
 
     def config(self, config_id: int, text: str) -> str:
         """Return `config  7/24  BLOCK_M=128, num_warps=4`, padded to the context's longest config."""
-        of = f"/{self.candidates}" if self.candidates else ""
-        return (
-            f"config {config_id:>{len(str(self.candidates))}}{of}  {config_label(text):<{self.config_width}}"
-        )
+        of, width = f"/{self.candidates}" if self.candidates else "", len(str(self.candidates))
+        return f"config {config_id:>{width}}{of}  {config_label(text):<{self.config_width}}"
 
     def best(self) -> str:
         """Return `(best 0.2980, #3)`, or nothing before the first agreed time."""
@@ -119,9 +117,7 @@ class LogLines:
 
     def _subject(self, record: Record) -> str:
         """Return what the record is about."""
-        if isinstance(record, records.ContextRecord):
-            return self._context(record).label
-        if isinstance(record, records.Preflighted):
+        if isinstance(record, records.ContextRecord | records.Preflighted):
             return context_label(record.kernel, record.key)
         if isinstance(record, records.SessionOpened | records.SessionClosed):
             return f"session {record.session}"
@@ -143,33 +139,25 @@ class LogLines:
             case records.RunStarted():
                 tried = [f"{self._label(context)} #{config_id}" for context, config_id in record.plan.items()]
                 return f"tries {', '.join(tried) or 'nothing'}"
-            case records.Exchanged():
-                sizes = f"sent {record.sent_bytes} B, received {record.received_bytes} B"
-                return f"exchanged in {format_ms(record.ms)} ms, {sizes}"
             case records.Merged():
-                parts = record.payload.get("parts", {}).items()
-                times = ((name, counted(part.get("measured", 0), "time")) for name, part in parts)
-                said = [f"{self._label(name)} {measured}" for name, measured in times]
-                return f"merged: {', '.join(said) or 'nothing launched'}"
+                launched = map(self._label, record.payload.get("parts", ()))
+                return f"merged: {', '.join(launched) or 'nothing launched'}"
             case records.RunTimed():
                 doubt = "" if record.counts else ", no sample"
                 return f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
-            case records.Preflighted():
-                return _preflighted(record)
             case records.RunFailed():
                 return f"failed on rank {record.by_rank}: {record.error}"
             case records.SessionOpened():
                 self._unit = "ms (wall clock)" if record.clock == WALL_CLOCK else "ms"
-                return _opened(record)
+                return _facts(record)
             case records.SessionClosed():
                 counts = f"{counted(record.runs, 'run')}, {counted(record.contexts, 'context')}"
-                return f"closed: {record.outcome}, {counts}" + (
-                    f". {record.warning}" if record.warning else ""
-                )
+                warning = f". {record.warning}" if record.warning else ""
+                return f"closed: {record.outcome}, {counts}{warning}"
             case records.Note():
                 return record.text
-            case _:  # a kind of record that was added without a line of its own still leaves its facts
-                return str(record)
+            case _:
+                return _facts(record)
 
     def _of_config(self, context: _Context, record: records.ConfigRecord) -> str:
         match record:
@@ -201,28 +189,16 @@ class LogLines:
         return f"  {what:<13} {format_ms(ms):>8}" + (f" {self._unit}" if ms is not None else "")
 
     def _context(self, record: records.ContextRecord) -> _Context:
-        if (context := self._contexts.get(record.context)) is None:
-            context = self._contexts[record.context] = _Context(context_label(record.kernel, record.key))
-        return context
+        label = context_label(record.kernel, record.key)
+        return self._contexts.setdefault(record.context, _Context(label))
 
     def _label(self, digest: str) -> str:
         return self._contexts[digest].label if digest in self._contexts else digest
 
 
-def _preflighted(record: records.Preflighted) -> str:
-    remark = f"; {record.remark}" if record.remark else ""
-    return (
-        f"compiled {record.compiled} here ({record.workers} at a time), {record.from_peers} by peers, "
-        f"{record.cached} in the cache, {record.failed} failed, {record.seconds:.1f} s{remark}"
-    )
-
-
-def _opened(record: records.SessionOpened) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    return (
-        f"opened: {record.thunk}, ranks {list(record.ranks)}, mode {record.mode}, "
-        f"search {record.search}, objective {record.objective}, "
-        f"{counted(record.n_warmup, 'warm-up')}, {counted(record.n_repeat, 'sample')}, "
-        f"{record.statistic} of a rank, {record.rank_reduce} over ranks; {record.device}; {versions}; "
-        f"clock {record.clock or '?'}; pid {record.pid}; {record.started_at}"
-    )
+def _facts(record: Record) -> str:
+    """Return the event and the fields that its subject does not tell: `exchanged: sent_bytes 170, ...`."""
+    told = {"session", "rank", "elapsed_s", "run", "kernel", "key"}
+    fields = {name: value for name, value in vars(record).items() if name not in told}
+    said = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields.items())
+    return f"{record.event}: {', '.join(said)}"

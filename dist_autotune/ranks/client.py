@@ -18,11 +18,7 @@ _SLICE_S = 0.5
 
 
 class HubLost(Exception):
-    """The hub has gone, and will not come back."""
-
-
-class ConnectionLost(HubLost):
-    """The hub has closed a connection that stood: it may take another one."""
+    """The hub has closed the connection: it may take another one, unless it has gone."""
 
 
 class HubSilent(Exception):
@@ -55,12 +51,10 @@ class Client:
     def notify(self, op: str, sequence: int, **fields: Any) -> None:
         """Send a message that has no reply."""
         data = pack({"op": op, "sequence": sequence, "rank": self._rank, **fields})
-        lost: type[HubLost] = ConnectionLost
         try:
             if self._socket is None:
-                lost = HubLost
                 self._socket = self._connect()
-                lost, data = ConnectionLost, self._token + data
+                data = self._token + data
             self._socket.settimeout(self.send_s)
             self._socket.sendall(data)
         except BaseException as error:
@@ -68,7 +62,7 @@ class Client:
             if isinstance(error, TimeoutError):
                 raise HubSilent from None
             if isinstance(error, OSError):
-                raise lost(str(error)) from None
+                raise HubLost(str(error)) from None
             raise
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
@@ -85,7 +79,7 @@ class Client:
             except BaseException as error:
                 self.close()  # a part of a message may be lost
                 if isinstance(error, OSError):
-                    raise ConnectionLost(str(error)) from None
+                    raise HubLost(str(error)) from None
                 raise
         return self._replies.pop(request)
 

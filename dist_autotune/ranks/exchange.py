@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ..errors import NoValidConfig
 from ..formatting import described
 from . import watchdog
-from .client import Client, ConnectionLost, HubLost, HubSilent
+from .client import Client, HubLost, HubSilent
 from .hub import SEND_S, Hub
 from .members import Members
 from .messages import End, Message
@@ -103,7 +103,7 @@ class Exchange:
         A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
         """
         for _ in range(CONNECTIONS):
-            with contextlib.suppress(ConnectionLost):
+            with contextlib.suppress(HubLost):
                 return self._receive(client, client.send("post", self._sequence, payload=payload))
         raise HubLost("the hub closes every connection")
 

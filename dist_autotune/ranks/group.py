@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import settings
 from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, TuningError
 from . import watchdog
-from .client import ConnectionLost, HubLost, HubSilent
+from .client import HubLost, HubSilent
 from .exchange import Exchange, Merge, failure
 from .members import Members
 from .messages import End
@@ -108,7 +108,7 @@ class ProcessGroup(RankGroup):
                 return
             try:
                 reply = client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
-            except ConnectionLost:  # it may take another one
+            except HubLost:  # it may take another one
                 reply = client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
             if reply is not None and "merged" in reply["end"]:
                 self.fail(error)  # the others have gone on: they meet the failure at their next exchange

@@ -65,21 +65,12 @@ class Store:
 
     def request_access(self, host: str) -> None:
         """Ask the hub to listen on the interface towards `host`."""
-
-        def request() -> None:
-            number = self._keys.add("requests", 1)
-            self._keys.set(f"requests/{number}", json.dumps(host))
-
-        self._run(request)
+        self._run(lambda: self._keys.set(f"requests/{self._keys.add('requests', 1)}", json.dumps(host)))
 
     def access_requests(self, known: int, limit_s: float = OPERATION_S) -> list[str]:
         """Return the hosts of all requests after the first `known`."""
-
-        def read() -> list[str]:
-            hosts = (self._read(f"requests/{number}") for number in itertools.count(known + 1))
-            return list(itertools.takewhile(lambda host: host is not None, hosts))
-
-        return self._run(read, limit_s)
+        hosts = (self._read(f"requests/{number}") for number in itertools.count(known + 1))
+        return self._run(lambda: list(itertools.takewhile(lambda host: host is not None, hosts)), limit_s)
 
     def publish_end(self, sequence: int, end: End, limit_s: float = OPERATION_S) -> None:
         """Store how an exchange ended, unless an end is stored."""

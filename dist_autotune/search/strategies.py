@@ -56,6 +56,9 @@ class AgreedMs(float):
         agreed.least_ms = least_ms
         return agreed
 
+    def __reduce__(self) -> tuple[type[AgreedMs], tuple[float, float]]:
+        return AgreedMs, (float(self), self.least_ms)
+
 
 def interval(ms: float, host_ms: float) -> float:
     """Return an agreed time of which so much may be the host's."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from . import screening
 from .context import Context
 from .messages import RunReport
 from .plan_trial import Plan, PlanTrial
@@ -20,9 +21,6 @@ NEAR = 1.08  # of the best plan: options that are raced again
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 MOST_PLANS = 64  # of a race
 MOST_CANDIDATES = {"kernel": 4, "thunk": 16}  # of a kernel, by objective
-LEAST_CANDIDATES = {"kernel": 1, "thunk": 4}  # of a kernel: with more plans, changes are raced one by one
-MOST_CHANGES = 40  # plans of such a race
-MOST_COMBINED = 8  # plans of the changes that paid
 WITHIN = {"kernel": 1.05, "thunk": 1.5}  # of a kernel's fastest by launches
 FIRST_CANDIDATES = 2  # of a kernel, while options are chosen
 MOST_WIDER = 12  # of a kernel, when they have been ...
@@ -36,8 +34,9 @@ Launched: TypeAlias = Mapping[tuple[str, int], frozenset[str]]  # (choice, optio
 def runs_at_most(choices: Iterable[int], kernels: int) -> int:
     """Return how many runs the search takes at most, for so many options of each choice, and kernels."""
     explored = sum(options * (EXPLORED_RUNS + 1) for options in choices)
+    screened = screening.RUNS + math.ceil(racing_runs(screening.MOST_FINALISTS)) if kernels > 1 else 0
     raced = math.ceil(racing_runs(MOST_PLANS))
-    return explored + raced * (2 if explored or kernels > 1 else 1) + MORE_RUNS
+    return explored + max(raced * (2 if explored else 1), screened) + MORE_RUNS
 
 
 class WholeRun(PlanTrial):
@@ -168,26 +167,16 @@ class WholeRun(PlanTrial):
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         space = PlanSpace(self._contexts, self._objective, self._choices(), launched)
         plans = space.plans(few=bool(launched))
-        if plans is None:
-            return (yield from self._raced((yield from self._combined(space.changes()))))
+        if plans is None:  # screened with all that there is
+            return (yield from self._raced((yield from screening.screened(space.levels()))))
         best = yield from self._raced(plans)
         if not launched:
             return best
         raced = [plan for plan, _ in self._ms.values()]
-        wider = [plan for plan in space.wider(self._timed())[:MOST_PLANS] if plan != best]
+        wider = [plan for plan in space.wider(self._near(space))[:MOST_PLANS] if plan != best]
         if all(plan in raced for plan in wider):
             return best
         return (yield from self._raced([best, *wider]))
-
-    def _combined(self, changes: Sequence[Plan]) -> Generator[Plan, float, list[Plan]]:
-        """Race plans of one change each; return the first plan with the best change, the two best, ...."""
-        yield from self._raced(changes)
-        first, combined = changes[0], [changes[0]]
-        for _, plan in self._timed():
-            change = {name: index for name, index in plan.items() if index != first[name]}
-            if change and all(combined[-1][name] == first[name] for name in change):
-                combined.append({**combined[-1], **change})
-        return combined[:MOST_COMBINED]
 
     @staticmethod
     def _raced(plans: Sequence[Plan]) -> Search:
@@ -202,6 +191,15 @@ class WholeRun(PlanTrial):
                 index = flow.send(ms)
             except StopIteration as stop:
                 return plans[int(stop.value)]
+
+    def _near(self, space: PlanSpace) -> list[tuple[float, Plan]]:
+        """Return the options that came near to the best plan, each with the time of its best plan."""
+        near: list[tuple[float, Plan]] = []
+        for ms, plan in self._timed():
+            options = space.options_of(plan)
+            if options not in [known for _, known in near] and ms <= NEAR * (near[0][0] if near else ms):
+                near.append((ms, options))
+        return near
 
     def _choices(self) -> list[str]:
         """Return the choices that this search decides on, in the order in which they were met."""
@@ -230,30 +228,27 @@ class PlanSpace:
         kernels = (c for c in contexts.values() if not c.is_choice and c.launch_ms and not c.is_decided)
         self._kernels = [kernel for kernel in kernels if kernel.name in seen]
 
+    def options_of(self, plan: Plan) -> Plan:
+        return {name: index for name, index in plan.items() if self._contexts[name].is_choice}
+
     def plans(self, *, few: bool) -> list[Plan] | None:
         """Return all plans, that of the incumbents first; `few`: with few candidates of each kernel.
 
-        With fewer of them where those were too many plans; None: too many with the fewest.
+        With fewer, down to what is worth a screening, where those were too many plans; None: even then.
         """
         most = FIRST_CANDIDATES if few else MOST_CANDIDATES[self._objective]
-        least = min(LEAST_CANDIDATES[self._objective], most)
+        least = 1 if self._objective == "kernel" else min(screening.MOST_LEVELS, most)
         for candidates in range(most, least - 1, -1):
             plans = list(itertools.islice(self._all(candidates), MOST_PLANS + 1))
             if len(plans) <= MOST_PLANS:
                 return plans
         return None
 
-    def wider(self, timed: Sequence[tuple[float, Plan]]) -> list[Plan]:
-        """Return plans of the options near to the best, with more candidates, the most promising first.
+    def wider(self, near: Iterable[tuple[float, Plan]]) -> list[Plan]:
+        """Return plans of these options with more candidates of their kernels, the most promising first.
 
-        A plan promises the best time of its options, times what its candidates take by launches over the
-        fastest. timed: the plans that were raced, the fastest first.
+        A plan promises its options' time, times what its candidates take by launches over the fastest.
         """
-        near: list[tuple[float, Plan]] = []
-        for ms, plan in timed:
-            options: Plan = {n: index for n, index in plan.items() if self._contexts[n].is_choice}
-            if ms <= NEAR * timed[0][0] and options not in [known for _, known in near]:
-                near.append((ms, options))
         promised: list[tuple[float, Plan]] = []
         for options_ms, options in near:
             kernels = self._launched_by(options)
@@ -267,21 +262,13 @@ class PlanSpace:
         promised.sort(key=lambda promise: promise[0])
         return [plan for _, plan in promised]
 
-    def changes(self) -> list[Plan]:
-        """Return the plan of the incumbents, then plans with one change: to the next best of each first."""
-        levels = {name: self._options(name) for name in self._choices}
-        if self._objective == "thunk":
-            kernels = sorted(self._kernels, key=lambda kernel: -min(kernel.launch_ms.values()))
-            levels |= {k.name: k.shortlist(MOST_CHANGES, WITHIN[self._objective]) for k in kernels}
-        first = {name: indices[0] for name, indices in levels.items()}
-        changes = [
-            (place, {**first, name: index})
-            for name, indices in levels.items()
-            for place, index in enumerate(indices[1:])
-            if self._is_launched(name, first)
-        ]
-        changes.sort(key=lambda change: change[0])
-        return [first, *(plan for _, plan in changes[: MOST_CHANGES - 1])]
+    def levels(self) -> dict[str, dict[int, float]]:
+        """Return the candidates of each context that could matter, with ms by their launches."""
+        levels = {name: dict.fromkeys(self._options(name), 0.0) for name in self._choices}
+        for kernel in self._kernels if self._objective == "thunk" else ():
+            shortlist = kernel.shortlist(screening.MOST_LEVELS, WITHIN[self._objective])
+            levels[kernel.name] = {index: kernel.launch_ms.get(index, 0.0) for index in shortlist}
+        return levels
 
     def _all(self, most: int) -> Iterator[Plan]:
         known: list[Plan] = []

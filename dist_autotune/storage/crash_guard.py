@@ -20,7 +20,6 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..codec import digest, from_json, to_json
@@ -32,7 +31,7 @@ SCHEMA_VERSION = 3
 FOLDER = "crash-guard"  # in the cache's directory
 MAX_BYTES = 1 << 20
 _FILE_NAME = re.compile(r".+-[0-9a-f]{16}-rank-\d+\.json")
-_OWNED: set[Path] = set()  # by this process, which its own locks do not keep out
+_OWNED: dict[Path, int] = {}  # files that this process has locked, and their descriptors
 
 
 class CrashGuard:
@@ -53,7 +52,7 @@ class CrashGuard:
         file_name = f"{safe_name(name)}-{digest(to_json(identity))}-rank-{rank}.json"
         self._path = None if directory is None else directory / file_name
         self._rank, self._complain = rank, complain
-        self._file: _LockedFile | None = None
+        self._is_owner = False
         self._lock = threading.Lock()
         self._session, self._bans = "", CrashBans()
         self._run, self._suspects = 0, dict[str, str]()  # context -> candidate, new in the run under way
@@ -62,11 +61,11 @@ class CrashGuard:
     def recover(self) -> Opening:
         """Return the crash and the bans that a process left which is gone; its file is then ours."""
         found = Opening(self._rank, crash_bans=self._bans)
-        if self._path is not None and self._file is None:
+        if self._path is not None and not self._is_owner:
             try:
                 with contextlib.suppress(OSError):
-                    self._file = _LockedFile.open(self._path)
-                    found = self._file.read() if self._file is not None else found
+                    self._is_owner = _lock(self._path)
+                    found = _read(self._path) if self._is_owner else found
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
                 warnings.warn(text, CacheWarning, stacklevel=2)
@@ -76,7 +75,7 @@ class CrashGuard:
     def begin_session(self, session: str, bans: CrashBans) -> None:
         """Keep what all ranks have agreed to ban."""
         self._session, self._bans, self._suspects = session, bans, {}
-        if bans or self._file is not None:
+        if bans or self._is_owner:
             self._write()
 
     def begin_run(self, run: int, plan: Mapping[str, str]) -> None:
@@ -125,11 +124,11 @@ class CrashGuard:
         self._remove()
 
     def _remove(self) -> None:
-        if self._file is not None:
-            self._file.remove()
+        if self._path is not None and self._is_owner:
+            _remove(self._path)
             with contextlib.suppress(OSError):
-                self._file.path.parent.rmdir()  # if it is empty
-            self._file = None
+                self._path.parent.rmdir()  # if it is empty
+            self._is_owner = False
 
     def _suspect(self, suspects: dict[str, str]) -> None:
         if suspects or self._suspects:
@@ -145,11 +144,11 @@ class CrashGuard:
             now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
             crashes[self._session] = Crash(self._rank, self._run, now, kind, suspects)
         try:
-            if self._file is None:
+            if not self._is_owner:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = _LockedFile.open(self._path, os.O_CREAT)
-            if self._file is not None:
-                self._file.write(Opening(self._rank, crashes=crashes, crash_bans=self._bans))
+                self._is_owner = _lock(self._path, os.O_CREAT)
+            if self._is_owner:
+                _write(self._path, Opening(self._rank, crashes=crashes, crash_bans=self._bans))
         except FileNotFoundError:  # another process has just removed the folder: the next write makes it
             pass
         except OSError as error:  # half a line would accuse the wrong candidate
@@ -158,51 +157,48 @@ class CrashGuard:
             self._complain(directory, error.strerror or str(error))
 
 
-@dataclass(frozen=True)
-class _LockedFile:
-    """A file that this process has locked, with one line that counts: the first."""
+def _lock(path: Path, flags: int = 0) -> bool:
+    """Open and lock a file; False: another process or guard has it.
 
-    path: Path
-    descriptor: int
+    A lock of the process (POSIX): a forked child, such as a data loader's, does not hold it on after the
+    owner's death, as it would a lock of the open file (flock).
+    """
+    if path in _OWNED:
+        return False
+    descriptor = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+        if found.st_nlink > 0 and stat.S_ISREG(found.st_mode):  # or another process has deleted it
+            _OWNED[path] = descriptor
+    except (BlockingIOError, PermissionError):  # locked
+        pass
+    finally:
+        if path not in _OWNED:
+            os.close(descriptor)
+    return path in _OWNED
 
-    @classmethod
-    def open(cls, path: Path, flags: int = 0) -> _LockedFile | None:
-        """Open and lock a file; None: another process or guard has it.
 
-        A lock of the process (POSIX): a forked child, such as a data loader's, does not hold it on after the
-        owner's death, as it would a lock of the open file (flock).
-        """
-        if path in _OWNED:
-            return None
-        descriptor = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        with contextlib.suppress(BlockingIOError, PermissionError):  # locked
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(descriptor)
-            if found.st_nlink > 0 and stat.S_ISREG(found.st_mode):  # or another process has deleted it
-                _OWNED.add(path)
-                return cls(path, descriptor)
-        os.close(descriptor)
-        return None
+def _read(path: Path) -> Opening:
+    """Return the crash and the bans; a ValueError says what is wrong with the first line, which counts."""
+    line, end, _ = os.pread(_OWNED[path], MAX_BYTES, 0).partition(b"\n")
+    if not (line or end):  # its process ended before it wrote
+        return Opening()
+    if not end:
+        raise ValueError("no complete line")
+    return from_json(Opening, parse(line, SCHEMA_VERSION))
 
-    def read(self) -> Opening:
-        """Return the crash and the bans; a ValueError says what is wrong with the file."""
-        line, end, _ = os.pread(self.descriptor, MAX_BYTES, 0).partition(b"\n")
-        if not (line or end):  # its process ended before it wrote
-            return Opening()
-        if not end:
-            raise ValueError("no complete line")
-        return from_json(Opening, parse(line, SCHEMA_VERSION))
 
-    def write(self, opening: Opening) -> None:
-        data = to_json({"schema": SCHEMA_VERSION, **opening.as_data()}).encode() + b"\n"
-        if os.pwrite(self.descriptor, data, 0) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _write(path: Path, opening: Opening) -> None:
+    data = to_json({"schema": SCHEMA_VERSION, **opening.as_data()}).encode() + b"\n"
+    if os.pwrite(_OWNED[path], data, 0) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def remove(self) -> None:
-        with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
-        _OWNED.discard(self.path)
-        os.close(self.descriptor)
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(_OWNED.pop(path))
 
 
 def remove_abandoned(directory: Path) -> int:
@@ -210,8 +206,7 @@ def remove_abandoned(directory: Path) -> int:
     count = 0
     for path in directory.glob("*.json"):
         with contextlib.suppress(OSError):
-            file = _LockedFile.open(path) if _FILE_NAME.fullmatch(path.name) else None
-            if file is not None:
-                file.remove()
+            if _FILE_NAME.fullmatch(path.name) and _lock(path):
+                _remove(path)
                 count += 1
     return count

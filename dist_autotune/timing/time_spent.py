@@ -30,18 +30,10 @@ class TimeSpent:
             self.seconds = replace(self.seconds, **{name: getattr(self.seconds, name) + seconds})
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add("compiling_s", time.monotonic() - began)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Add the time of the block, but for what is compiled in it, to `runs_s`."""
+    def adding(self, name: str) -> Iterator[None]:
+        """Add the time of the block, but for what is compiled in it, to `name`."""
         began, compiled_s = time.monotonic(), self.seconds.compiling_s
         try:
             yield
         finally:
-            self.add("runs_s", time.monotonic() - began - (self.seconds.compiling_s - compiled_s))
+            self.add(name, time.monotonic() - began - (self.seconds.compiling_s - compiled_s))

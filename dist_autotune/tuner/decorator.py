@@ -94,9 +94,7 @@ class ContextualAutotuner(Generic[P, R]):
 
     def _made_calls(self) -> Calls:
         if self._calls is None:
-            from .calls import (
-                Calls,  # and all that a session needs: a program that calls nothing pays nothing
-            )
+            from .calls import Calls  # with all that a session needs: only where there is a call
 
             self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
         return self._calls

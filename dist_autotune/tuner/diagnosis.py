@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +16,22 @@ from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
 from ..formatting import described
 from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
-from ..timing.device_errors import DeviceFailed, diagnosis, is_reported, listed
+from ..timing.device_errors import DeviceFailed, first_line, is_reported
 from .function_state import FunctionState
 from .recorder import Recorder
+
+LISTED = 6  # launches that a message names
+_NEXT_STEP = {
+    LaunchTimeout: "Nothing can end a launch from outside: end the process. Take this config out of the "
+    "kernel's list, or raise timeout_s= if it is only slow.",
+    LaunchFailed: "After most such errors the process cannot use the device any more: start it again, "
+    "without that config; compute-sanitizer finds the faulty access.",
+}
+
+
+def listed(launched: Sequence[str]) -> str:
+    more = f" and {len(launched) - LISTED} more" if len(launched) > LISTED else ""
+    return "; ".join(launched[:LISTED]) + more or "nothing"
 
 
 class Diagnosis:
@@ -39,7 +52,11 @@ class Diagnosis:
         if not (is_ours or is_reported(error)):
             return error
         where = f"Rank {self._rank}: run {state.search.runs} of {state.function.name}"
-        text = diagnosis(error, where, state.registry.launched(), self._own_log())
+        happened = str(error) if is_ours else f"raised {first_line(error)}"
+        kind = LaunchTimeout if isinstance(error, LaunchTimeout) else LaunchFailed
+        what = "Not ended" if kind is LaunchTimeout else "This run had launched"
+        launched = listed(state.registry.launched())
+        text = f"{where}: {happened}. {what}: {launched}. {self._own_log()}{_NEXT_STEP[kind]}"
         if is_ours:
             error.args = (text,)
             return error

@@ -68,7 +68,7 @@ class FunctionState:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Compile or load in the block: the peers wait on, and the time is accounted for."""
-        with self.function.group.busy(), self.time_spent.compiling():
+        with self.function.group.busy(), self.time_spent.adding("compiling_s"):
             yield
 
     def opening(self, state: str = "") -> Opening:

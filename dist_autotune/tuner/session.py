@@ -29,6 +29,7 @@ from .recorder import Recorder
 from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
+FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
 OPENING = "the opening of a session"
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Session:
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
         self._is_stepping = False  # the state is between two runs
+        self._next_forecast = FIRST_FORECAST
 
     @property
     def elapsed_s(self) -> float:
@@ -149,7 +151,7 @@ class Session:
         with (
             self.function.group.running(watch),
             INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
-            state.time_spent.running(),
+            state.time_spent.adding("runs_s"),
         ):
             self._is_in_function = True
             result = self._run.make(thunk)
@@ -182,6 +184,9 @@ class Session:
         forecast = search.forecast
         is_replay = search.rules.mode == "replay"
         expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
+        if not is_replay and search.has_work and search.runs == self._next_forecast:
+            self._next_forecast *= 2
+            self._recorder.write(Note(text=str(forecast)))
         self._progress.update(search.runs, expected, detail[:60])
         self._is_stepping = False
 

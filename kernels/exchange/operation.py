@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
+from collections.abc import Iterator
 from types import TracebackType
 from typing import ClassVar, Self
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from ..configs import INTERPRETED
 from ..signals import Failure, as_patience, read_failure
-from ..symm import open_symmetric_memory
+from ..symm import SymmetricMemoryError, open_symmetric_memory
 
 
 class PeerTimeout(TimeoutError):
@@ -168,6 +170,21 @@ class Operation(abc.ABC):
             raise ValueError(
                 f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
             )
+
+    @contextlib.contextmanager
+    def _carrying_out(self) -> Iterator[None]:
+        """Count a call; if the block raises, no later call is possible."""
+        self._calls += 1
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_capturing():  # of what is captured nothing has happened
+                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
+            elif isinstance(error, SymmetricMemoryError):
+                raise RuntimeError(f"{type(self).__name__} cannot be captured here: {error}") from error
+            raise
+        if self.device.type == "cpu":
+            self._check_usable()
 
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -68,7 +68,7 @@ ranks or more a live peer may be given up too: one whose push to us stands behin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,8 @@ from .pull import piece_ends
 class Permits:
     """The flags with which one side stream asks peers for permits, gives its own, and ends a call.
 
-    free: the row of FREE. risen, after: the rows that the peers raise, and what they become after a call.
+    free: the row of FREE. risen, after: the first of `count` rows that the peers raise, and of what they
+    become after a call.
     """
 
     def __init__(
@@ -91,11 +92,13 @@ class Permits:
         flags: SymmetricTensor,
         *,
         free: int,
-        risen: slice,
-        after: slice,
+        risen: int,
+        after: int,
+        count: int = 1,
     ) -> None:
         self._memory, self._stream = memory, stream
-        self._free, self._risen, self._after = flags.local[free], flags.local[risen], flags.local[after]
+        self._free = flags.local[free]
+        self._risen, self._after = (flags.local[first : first + count] for first in (risen, after))
         self._ours = [theirs[free, memory.rank] for p, theirs in enumerate(flags.peers) if p != memory.rank]
 
     def give(self) -> None:
@@ -134,8 +137,9 @@ class ChunkPusher:
         self.flags = flags.local
         self._memory, self._gather = memory, gather.local
         self._stream = memory.side_stream()  # its own: an eager call's may have work that is not captured
-        risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
-        self._permits = Permits(memory, self._stream, flags, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(
+            *(memory, self._stream, flags), free=FREE.value, risen=ARRIVED.value, after=AFTER.value
+        )
         self.finish = self._permits.finish
         # Rows of the last pushed call; 0 once an eager call has followed. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
@@ -232,22 +236,33 @@ class SumPusher:
             memory.copy(each.slot[:1], each.sums[:1], stream)  # zeros; read behind ARRIVED only
         stream.join()
 
-    def push(self, rows: Sequence[int], arrived: int) -> None:
-        """Enqueue the pushes of one call, of `rows[p]` for rank p, behind the launch that they wait for."""
+    def run(self, launch: Callable[..., None], rows: Sequence[int], arrived: int, *, in_steps: bool) -> None:
+        """Enqueue the launches of one call, and the pushes of `rows[p]` for rank p.
+
+        in_steps: `launch(step)` for each chunk, which waits for the permits, and its push behind it, which
+        waits for nothing. Otherwise one `launch()`; on the CPU, where that returns when the kernel has ended,
+        behind the pushes.
+        """
+        if in_steps:
+            for step, peer in enumerate(self._peers):
+                launch(step)
+                self._stream.fork()
+                self._hand_over(peer, rows, arrived)
+            launch(len(self._peers))
+        elif self._memory.device.type == "cpu":
+            self._push(rows, arrived)
+            launch()
+        else:
+            launch()
+            self._push(rows, arrived)
+
+    def _push(self, rows: Sequence[int], arrived: int) -> None:
         for peer in self._peers:
             if self._permits is not None:
                 self._permits.take(peer.rank)
             self._memory.wait_signal(peer.done, 1, self._stream)
             self._memory.write_signal(peer.done, 0, self._stream)
             self._hand_over(peer, rows, arrived)
-
-    def push_one(self, step: int, rows: Sequence[int], arrived: int) -> None:
-        """Enqueue the push to rank + 1 + step behind all that the caller has enqueued, and wait for nothing.
-
-        That is the launch which computes the sums, for whose slot the call has the permit.
-        """
-        self._stream.fork()
-        self._hand_over(self._peers[step], rows, arrived)
 
     def _hand_over(self, peer: _SumPeer, rows: Sequence[int], arrived: int) -> None:
         if count := rows[peer.rank]:

@@ -195,7 +195,7 @@ def check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: to
         raise TypeError(f"out is {out.dtype}, out_dtype says {out_dtype}; leave one of them out")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(
-            f"out has strides {out.stride()}: several elements share a place; pass a tensor of its own"
+            f"out has strides {out.stride()}: elements overlap; pass a tensor with its own memory"
         )
 
 

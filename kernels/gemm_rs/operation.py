@@ -65,6 +65,7 @@ rank must make the same calls in the same order, each on one stream at a time.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,6 @@ from ..exchange.operation import Operation
 from ..exchange.push import Permits, SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..symm import SymmetricMemoryError
 from ..tensors import check_no_gradient, check_out, check_tensor
 from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
 
@@ -168,8 +168,9 @@ class GemmReduceScatter(Operation):
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         memory, stream, flags = self._memory, self._memory.side_stream(), self._flags
-        risen, after = (slice(row.value, row.value + 1) for row in (ARRIVED, AFTER))
-        self._permits = Permits(memory, stream, flags, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(
+            *(memory, stream, flags), free=FREE.value, risen=ARRIVED.value, after=AFTER.value
+        )
         self._pusher = SumPusher(
             *(memory, stream, self._partial, self._staged, flags),
             done=DONE.value,
@@ -207,32 +208,13 @@ class GemmReduceScatter(Operation):
         self._check_arguments(a, weight, out)
         self._check_device()
         rows = a.shape[0] // self.world_size
-        for_each = (rows,) * self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
-        self._calls += 1
-        try:
+        with self._carrying_out():
             self._permits.give()
-            if in_steps:
-                for step in range(self.world_size - 1):
-                    self._launch(a, weight, out, step)
-                    self._pusher.push_one(step, for_each, arrived=rows)
-                self._launch(a, weight, out, self.world_size - 1)
-            elif self.device.type == "cpu":
-                self._pusher.push(for_each, arrived=rows)
-                self._launch(a, weight, out)
-            else:
-                self._launch(a, weight, out)
-                self._pusher.push(for_each, arrived=rows)
+            launch = functools.partial(self._launch, a, weight, out)
+            self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
             self._permits.finish()
-        except BaseException as error:
-            if not self._is_capturing():
-                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            elif isinstance(error, SymmetricMemoryError):
-                raise RuntimeError(f"GemmReduceScatter cannot be captured here: {error}") from error
-            raise
-        if self.device.type == "cpu":
-            self._check_usable()
         return out
 
     # ---- one call

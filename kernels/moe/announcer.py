@@ -8,7 +8,7 @@ import torch
 
 from ..exchange.push import Permits
 from ..symm import SideStream, SymmetricMemory, SymmetricTensor
-from .flags import AFTER, ARRIVED, FREE, GIVEN, TOLD, TOPK_SPAN
+from .flags import AFTER, FREE, GIVEN, TOLD, TOPK_SPAN
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Announcer:
         lists: tuple[SymmetricTensor, ...],
     ) -> None:
         self._memory, self._stream, self._lists = memory, stream, lists
-        risen, after = slice(TOLD.value, ARRIVED.value + 1), slice(AFTER.value, AFTER.value + 2)
-        self._permits = Permits(memory, stream, flags, free=FREE.value, risen=risen, after=after)
+        self._permits = Permits(
+            *(memory, stream, flags), free=FREE.value, risen=TOLD.value, after=AFTER.value, count=2
+        )
         self.finish = self._permits.finish
         rank, world = memory.rank, memory.world_size
         self._peers = []

@@ -188,17 +188,7 @@ class MoEReduceScatter(ExpertOperation):
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1)
             products = y.new_empty((y.shape[0], self._n))
             launch = functools.partial(self._launch, y, weight, out, products, plan, topk)
-            if in_steps:
-                for step in range(self.world_size - 1):
-                    launch(step)
-                    self._pusher.push_one(step, counts, arrived=1)
-                launch(self.world_size - 1)
-            elif self.device.type == "cpu":
-                self._pusher.push(counts, arrived=1)
-                launch()
-            else:
-                launch()
-                self._pusher.push(counts, arrived=1)
+            self._pusher.run(launch, counts, arrived=1, in_steps=in_steps)
             self._announcer.finish()
         return out
 

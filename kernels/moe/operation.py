@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -100,8 +99,8 @@ class TokenBoard:
         while missing := self._missing(slot):
             if time.monotonic() > deadline:
                 raise PeerTimeout(
-                    f"{_ranks(missing)} did not tell rank {self._rank} within {self._timeout_s:g} s how many "
-                    f"tokens it passes in a call without tokens=; pass it on all ranks or on none"
+                    f"{_ranks(missing)} did not send rank {self._rank} its token count within "
+                    f"{self._timeout_s:g} s in a call without tokens=; pass tokens= on all ranks or on none"
                 )
             polls += 1
             if polls < EAGER_POLLS:
@@ -209,22 +208,6 @@ class ExpertOperation(Operation):
             raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_board}")
         return None
 
-    @contextlib.contextmanager
-    def _carrying_out(self) -> Iterator[None]:
-        """Remember why the operation is good for nothing any more if the block raises."""
-        self._calls += 1
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_capturing():  # of what is captured nothing has happened
-                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            elif isinstance(error, SymmetricMemoryError):
-                name = type(self).__name__
-                raise RuntimeError(f"{name} cannot be captured here: {error}") from error
-            raise
-        if self.device.type == "cpu":
-            self._check_usable()
-
     def _tokens_of_all(self, own: int, known: tuple[int, ...] | None) -> tuple[int, ...]:
         """Return the tokens of each rank; where they are not known this waits for the hosts of all peers."""
         if known is None:
@@ -303,7 +286,7 @@ class ExpertOperation(Operation):
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_TOLD.value:
-            return f"rank {peer}, or one that it waits for, did not tell its choices in time"
+            return f"rank {peer}, or one that it waits for, did not send its choices in time"
         if failure.kind == OTHER_TOPK.value:
             return f"rank {peer} has {failure.seen} choices a token, not as many as this rank"
         if failure.kind == NO_EXPERT.value:

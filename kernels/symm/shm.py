@@ -64,7 +64,7 @@ class ShmMemory(SymmetricMemory):
                 )
             if time.monotonic() > deadline:
                 waited = f"{self._ranks} waited {patience_s:g} s for a signal to reach {value}"
-                raise TimeoutError(f"{waited}; it stands at {int(word)}")
+                raise TimeoutError(f"{waited}; its value is {int(word)}")
             time.sleep(POLL_S)
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:

@@ -30,7 +30,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from dist_autotune import contextual_autotune
-from dist_autotune.logs.reader import read_records
+from dist_autotune.logs.records import read_records
 
 
 @triton.jit

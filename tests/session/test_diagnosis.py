@@ -20,9 +20,10 @@ from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
 from dist_autotune.ranks import group, watchdog
 from dist_autotune.ranks.watchdog import Watch, Watchdog
-from dist_autotune.timing.device_errors import LISTED, is_reported, listed
+from dist_autotune.timing.device_errors import is_reported
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import calls
+from dist_autotune.tuner.diagnosis import LISTED, listed
 from ranks import assert_all_ok, run_ranks
 
 STOCK_RUN = Autotuner.run

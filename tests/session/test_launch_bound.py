@@ -15,7 +15,7 @@ from rank_programs import tune
 
 from dist_autotune import EventClock
 from dist_autotune.cli.tables import session_tables
-from dist_autotune.logs.reader import load
+from dist_autotune.logs.history import load
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.search.context import HOST_SHARE, Context
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, femtoseconds

@@ -191,7 +191,7 @@ def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens():
     *survivors, dead = results(dead_before_its_number_of_tokens, 3)
     assert_killed(dead)
     for rank, (message, at_close) in enumerate(assert_all_ok(survivors)):
-        assert message.startswith(f"PeerTimeout: rank 2 did not tell rank {rank} within 3 s how many tokens")
+        assert message.startswith(f"PeerTimeout: rank 2 did not send rank {rank} its token count within 3 s")
         broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
         assert at_close.startswith(broken)
 
@@ -209,8 +209,8 @@ def test_tokens_on_one_rank_only_are_told_on_both():
     given, asked = values(tokens_on_one_rank, 2)
     assert given[0].startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1, or one that it waits for")
     assert given[1] == given[0]
-    assert asked[0].startswith("PeerTimeout: rank 0 did not tell rank 1 within 3 s how many tokens it passes")
-    assert "pass it on all ranks or on none" in asked[0]
+    assert asked[0].startswith("PeerTimeout: rank 0 did not send rank 1 its token count within 3 s")
+    assert "pass tokens= on all ranks or on none" in asked[0]
     assert asked[1].startswith("RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: PeerTimeout")
 
 

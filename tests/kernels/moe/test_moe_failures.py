@@ -93,7 +93,7 @@ def test_a_dead_peer_is_named_and_the_wait_ends(runs, world):
     assert_killed(dead)
     for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
         assert message.startswith(f"PeerTimeout: {runs.name}, rank {rank}: ")
-        assert f"rank {world - 1}, or one that it waits for, did not tell its choices in time" in message
+        assert f"rank {world - 1}, or one that it waits for, did not send its choices in time" in message
         assert again
         assert at_close
 

@@ -228,5 +228,5 @@ def ask_alone(rank):
 def test_hosts_that_do_not_come_are_named():
     messages = values(ask_alone, 3)
     assert messages[1].startswith(
-        "PeerTimeout: ranks [0, 2] did not tell rank 1 within 0.2 s how many tokens"
+        "PeerTimeout: ranks [0, 2] did not send rank 1 its token count within 0.2 s"
     )

@@ -399,7 +399,7 @@ def wait_for_a_signal_that_never_comes(rank):
 
 def test_a_cpu_stream_ends_its_wait_and_drops_what_follows():
     ((errors, ran),) = ranks(wait_for_a_signal_that_never_comes, 1)
-    assert errors == ["rank 0 of 1 waited 0.5 s for a signal to reach 3; it stands at 0"] * 2
+    assert errors == ["rank 0 of 1 waited 0.5 s for a signal to reach 3; its value is 0"] * 2
     assert ran == []
 
 

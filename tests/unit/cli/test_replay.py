@@ -18,7 +18,7 @@ from dist_autotune import contextual_autotune, tunable
 from dist_autotune.cli import replay
 from dist_autotune.cli.commands import app
 from dist_autotune.cli.replay import Verdict
-from dist_autotune.logs import reader
+from dist_autotune.logs.history import load
 from ranks import assert_all_ok, run_ranks
 
 LOGS = Path(".autotune_logs")
@@ -29,7 +29,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def verdicts() -> list[Verdict]:
-    history = reader.load(LOGS)
+    history = load(LOGS)
     assert not history.skipped
     return replay.verify(history.sessions)
 
@@ -339,7 +339,7 @@ def noisy(rank: int) -> None:
 
 
 def tried(**options: Any) -> replay.WhatIf:
-    (found,) = replay.what_if(reader.load(LOGS).sessions, options)
+    (found,) = replay.what_if(load(LOGS).sessions, options)
     return found
 
 
@@ -384,6 +384,23 @@ def test_banned_candidates_are_not_tried_and_starved_ones_do_not_stop_it() -> No
     found = tried(search="racing")
     assert found.candidates == 3
     assert found.pick.config.startswith("BLOCK: 64")
+
+
+def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> None:
+    whole_runs(Bench())
+    found = replay.what_if(load(LOGS).sessions, {"search": "exhaustive", "n_repeat": 1, "n_warmup": 0})
+    assert {(each.candidates, each.runs, each.pick.regret_percent) for each in found} == {
+        (3, 3, 0),
+        (2, 2, 0),
+    }
+    assert [each.pick.ms for each in found if each.candidates == 3] == [1.0]
+
+
+def test_a_candidate_that_was_left_after_its_warm_up_is_searched_by_that() -> None:
+    kernel = (bench := Bench()).kernel({16: 1.0, 32: 2.0, 64: 30.0})
+    bench.tune(lambda: launch(kernel, numbers()), search="racing")()
+    found = tried(search="exhaustive", n_repeat=1, n_warmup=1)
+    assert (found.runs, found.resampled, found.pick.ms) == (6, 0, 1.0)
 
 
 @pytest.mark.parametrize(

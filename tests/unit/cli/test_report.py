@@ -20,15 +20,15 @@ from rank_programs import tune
 from dist_autotune.cli import html, tables
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
-from dist_autotune.logs import reader, records
-from dist_autotune.logs.history import ContextHistory, SessionHistory
+from dist_autotune.logs import records
+from dist_autotune.logs.history import ContextHistory, SessionHistory, load
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
 
 
 def load_one(directory: Path) -> SessionHistory:
-    (session,) = reader.load(directory).sessions
+    (session,) = load(directory).sessions
     return session
 
 
@@ -73,7 +73,7 @@ def test_a_report_labels_wall_clock_figures() -> None:
 
 
 def test_importing_the_log_side_loads_neither_torch_nor_triton() -> None:
-    modules = "logs.writer, logs.reader, storage.winners, tuner.report, cli.html, cli.commands"
+    modules = "logs.writer, logs.history, storage.winners, tuner.report, cli.html, cli.commands"
     program = f"""
 import importlib.util, sys, types
 package = types.ModuleType("dist_autotune")  # its __init__ may import what it likes
@@ -84,7 +84,7 @@ for module in {modules.split(", ")}:
     importlib.import_module(f"dist_autotune.{{module}}")
 assert not {{"torch", "triton", "matplotlib"}} & sys.modules.keys()
 """
-    root = str(Path(reader.__file__).parents[2])
+    root = str(Path(records.__file__).parents[2])
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=root)
 
 
@@ -159,14 +159,14 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
 def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         log.write(records.Exchanged(run=-1, sent_bytes=1, received_bytes=1, ms=0.1))
-    assert reader.load(tmp_path).sessions == ()
+    assert load(tmp_path).sessions == ()
 
 
 def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         for record in session_records("s1", 0, "layer", "EventClock")[1:4]:
             log.write(record)
-    history = reader.load(tmp_path)
+    history = load(tmp_path)
     assert history.sessions == ()
     assert history.skipped == {"rank-0.jsonl": {"of a session whose opening is lost": 3}}
 
@@ -177,7 +177,7 @@ def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_pat
     write_session(tmp_path, "s3", thunk="step")
     with SessionLog(tmp_path, 0) as log:  # everything from the cache: nothing to look at
         log.write(session_records("s4", 0, "layer", "EventClock")[0])
-    loaded = reader.load(tmp_path)
+    loaded = load(tmp_path)
     assert [session.name for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
     assert [session.name for session in loaded.newest()] == ["s2", "s3"]
 
@@ -210,7 +210,7 @@ class Page(HTMLParser):
 
 def write_page(directory: Path) -> str:
     pytest.importorskip("matplotlib", reason="the HTML report draws with matplotlib")
-    loaded = reader.load(directory)
+    loaded = load(directory)
     html.write_html(directory / "report.html", loaded, loaded.sessions)
     return (directory / "report.html").read_text()
 
@@ -290,7 +290,7 @@ def figures_of(report: Any) -> list[tuple[Any, ...]]:
 
 
 def figures_logged() -> list[tuple[Any, ...]]:
-    session = reader.load(Path(".autotune_logs")).sessions[-1]
+    session = load(Path(".autotune_logs")).sessions[-1]
     rows = tables.session_tables(session)[0].rows
     return sorted((row[0], row[2], row[6].lstrip("+"), *row[3:6]) for row in rows)
 

@@ -141,20 +141,14 @@ def test_an_unwritable_directory_says_why_and_a_writable_one_is_left_as_it_was(t
 def machine(gpus: int = 0, **changes: Any) -> Examination:
     """Return the examination of a healthy machine with as many GPUs as given."""
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-    of_rank = {
-        "gloo": {},
-        "exchange": {"median_ms": 0.3},
-        "shm": {"backend": "shm", "seen": "2 ranks wrote to each other"},
-    }
+    of_rank = {"median_ms": 0.3, "backend": "shm", "seen": "2 ranks wrote to each other"}
     facts = {
         "directories": {CACHE: "", LOGS: ""},
-        "devices": {
-            "names": ["NVIDIA H200"] * gpus,
-            "why_none": "",
-            "device_files": gpus,
-            "driver": "580.1",
-            "links": [{"from": a, "to": b, "peer_access": True} for a, b in pairs],
-        },
+        "names": ["NVIDIA H200"] * gpus,
+        "why_none": "",
+        "device_files": gpus,
+        "driver": "580.1",
+        "links": [{"from": a, "to": b, "peer_access": True} for a, b in pairs],
     }
     wrote = {"backend": "nvshmem", "seen": f"every rank can use it; {gpus} ranks wrote to each other"}
     names = ("nvshmem4py", "libnvshmem", "cuda-bindings", "cuda-core", "NCCL")
@@ -166,7 +160,7 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
         is_interpreted=gpus == 0,
         host=Trial(facts=facts),
         ranks=Trial(facts=of_rank),
-        memory=Trial(facts={"memory": wrote}) if gpus > 1 else None,
+        memory=Trial(facts=wrote) if gpus > 1 else None,
     )
     return dataclasses.replace(healthy, **changes)
 
@@ -272,7 +266,7 @@ def test_what_is_wrong_is_told_with_the_next_step(
     ids=["hidden", "CPU build", "driver"],
 )
 def test_gpus_that_torch_does_not_see_are_findings_of(variables, cuda, level) -> None:
-    facts = {"devices": {"names": [], "why_none": "no driver", "device_files": 8, "driver": ""}}
+    facts = {"names": [], "why_none": "no driver", "device_files": 8, "driver": ""}
     seen = machine(host=Trial(facts=facts), variables=variables)
     seen.versions["CUDA"] = cuda
     (finding,) = [finding for finding in judge(seen) if finding.check == "GPUs"]

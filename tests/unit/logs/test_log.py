@@ -19,7 +19,7 @@ from example_files import CONFIGS, session_records, write_session
 
 from dist_autotune.codec import from_json, to_json
 from dist_autotune.logs import records
-from dist_autotune.logs.reader import describe_skipped, read_records
+from dist_autotune.logs.records import describe_skipped, read_records
 from dist_autotune.logs.writer import LogLines, SessionLog
 
 fork = multiprocessing.get_context("fork")
@@ -92,9 +92,7 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
         run=3, payload={"kind": "run", "parts": {"c0ffee": {"ran": "c1", "measured": 2, "worst_ms": 2.5}}}
     )
     record = known[kind]
-    line = LogLines().line(record)
-    assert "\n" not in line
-    assert not line.endswith(str(record)), "it has a line of its own"
+    assert "\n" not in LogLines().line(record)
     assert from_json(kind, json.loads(to_json(record.as_dict()))) == record
 
 

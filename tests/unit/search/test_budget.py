@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kernels_for_tests import Bench, launch, numbers
+from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import tune
 
+from dist_autotune.logs.records import Note
 from dist_autotune.search.budget import Forecast
 from ranks import assert_all_ok, run_ranks
 
@@ -44,6 +45,20 @@ def test_the_report_tells_it_until_all_is_settled():
         None,
     ]
     assert "Under way" not in str(step.report)
+
+
+def test_the_log_of_a_long_session_tells_it_now_and_then():
+    bench = Bench()
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    step = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=80)
+    while not step.settled:
+        step()
+    notes = [note.text for note in records(Note) if "to go" in note.text]
+    assert notes == [
+        "1 of 3 candidates timed, 50 of at most 240 trials in 50 runs; about 190 runs to go",
+        "2 of 3 candidates timed, 100 of at most 240 trials in 100 runs; about 140 runs to go",
+        "3 of 3 candidates timed, 200 of at most 240 trials in 200 runs; about 40 runs to go",
+    ]
 
 
 def test_a_replay_that_is_over_has_none_and_says_where_its_time_went():

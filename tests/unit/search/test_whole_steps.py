@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from simulated_steps import Step, a_bad_neighbour, a_pair, settle
+from simulated_steps import a_bad_neighbour, a_pair, settle
 
 RUNS = 400
 
@@ -16,17 +16,9 @@ def test_a_step_of_28_kernels_with_18_candidates_settles_in_400_runs_near_the_be
     assert settle(a_bad_neighbour(Random(seed)), Random(100 + seed), RUNS).regret <= 0.02
 
 
-def test_configs_that_pay_each_by_itself_are_in_one_plan():
-    kernels = [f"k{k}" for k in range(5)]
-    launch_ms = {kernel: {f"{kernel}c{c}": 1 + c / 20 for c in range(6)} for kernel in kernels}
-    pays = {"k1": "k1c2", "k3": "k3c1"}
-
-    def beyond_ms(plan):
-        return -0.5 * sum(plan.get(kernel) == candidate for kernel, candidate in pays.items())
-
-    step = Step(launch_ms, beyond_ms, {**{kernel: f"{kernel}c0" for kernel in kernels}, **pays})
-    for seed in range(3):
-        assert settle(step, Random(seed), RUNS).regret <= 0.01
+def test_two_configs_that_gain_only_together_are_found():
+    found = [settle(a_pair(Random(seed)), Random(100 + seed), RUNS) for seed in range(3)]
+    assert max(settled.regret for settled in found) <= 0.02
 
 
 @pytest.mark.parametrize("make", [a_bad_neighbour, a_pair], ids=lambda make: make.__name__)
