@@ -187,7 +187,7 @@ def specialized_all_gather_gemm(
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("grouped", GROUP_M, TENSOR_MEMORY, False, True, False, False, 1),
+        *("grouped", GROUP_M, TENSOR_MEMORY, False, True, False, False),
     )
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)

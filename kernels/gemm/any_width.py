@@ -115,14 +115,11 @@ class WgmmaAnyWidth:
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr  # of A and B, as PTX spells it
-    TEAM: gl.constexpr  # which rows of a tile it multiplies
 
     @staticmethod
     @gluon.jit
-    def create(
-        end_steps, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr, TEAM: gl.constexpr
-    ):
-        return WgmmaAnyWidth(end_steps, BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16", TEAM)
+    def create(end_steps, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr):
+        return WgmmaAnyWidth(end_steps, BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16")
 
     @gluon.jit
     def begin(self, visit):
@@ -170,7 +167,7 @@ class AnyWidthAccumulator:
         ROWS: gl.constexpr = self.mma.BLOCK_M // gl.num_ctas()
         REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
         strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps(), gl.num_ctas())
-        addresses = (operands.a(step, self.mma.TEAM), operands.b_bufs, operands.b_offset(step))
+        addresses = (operands.a(step), operands.b_bufs, operands.b_offset(step))
         strips = inline_asm(
             _products(self.mma.WIDTH, self.mma.DTYPE, gl.num_warps() // 4, REPS, STEPS),
             _in_place(4 * REPS * COUNT, 3),

@@ -248,7 +248,6 @@ def gemm(
     GROUP_M: gl.constexpr,
     STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
-    TEAMS: gl.constexpr,  # that share a tile, see `roles`
     CTAS: gl.constexpr,  # of a program, which is a cluster: two halve the rows of each tile, see `operands`
     SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `configs`
 ):
@@ -263,7 +262,7 @@ def gemm(
         M, N = N, M
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED, TEAMS),
+        *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED),
     )
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)

@@ -29,8 +29,7 @@ ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Blo
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
 SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
-# Of a thread's 255, or of the 128 where 512 threads are compiled; pointers and the epilogue need the rest.
-MOST_ACCUMULATOR_REGISTERS, MOST_OF_THREE_TEAMS = 192, 96
+MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers and the epilogue need the rest
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
 # Of the last two, for whoever wants to know what each is worth.
 PARTS = ("own_buffers", "stealing", "cooperative", "pingpong", "stream_k")
@@ -69,10 +68,9 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
     extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
-    rows = block_m // args.get("TEAMS", 1)
     columns = args.get("N", block_n + extra_n)
-    whole = "TRANS_A" not in args or ctas > 1 or rows < block_m
-    a_rows = rows if whole else rows_to_load(block_m, args.get("M", block_m))
+    whole = "TRANS_A" not in args or ctas > 1
+    a_rows = block_m if whole else rows_to_load(block_m, args.get("M", block_m))
     if args.get("JOINED"):
         b_rows, further_n = box_of(block_n), box_of(extra_n or block_n)
     else:
@@ -88,7 +86,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         "extra_desc": (
             divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, extra_n or block_n, NEITHER)
         ),
-        "c_desc": divided(rows, args["STORE_N"], ROWS),
+        "c_desc": divided(block_m, args["STORE_N"], ROWS),
     }
 
 
@@ -148,16 +146,10 @@ def deepest_ring(block_m: int, width: int, *, store_bytes: int) -> int:
     return (SHARED_BYTES - BARRIER_BYTES - store_bytes) // ((block_m + width) * 64 * 2)
 
 
-def most_accumulator_registers(kwargs: dict[str, Any]) -> int:
-    """Return how many registers of each thread an accumulator may take."""
-    return MOST_ACCUMULATOR_REGISTERS if kwargs.get("TEAMS", 1) == 1 else MOST_OF_THREE_TEAMS
-
-
 def accumulator_registers(config: triton.Config) -> int:
     """Return how many registers of each thread the accumulator takes on Hopper."""
     width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
-    rows_of_a_team = rows_of_a_cta(config.kwargs) // config.kwargs.get("TEAMS", 1)
-    return int(rows_of_a_team * width // (32 * config.num_warps))
+    return int(rows_of_a_cta(config.kwargs) * width // (32 * config.num_warps))
 
 
 NAMES = (*VARIANTS, *PARTS)  # the kernel's argument `wanted` is an index
@@ -193,20 +185,13 @@ def _candidate(
     *args: Any,
     stream_k: int = 0,
     joined: bool = False,
-    teams: int = 1,
     ctas: int = 1,
     swap_ab: bool = False,
     **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
-    config.kwargs |= {
-        "STREAM_K": stream_k,
-        "JOINED": joined,
-        "TEAMS": teams,
-        "CTAS": ctas,
-        "SWAP_AB": swap_ab,
-    }
+    config.kwargs |= {"STREAM_K": stream_k, "JOINED": joined, "CTAS": ctas, "SWAP_AB": swap_ab}
     config.num_ctas = ctas
     return config
 
@@ -218,15 +203,13 @@ def _any_width(
     block_n, extra_n = in_boxes(width)
     storers = 2 if variant == "pingpong" else 1  # of all rows
     rows, store_n = block_m // ctas, 64
-    teams = 3 if rows == 192 else 1
     return _candidate(
         *(variant, (block_m, block_n, 64)),
         deepest_ring(rows, width, store_bytes=storers * rows * store_n * 2),
-        warps=4 if variant == "pingpong" or rows // teams == 64 else 8,
+        warps=4 if variant == "pingpong" or rows == 64 else 8,
         store=(store_n, 1),
         extra_n=extra_n,
         joined=True,
-        teams=teams,
         ctas=ctas,
         swap_ab=swap_ab,
         group_m=8 // ctas,
@@ -239,8 +222,6 @@ def _pair(*args: Any, **options: Any) -> triton.Config:
 
 
 PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
-TEAM_WIDTHS = tuple(width for width in WIDTHS if 112 <= width <= 192)  # 96 of 512 threads' 128 registers
-TEAM_PAIR_WIDTHS = tuple(width for width in TEAM_WIDTHS if width >= 144)
 
 GLUON_CANDIDATES = [
     # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
@@ -311,14 +292,9 @@ if HAS_CLUSTERS_AND_PTX:
         # Two CTAs, which L2 sends the columns once: where rows begin between cache lines.
         *(_any_width("cooperative", 256, width, ctas=2) for width in WIDTHS if width >= FEWEST_PAIR_COLUMNS),
         *(_any_width("pingpong", 256, width, ctas=2) for width in (144, 176, 192)),
-        # 192 rows of a CTA, in three teams.
-        *(_any_width("cooperative", 192, width) for width in TEAM_WIDTHS),
-        *(_any_width("cooperative", 384, width, ctas=2) for width in TEAM_PAIR_WIDTHS),
         # A tile's rows are columns of C: where its columns divide C's rows better.
         *(_any_width("cooperative", 64, width, swap_ab=True) for width in WIDTHS),
         *(_any_width("pingpong", 128, width, swap_ab=True) for width in PINGPONG_WIDTHS),
-        *(_any_width("cooperative", 192, width, swap_ab=True) for width in TEAM_WIDTHS),
-        *(_any_width("cooperative", 384, width, ctas=2, swap_ab=True) for width in TEAM_PAIR_WIDTHS),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
         _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
         _pair("cooperative", (512, 128, 64), 4, warps=8, store=(64, 1)),

@@ -24,19 +24,13 @@ class OwnBuffers:
     WIDTH: gl.constexpr  # of a tile with its further columns
     STORE_N: gl.constexpr
     TRANS_C: gl.constexpr  # C's memory has a tile's columns as rows, and so have the buffers
-    TEAM: gl.constexpr  # which rows of a tile it stores
 
     @staticmethod
     @gluon.jit
     def create(c_desc, config, STORERS: gl.constexpr):
         bufs = allocate_ring(c_desc, STORERS * config.STORE_BUFFERS, c_desc.block_type.shape[0])
         width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
-        return OwnBuffers(c_desc, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C, 0)
-
-    @gluon.jit
-    def of_team(self, TEAM: gl.constexpr):
-        """Return that of another team, with buffers of its own."""
-        return OwnBuffers(self.c_desc, self.bufs, self.BUFFERS, self.WIDTH, self.STORE_N, self.TRANS_C, TEAM)
+        return OwnBuffers(c_desc, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C)
 
     @gluon.jit
     def store(self, accumulator, row, col, step, STORER: gl.constexpr):
@@ -48,11 +42,9 @@ class OwnBuffers:
         the threads, and one of them starts it. The same thread waits later: stores are counted for each
         thread.
         """
-        row += self.TEAM * self.c_desc.block_type.shape[1 if self.TRANS_C else 0]
-        FIRST: gl.constexpr = (STORER + self.TEAM) * self.BUFFERS
         for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
             piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
-            buf = self.bufs.index(FIRST + i % self.BUFFERS)
+            buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             first = col + piece_start(i, self.STORE_N, self.WIDTH)
             if self.TRANS_C:

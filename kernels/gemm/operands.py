@@ -123,7 +123,6 @@ class Config:
     TRANS_B: gl.constexpr  # B's memory is [N, K], not [K, N]
     TRANS_C: gl.constexpr  # C's memory has a tile's columns as rows
     JOINED: gl.constexpr  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
-    TEAMS: gl.constexpr  # of readers, which have a part of the rows of A each
 
 
 @aggregate
@@ -162,9 +161,7 @@ class Operands:
         BLOCK_K: gl.constexpr = config.BLOCK_K
         TRANS_B: gl.constexpr = config.TRANS_B
         JOINED: gl.constexpr = config.JOINED
-        TEAMS: gl.constexpr = config.TEAMS
-        A_ROWS: gl.constexpr = BLOCK_K if config.TRANS_A else config.BLOCK_M // TEAMS
-        a_bufs = allocate_ring(a_desc, NUM_BUFFERS * TEAMS, A_ROWS)
+        a_bufs = allocate_ring(a_desc, NUM_BUFFERS, BLOCK_K if config.TRANS_A else config.BLOCK_M)
         if JOINED:
             gl.static_assert(TRANS_B and not config.TRANS_A and BLOCK_K == 64, "what `any_width` can read")
             b_bufs = allocate_ring(b_desc, NUM_BUFFERS * (BLOCK_N + EXTRA_N) // SWIZZLED_N, SWIZZLED_N)
@@ -180,9 +177,9 @@ class Operands:
             empty_in_both = allocate_mbarriers(NUM_BUFFERS, True)
         for i in gl.static_range(NUM_BUFFERS):
             mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=TEAMS)
+            mbarrier.init(empty.index(i), count=1)
             if gl.num_ctas() > 1:
-                mbarrier.init(empty_in_both.index(i), count=TEAMS)  # from each CTA
+                mbarrier.init(empty_in_both.index(i), count=1)  # from each CTA
         return Operands(
             a_desc,
             b_desc,
@@ -209,7 +206,7 @@ class Operands:
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
         if gl.num_ctas() > 1:
             mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        rows_of_a: gl.constexpr = self.config.TEAMS * self.a_desc.block_type.nbytes // gl.num_ctas()
+        rows_of_a: gl.constexpr = self.a_desc.block_type.nbytes // gl.num_ctas()
         inner = k * self.config.BLOCK_K
         b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
         if self.config.JOINED:
@@ -219,12 +216,11 @@ class Operands:
         else:
             mbarrier.expect(bar, rows_of_a + b_nbytes)
         b_slot = ring_slot(step, self.B_SLOTS)
-        for team in gl.static_range(self.config.TEAMS):
-            a_buf = _first_rows(self.a_bufs.index(slot * self.config.TEAMS + team), self.a_desc)
-            if self.config.TRANS_A:
-                tma_load(self.a_desc, [inner, row], bar, a_buf)
-            else:
-                tma_load(self.a_desc, [row + team * self.a_desc.block_type.shape[0], inner], bar, a_buf)
+        a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
+        if self.config.TRANS_A:
+            tma_load(self.a_desc, [inner, row], bar, a_buf)
+        else:
+            tma_load(self.a_desc, [row, inner], bar, a_buf)
         if self.config.JOINED:
             load_columns(self, slot, col, inner, bar)
         elif self.config.TRANS_B:
@@ -258,9 +254,9 @@ class Operands:
         return self.empty.index(ring_slot(step, self.NUM_BUFFERS))
 
     @gluon.jit
-    def a(self, step, TEAM: gl.constexpr = 0):
-        """Return a team's rows of the step's block of A, [BLOCK_M / TEAMS, BLOCK_K]."""
-        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS) * self.config.TEAMS + TEAM)
+    def a(self, step):
+        """Return the step's block of A, [BLOCK_M, BLOCK_K]."""
+        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS))
         if self.config.TRANS_A:
             buf = buf.permute((1, 0))
         return buf

@@ -33,12 +33,12 @@ from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_
 from ..tiles import on_host, tail_share
 from .configs import (
     CUT_SCHEDULES,
+    MOST_ACCUMULATOR_REGISTERS,
     NAMES,
     accumulator_registers,
     as_tiled,
     class_of_rows,
     count_tiles,
-    most_accumulator_registers,
     rows_of_a_cta,
     shared_bytes,
 )
@@ -160,7 +160,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
         return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
-    return accumulator_registers(config) <= most_accumulator_registers(kwargs)
+    return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
 
 
 def _stolen_is_too_small(kwargs: dict[str, Any], out_bytes: int) -> bool:
@@ -229,8 +229,6 @@ def _width(config: triton.Config) -> int:
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     """Return whether a config can run with the call's layouts, schedule and number of programs."""
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
-        return False
-    if kwargs["TEAMS"] > 1 and args["SCHEDULE"] == "dynamic":
         return False
     if kwargs["CTAS"] == 1:
         return True

@@ -6,7 +6,6 @@
     persistent            many tiles         |   NUM_BUFFERS - 1 k blocks ahead, up to the tile's end
     persistent_pipelined  many tiles         |   or across it: the next tile is loaded under the epilogue
     cooperative           _load (1 warp)     | _work: all other warps share a tile
-    cooperative, 3 TEAMS  _load (1 warp)     | _work, _work, _work: 64 rows of a tile each (of each CTA)
     pingpong              _load (1 warp)     | _work, _work: every second tile each; one multiplies while
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
@@ -61,7 +60,6 @@ from .problem import DynamicSchedule, StaticSchedule
 
 LOADER_REGISTERS = gl.constexpr(24)  # the least that setmaxnreg takes; the loader is scalar code
 CONSUMER_REGISTERS = gl.constexpr(240)  # 2 * 240 + 24 for each of 128 lanes: 64512 of an SM's 65536
-TEAM_REGISTERS = gl.constexpr(160)  # 3 * 160 + 24: the same
 
 
 @aggregate
@@ -247,7 +245,6 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
     TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
     SCHEDULE: gl.constexpr = config.SCHEDULE
     JOINED: gl.constexpr = config.JOINED
-    TEAMS: gl.constexpr = config.TEAMS
     STEALS: gl.constexpr = config.STORE_BUFFERS == 0
     gl.static_assert(config.NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
     if JOINED:
@@ -261,17 +258,12 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
         gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
     SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
     PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
-    CONSUMERS: gl.constexpr = 2 if PINGPONG else TEAMS
-    if TEAMS > 1:
-        gl.static_assert(TEAMS == 3, "there are partitions for three")
-        gl.static_assert(VARIANT == "cooperative" and JOINED, "teams share tiles of any width")
-        gl.static_assert(SCHEDULE != "dynamic", "one team would have to tell the others")
 
     operands = Operands.create(a_desc, b_desc, extra_desc, config)
     if TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
     elif JOINED:
-        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 0)
+        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M, WIDTH, a_desc.dtype)
     else:
         mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
     # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
@@ -284,7 +276,7 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
     if STEALS:
         epilogue = StolenBuffers.create(c_desc, operands)
     else:
-        epilogue = OwnBuffers.create(c_desc, config, CONSUMERS)
+        epilogue = OwnBuffers.create(c_desc, config, 2 if PINGPONG else 1)
     turn = operands.full
     if PINGPONG:
         turn = allocate_mbarriers(2)
@@ -314,20 +306,6 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
             ],
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
-        )
-    elif TEAMS == 3:
-        mma_1 = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 1)
-        mma_2 = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M // TEAMS, WIDTH, a_desc.dtype, 2)
-        out_1, out_2 = epilogue.of_team(1), epilogue.of_team(2)
-        gl.warp_specialize(
-            [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
-                (_work, (problem, schedule, operands, mma_1, out_1, turn, 0, 1, True, True, False, False)),
-                (_work, (problem, schedule, operands, mma_2, out_2, turn, 0, 1, True, True, False, False)),
-                (_load, (problem, schedule, operands, 1)),
-            ],
-            [4, 4, 1],
-            [TEAM_REGISTERS, TEAM_REGISTERS, LOADER_REGISTERS],
         )
     else:
         gl.warp_specialize(

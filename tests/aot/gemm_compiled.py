@@ -107,7 +107,6 @@ def describe(config: triton.Config) -> str:
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
     kinds = {"stream-K": kwargs["STREAM_K"], "one MMA": kwargs["JOINED"]}
-    kinds |= {f"{kwargs['TEAMS']} teams": kwargs["TEAMS"] > 1}
     kinds |= {f"{kwargs['CTAS']} CTAs": kwargs["CTAS"] > 1, "A and B swapped": kwargs["SWAP_AB"]}
     which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
     return (
@@ -141,7 +140,7 @@ INTRODUCTION = """# persistent_matmul, its candidates: compiled, not run
 bf16 in and out, A row-major, B column-major, grouped schedule. Nothing here was measured: registers, spills
 and shared memory are what the compiler and ptxas say. `store`: columns of a piece x its buffers. Registers of
 warp-specialised kernels are what each warp starts with; the loading warp then hands most of its share on.
-`one MMA`: an instruction is as wide as the tile. `3 teams`: partitions of 64 rows each. `2 CTAs`: the tile is
+`one MMA`: an instruction is as wide as the tile. `2 CTAs`: the tile is
 theirs together, warps and shared memory are those of one. `A and B swapped`: a tile's rows are columns of C.
 """
 

@@ -102,13 +102,13 @@ STEPS = (4, 1, 2, 4)  # of 16 along K: in the loop, and of the last k block, whi
 
 def products(kwargs: dict[str, Any], warps: int) -> int:
     """Return how many instructions a warpgroup needs for a k block."""
-    rows_of_a_warpgroup = kwargs["BLOCK_M"] // kwargs["CTAS"] // kwargs["TEAMS"] * 4 // warps
+    rows_of_a_warpgroup = kwargs["BLOCK_M"] // kwargs["CTAS"] * 4 // warps
     return rows_of_a_warpgroup // 64 * kwargs["BLOCK_K"] // 16
 
 
 def consumers(kwargs: dict[str, Any]) -> int:
     """Return how many times the code that multiplies is there."""
-    return 2 if kwargs["VARIANT"] == "pingpong" else int(kwargs["TEAMS"])
+    return 2 if kwargs["VARIANT"] == "pingpong" else 1
 
 
 @pytest.mark.parametrize("code", CHOSEN)
@@ -261,7 +261,7 @@ def test_readers_give_a_slot_back_to_their_own_cta_and_to_the_one_that_loads_for
     turns = given_back.count("cta") - both  # of ping-pong, within a CTA
     assert (turns > 0) == (kwargs["VARIANT"] == "pingpong")
     counts = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\S+\], (\d+);", ptx)
-    assert counts.count(str(2 * kwargs["TEAMS"])) == kwargs["NUM_BUFFERS"]  # `empty_in_both`
+    assert counts.count("2") == kwargs["NUM_BUFFERS"]  # `empty_in_both`
 
 
 @pytest.mark.parametrize("code", PAIRS)

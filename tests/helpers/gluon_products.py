@@ -32,7 +32,6 @@ def multiply(
     tensor_memory: bool = False,
     stream_k: int = 0,
     joined: bool = False,
-    teams: int = 1,
     ctas: int = 1,
     swap_ab: bool = False,
     loaded: tuple[int, int, int] | None = None,
@@ -52,7 +51,7 @@ def multiply(
     c, counter = np.full((m, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
-        loaded = (block_m // teams, box_of(block_n), box_of(extra_n or block_n))
+        loaded = (block_m, box_of(block_n), box_of(extra_n or block_n))
     a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
 
     def descriptor(array: np.ndarray, block: list[int], halved: tuple[int, int]) -> Descriptor:
@@ -67,14 +66,14 @@ def multiply(
     def b_descriptor(width: int, loaded: int) -> Descriptor:
         return descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], NEITHER)
 
-    c_desc = descriptor(c, [block_m // teams, store_n], ROWS)
+    c_desc = descriptor(c, [block_m, store_n], ROWS)
     operands = [
         a_desc,
         b_descriptor(block_n, b_rows_loaded),
         b_descriptor(extra_n or block_n, extra_rows),
     ]
     if swap_ab:
-        c_desc = descriptor(c, [store_n, block_m // teams], COLUMNS)
+        c_desc = descriptor(c, [store_n, block_m], COLUMNS)
         operands = [
             descriptor(a, [b_rows_loaded, block_k], NEITHER),
             descriptor(b_rows, [a_rows, block_k], ROWS),
@@ -118,7 +117,6 @@ def multiply(
         GROUP_M=2,
         STREAM_K=stream_k,
         JOINED=joined,
-        TEAMS=teams,
         CTAS=ctas,
         SWAP_AB=swap_ab,
     )

@@ -42,12 +42,11 @@ def config_of(
 ) -> triton.Config:
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
     kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
-    kwargs |= {"STREAM_K": 0, "JOINED": False, "TEAMS": 1, "CTAS": ctas}
-    kwargs |= {"SWAP_AB": False}
+    kwargs |= {"STREAM_K": 0, "JOINED": False, "CTAS": ctas, "SWAP_AB": False}
     return triton.Config(kwargs | changed, num_warps=warps, num_stages=1, num_ctas=ctas)
 
 
-SWAPPED = config_of((384, 128, 64), 48, warps=4, ctas=2, JOINED=True, TEAMS=3, SWAP_AB=True)
+SWAPPED = config_of((128, 128, 64), 48, warps=4, JOINED=True, VARIANT="pingpong", SWAP_AB=True)
 JOINED = config_of((128, 128, 64), 48, JOINED=True)
 PAIR = config_of((256, 128, 64), ctas=2)
 BOTH = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
@@ -95,10 +94,10 @@ def test_swapped_tiles_are_of_one_product_of_two_operands_along_k():
 @pytest.mark.parametrize(
     ("m", "n", "tried"),
     [
-        pytest.param(2040, 4104, True, id="11 x 12 instead of 6 x 24"),
-        pytest.param(4104, 2040, False, id="11 x 12 as it is"),
+        pytest.param(1056, 2048, True, id="16 x 6 instead of 9 x 12"),
+        pytest.param(2048, 1056, False, id="16 x 6 as it is"),
         pytest.param(4096, 4096, False, id="the same either way"),
-        pytest.param(384, 176, False, id="one tile instead of three"),
+        pytest.param(128, 176, False, id="one tile instead of two"),
     ],
 )
 def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
@@ -221,10 +220,10 @@ def test_swapped_tiles_have_rows_of_b_and_are_stored_by_columns():
     blocks = blocks_of({**SWAPPED.kwargs, **sizes})
     assert list(blocks) == ["a_desc", "b_desc", "extra_desc", "c_desc"]
     assert blocks == {
-        "a_desc": Block(128, 64, ALL),
-        "b_desc": Block(128, 64, ROWS),  # of a team, in both CTAs
-        "extra_desc": Block(16, 64, ALL),
-        "c_desc": Block(64, 128, COLUMNS),
+        "a_desc": Block(128, 64),
+        "b_desc": Block(128, 64),
+        "extra_desc": Block(16, 64),
+        "c_desc": Block(64, 128),
     }
 
 
@@ -354,8 +353,8 @@ def test_half_as_many_programs_of_two_ctas_run_and_none_without_a_tile():
     assert shape(8192, 8192).grid(JOINED.kwargs) == (132, 1, 1)
     assert shape(128, 352).grid(JOINED.kwargs) == (2, 1, 1)
     assert shape(257, 177).grid(BOTH.kwargs) == (4, 1, 1)
-    assert shape(2040, 4104).grid(SWAPPED.kwargs) == (66, 1, 1)
-    assert shape(177, 385).grid(SWAPPED.kwargs) == (4, 1, 1)
+    assert shape(2040, 4104).grid(SWAPPED.kwargs) == (132, 1, 1)
+    assert shape(177, 385).grid(SWAPPED.kwargs) == (8, 1, 1)
 
 
 @NEEDS_39

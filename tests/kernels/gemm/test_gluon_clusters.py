@@ -115,33 +115,6 @@ def test_two_ctas_have_tiles_of_any_width(
     )
 
 
-@settings(max_examples=7)
-@given(
-    sizes=st.tuples(st.integers(1, 600), st.integers(1, 300), st.integers(1, 500)),
-    widths=st.sampled_from([(64, 0), (64, 8), (128, 16)]),
-    programs=st.integers(1, 3),
-    buffers=st.integers(2, 4),
-    swap_ab=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
-def test_three_teams_of_two_ctas_share_a_tile(sizes, widths, programs, buffers, swap_ab, seed):
-    (block_n, extra_n) = widths
-    pair(
-        "cooperative",
-        *sizes,
-        programs=programs,
-        blocks=(384, block_n, 64),
-        extra_n=extra_n,
-        buffers=buffers,
-        teams=3,
-        swap_ab=swap_ab,
-        transposed=(False, True),
-        store=(32, 2),
-        joined=True,
-        seed=seed,
-    )
-
-
 @VARIANTS
 @settings(max_examples=10)
 @given(

@@ -132,32 +132,6 @@ def test_a_tile_of_any_width_is_one_product(
     )
 
 
-@settings(max_examples=10)
-@given(
-    sizes=st.tuples(st.integers(1, 450), st.integers(1, 300), st.integers(1, 500)),
-    widths=st.sampled_from(WIDTHS),
-    programs=st.integers(1, 3),
-    buffers=st.integers(2, 4),
-    store=st.sampled_from([(8, 1), (16, 3), (32, 2)]),
-    swap_ab=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
-def test_three_teams_share_a_tile(sizes, widths, programs, buffers, store, swap_ab, seed):
-    block_n, extra_n = widths
-    multiply(
-        "cooperative",
-        *sizes,
-        programs=programs,
-        blocks=(192, block_n, 64),
-        extra_n=extra_n,
-        buffers=buffers,
-        swap_ab=swap_ab,
-        teams=3,
-        seed=seed,
-        **JOINED | {"store": store},
-    )
-
-
 CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
 
 
@@ -528,51 +502,14 @@ def test_columns_that_ptx_leaves_out_or_finds_behind_the_tile_are_found(part, wi
     assert "of other columns" in fails(**WIDE_TILE)
 
 
-TEAMS = {"variant": "cooperative", "m": 250, "n": 130, "k": 500, "buffers": 2, "teams": 3} | JOINED
-TEAMS |= {"blocks": (192, 64, 64), "extra_n": 16}
-
-
-def test_teams_that_multiply_the_same_rows_are_found(part):
-    create = importlib.import_module("kernels_in_the_model.gemm.any_width").WgmmaAnyWidth.create
-    part("any_width", "WgmmaAnyWidth.create", staticmethod(lambda *args: create(*args[:-1], 0)))
-    assert "not equal" in fails(**TEAMS).lower()
-
-
-def test_teams_that_store_to_the_same_rows_are_found(part):
-    part("epilogue", "OwnBuffers.of_team", lambda self, team: self)
-    assert fails(**TEAMS)
-
-
-def test_a_slot_that_counts_as_read_when_one_team_has_read_it_is_found(part):
-    mbarrier = importlib.import_module("kernels_in_the_model.gemm.operands").mbarrier
-    names = {name: staticmethod(value) for name, value in vars(mbarrier).items() if callable(value)}
-    names["init"] = staticmethod(lambda bar, count: mbarrier.init(bar, count=1))
-    part("operands", "mbarrier", type("mbarrier", (), names))
-    assert fails(**TEAMS)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"schedule": "dynamic"}, "one team would have to tell the others"),
-        ({"variant": "pingpong"}, "teams share tiles of any width"),
-        ({"teams": 2, "blocks": (128, 64, 64)}, "there are partitions for three"),
-    ],
-    ids=str,
-)
-def test_what_teams_cannot_do_is_refused(options, why):
-    with pytest.raises(AssertionError, match=why):
-        multiply(**TEAMS | options)
-
-
 def test_only_tiles_of_any_width_have_columns_of_c_as_rows():
     with pytest.raises(AssertionError, match="only tiles of any width have been exchanged"):
-        multiply(**TEAMS | {"joined": False, "teams": 1, "swap_ab": True})
+        multiply(**WIDE_TILE | {"joined": False, "swap_ab": True})
 
 
 def test_swapped_tiles_at_the_wrong_place_are_found(part):
     part("epilogue", "piece_start", lambda i, store_n, width: 0)
-    assert fails(**TEAMS | {"swap_ab": True})
+    assert fails(**WIDE_TILE | {"swap_ab": True})
 
 
 def test_stolen_slots_that_are_loaded_too_early_are_found(part):
