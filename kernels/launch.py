@@ -25,7 +25,6 @@ import contextvars
 import functools
 import inspect
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -40,6 +39,7 @@ from dist_autotune import is_tuning
 
 from .configs import INTERPRETED, take_first
 from .matrices import DESCRIPTORS_KEPT, Block, Matrix, describe
+from .tensors import remember
 
 try:
     from triton.backends.nvidia import driver as nvidia
@@ -51,7 +51,6 @@ IS_3_9 = triton.__version__.startswith("3.9.")
 
 Launch = Callable[[int, tuple[Any, ...]], None]
 Tensors = tuple[torch.Tensor, ...]
-KEPT = 512
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 
@@ -213,13 +212,10 @@ class SettledLaunches(Generic[Shape]):
     if it is to be. blocks_of: of the descriptors that the host makes, if it makes any.
     """
 
-    def __init__(
-        self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "", kept: int = KEPT
-    ) -> None:
-        self._tuner, self._blocks_of, self._kept = tuner, blocks_of, kept
-        self._operation = operation
+    def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
+        self._tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
         self._told: set[tuple[Any, ...]] = set()
-        self._of: OrderedDict[Shape, Settled] = OrderedDict()
+        self._of: dict[Shape, Settled] = {}
 
     def find(self, shape: Shape) -> Settled | None:
         """Return how to launch the shape the short way; None if this launch must ask the tuner."""
@@ -259,9 +255,8 @@ class SettledLaunches(Generic[Shape]):
         named = {**constants, **config.kwargs}
         ordered = tuple(named[name] for name in tuner.arg_names if name in named)
         blocks = tuple(self._blocks_of({**sizes, **named}).values()) if self._blocks_of else ()
-        self._of[shape] = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs))
-        if len(self._of) > self._kept:
-            self._of.popitem(last=False)
+        settled = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs))
+        remember(self._of, shape, settled)
 
     def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""

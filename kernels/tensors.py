@@ -12,6 +12,7 @@ KEPT = 512
 
 _ONE_AT_A_TIME = threading.Lock()
 
+Key = TypeVar("Key", bound=Hashable)
 Known = TypeVar("Known")
 
 
@@ -22,7 +23,7 @@ def key_of(tensor: Any) -> Hashable:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def remember(known: dict[Hashable, Known], key: Hashable, value: Known) -> Known:
+def remember(known: dict[Key, Known], key: Key, value: Known) -> Known:
     """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten.
 
     Any thread may call this; those that look up need not wait.
@@ -48,16 +49,23 @@ def check_no_gradient(operation: str, **tensors: object) -> None:
         )
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless `tensor` is a matrix of this type and place whose rows are contiguous."""
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    dims: int = 2,
+    needed: str = "two dimensions are needed",
+) -> None:
+    """Raise unless `tensor` has this type, place and number of dimensions, and contiguous rows."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
     if tensor.device != device or tensor.dtype != dtype:
         given, wanted = f"{tensor.dtype} on {tensor.device}", f"{dtype} on {device}"
         raise ValueError(f"{name} is {given}; this operation was opened for {wanted}")
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; two dimensions are needed")
-    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; {needed}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"the rows of {name} are not contiguous (strides {tensor.stride()}); call .contiguous()"
         )

@@ -66,7 +66,6 @@ class AllGatherGemm(Operation):
     """
 
     _wrong_calls = (OTHER_ROWS.value, OTHER_ROWS_PUSHED.value)
-    _mend_calls = "Every rank must pass as many rows. "
 
     def __init__(
         self,

@@ -16,6 +16,8 @@ from ..configs import INTERPRETED
 from ..signals import Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 
+INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+
 
 class PeerTimeout(TimeoutError):
     """A peer did not do its part of a call in time; the message names rank, chunk and call."""
@@ -31,7 +33,7 @@ class Operation(abc.ABC):
     """
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
-    _mend_calls: ClassVar[str]  # what callers must do then
+    _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # what callers must do then
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float

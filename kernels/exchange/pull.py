@@ -63,11 +63,11 @@ import torch
 
 from ..configs import INTERPRETED
 from ..symm import Copy, Step, SymmetricMemory, SymmetricTensor, Wait, Write
+from ..tensors import remember
 from .flags import ARRIVED, FETCHED, READY, ROWS
 
 BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces end at multiples of it: of what most tiles have
 EPOCH, BASE = 0, 1  # the numbers of a call that its steps count from
-EXCHANGES_KEPT = 64
 
 
 def piece_counts(rows: int) -> tuple[int, ...]:
@@ -130,7 +130,10 @@ class ChunkProducer:
 
         base: what ARRIVED is before this call. pieces: in how many each chunk is fetched.
         """
-        exchange = self._exchanges.get((rows, pieces)) or self._prepare(rows, pieces)
+        exchange = self._exchanges.get((rows, pieces))
+        if exchange is None:
+            exchange = self._memory.prepare(self.steps(rows, pieces), self._stream)
+            remember(self._exchanges, (rows, pieces), exchange)
         self._stream.fork()
         parity = epoch & 1
         if self._announced_rows[parity] != rows:
@@ -149,13 +152,6 @@ class ChunkProducer:
                 steps.append(Write(peer.arrived, end, plus=BASE))
             steps.append(Write(peer.our_fetched, 0, plus=EPOCH))
         return steps
-
-    def _prepare(self, rows: int, pieces: int) -> Callable[..., None]:
-        if len(self._exchanges) == EXCHANGES_KEPT:
-            del self._exchanges[next(iter(self._exchanges))]
-        exchange = self._memory.prepare(self.steps(rows, pieces), self._stream)
-        self._exchanges[rows, pieces] = exchange
-        return exchange
 
     def join(self) -> None:
         """Order what the caller does next behind the exchange; on the CPU, raise what went wrong in it."""

@@ -72,14 +72,12 @@ import torch
 import torch.distributed as dist
 import triton
 
-from ..exchange.operation import Operation
+from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.push import Permits, SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor
 from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
-
-INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
 class Held(NamedTuple):
@@ -142,7 +140,6 @@ class GemmReduceScatter(Operation):
     """
 
     _wrong_calls = (OTHER_ROWS.value,)
-    _mend_calls = "Every rank must pass as many rows. "
 
     def __init__(
         self,

@@ -61,8 +61,6 @@ from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_experts
 from .plan import Plan
 
-INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
-
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
 
 
@@ -205,7 +203,7 @@ class AllGatherMoE(ExpertOperation):
             self._errors,
         )
         strides = (weight.stride(0), weight.stride(1), out.stride(0))
-        shape = self._shape(out.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
+        shape = self._shape(out.shape[0], weight, strides, tensors)
         own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), HEIGHTS=HEIGHTS)
 

@@ -77,8 +77,6 @@ from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan
 
-INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
-
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
 
 
@@ -255,7 +253,7 @@ class MoEReduceScatter(ExpertOperation):
             self._errors,
         )
         strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
-        shape = self._shape(y.shape[0], weight, strides, tensors, INTERPRETED_PROGRAMS)
+        shape = self._shape(y.shape[0], weight, strides, tensors)
         of_launch = (first_part, parts, self.rank, self._patience_ticks)
         own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own))

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..exchange.operation import Operation, PeerTimeout
+from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
+from ..tensors import check_tensor
 from .announcer import Announcer
 from .flags import (
     FLAGS,
@@ -36,17 +37,12 @@ TOKEN_BITS = 32
 
 def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise unless `weight` is [E, N, columns], each row contiguous, of this type and place."""
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}; a tensor is needed")
-    if weight.device != device or weight.dtype != dtype:
-        given, wanted = f"{weight.dtype} on {weight.device}", f"{dtype} on {device}"
-        raise ValueError(f"weight is {given}; this operation was opened for {wanted}")
-    if weight.dim() != 3 or 0 in weight.shape:
-        raise ValueError(f"weight has shape {list(weight.shape)}; [E, N, K] is needed, each at least 1")
+    needed = "[E, N, K] is needed, each at least 1"
+    check_tensor("weight", weight, dtype, device, 3, needed)
+    if 0 in weight.shape:
+        raise ValueError(f"weight has shape {list(weight.shape)}; {needed}")
     if weight.shape[2] != columns:
         raise ValueError(f"weight has shape {list(weight.shape)}; its rows must have K={columns} elements")
-    if weight.stride(2) != 1 and columns > 1:
-        raise ValueError(f"the rows of weight are not contiguous (strides {weight.stride()})")
 
 
 def check_choices(name: str, choices: torch.Tensor, device: torch.device, *, integers: bool) -> None:
@@ -261,11 +257,10 @@ class ExpertOperation(Operation):
         weight: torch.Tensor,
         strides: tuple[int, ...],
         tensors: tuple[torch.Tensor, ...],
-        interpreted_programs: int,
     ) -> Shape:
         """Return what the launch of a grouped GEMM of so many choices depends on."""
         experts, columns, k = weight.shape
-        programs = self._sms or interpreted_programs
+        programs = self._sms or INTERPRETED_PROGRAMS
         return Shape(
             counted(choices, programs),
             size_class(choices),

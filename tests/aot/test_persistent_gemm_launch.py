@@ -98,7 +98,8 @@ def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of, kept=2))
+    monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of))
+    monkeypatch.setattr(tensors, "KEPT", 2)
     for m in (64, 128, 192, 256):
         multiply(*operands(m, 192, 64))
     assert [shape.m for shape in launching._SETTLED._of] == [192, 256]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune.kernels.exchange import pull
+from dist_autotune.kernels import tensors
 from dist_autotune.kernels.exchange.flags import FETCHED, FLAGS, READY, ROWS
 from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
@@ -291,7 +291,7 @@ def test_what_cannot_be_prepared_is_told_before_anything_is_enqueued(monkeypatch
 
 
 def test_what_is_prepared_is_bounded(monkeypatch):
-    monkeypatch.setattr(pull, "EXCHANGES_KEPT", 2)
+    monkeypatch.setattr(tensors, "KEPT", 2)
     memory = OneByOne(2)
     exchange = producer_of(memory)
     for rows in (1, 2, 3, 1):
