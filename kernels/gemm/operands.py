@@ -41,10 +41,14 @@ from .any_width import SWIZZLED_N
 
 @gluon.jit
 def _load_box(desc, col, inner, bar, ring, FIRST: gl.constexpr):
-    """Start a copy of the descriptor's columns to those of the ring from FIRST on."""
+    """Start a copy of the descriptor's columns to those of the ring from FIRST on, of each CTA."""
     COLUMNS: gl.constexpr = desc.block_type.shape[0]
     box = ring.slice(FIRST // SWIZZLED_N, COLUMNS // SWIZZLED_N, 0)
-    load_for_both(desc, [col, inner], bar, reinterpret(box, desc.dtype, desc.block_type.shape, desc.layout))
+    box = reinterpret(box, desc.dtype, desc.block_type.shape, desc.layout)
+    if gl.num_ctas() > 1:
+        tma_load(desc, [col, inner], bar, box, multicast=True)
+    else:
+        tma_load(desc, [col, inner], bar, box)
 
 
 @gluon.jit
@@ -78,15 +82,6 @@ def allocate_mbarriers(COUNT: gl.constexpr, OF_BOTH: gl.constexpr = False):
     gl.static_assert(CTAS <= 2, "only pairs of CTAs have been tried")
     EACH: gl.constexpr = 1 if OF_BOTH else CTAS
     return gl.allocate_shared_memory(gl.int64, [COUNT, EACH], _layout(CTAS, OF_BOTH))
-
-
-@gluon.jit
-def load_for_both(desc, coord, bar, buf):
-    """Start a copy of the descriptor's block to `buf` of each CTA."""
-    if gl.num_ctas() > 1:
-        tma_load(desc, coord, bar, buf, multicast=True)
-    else:
-        tma_load(desc, coord, bar, buf)
 
 
 @gluon.jit

@@ -158,24 +158,26 @@ def test_readers_that_arrive_only_for_their_own_cta_are_a_deadlock(part, variant
 
 @VARIANTS
 def test_columns_that_only_one_cta_receives_are_a_deadlock(part, variant):
-    def load(desc, coord, bar, buf):
-        if now().cta.rank == 0:
-            OPERANDS.tma_load(desc, coord, bar, buf)
+    tma_load = OPERANDS.tma_load
 
-    part("operands", "load_for_both", load)
+    def load(desc, coord, bar, buf, multicast=False):
+        if not multicast or now().cta.rank == 0:
+            tma_load(desc, coord, bar, buf)
+
+    part("operands", "tma_load", load)
     assert pair_fails(variant=variant) == "deadlock"
 
 
 @VARIANTS
 def test_columns_that_arrive_twice_are_found(part, variant):
-    load_for_both = OPERANDS.load_for_both
+    tma_load = OPERANDS.tma_load
 
-    def load(desc, coord, bar, buf):
-        load_for_both(desc, coord, bar, buf)
-        if now().cta.rank == 1:
-            OPERANDS.tma_load(desc, coord, bar, buf)
+    def load(desc, coord, bar, buf, multicast=False):
+        tma_load(desc, coord, bar, buf, multicast=multicast)
+        if multicast and now().cta.rank == 1:
+            tma_load(desc, coord, bar, buf)
 
-    part("operands", "load_for_both", load)
+    part("operands", "tma_load", load)
     assert pair_fails(variant=variant)
 
 
