@@ -1,8 +1,7 @@
 """Words in memory by which ranks, copy engines and kernels tell each other how far they are.
 
 A signal is an int32 that its one writer sets to a rising epoch and its readers compare with `>=`; it is
-never reset. Epochs wrap around: `a >= b` means `a - b >= 0` in int32, which is what the stream operation
-CU_STREAM_WAIT_VALUE_GEQ computes too, so a reader must not fall 2**31 epochs behind.
+never reset. Epochs wrap around: `a >= b` means `a - b >= 0` in int32, as for CU_STREAM_WAIT_VALUE_GEQ.
 
 No wait is unbounded. One that has lasted `patience_ticks`, of 2**20 ns (1.05 ms), without success writes a
 record to the error word it was given, which the host turns into text with `read_failure`, and then sets the

@@ -6,8 +6,7 @@ What a rank holds, W ranks; `m` is tokens_per_rank:
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags         int32 [7, W], symmetric: FREE, TOLD, ARRIVED, AFTER, GIVEN as in `AllGatherMoE`; DONE[p], 1
-                  once our sums for p are complete, which the kernel sets
+    flags         int32 [7, W], symmetric: see `flags`
 
 A call on rank r:
 
@@ -30,8 +29,7 @@ A call on rank r:
 **How a sum is made.** A product is weighted in float32 and rounded to `dtype` once; the topk products of a
 token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
 parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
-bits, with the same config. Atomics into one float32 buffer would save storing the products, but not give the
-same bits twice, and write 4 bytes an element, topk times.
+bits, with the same config.
 
 **It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
 `AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a list one by one; an
@@ -53,9 +51,6 @@ follows DONE on its stream, or in a captured call the kernel, and ARRIVED follow
 
 **Permits, what is overwritten, and patience** are as `exchange.push` says. The partial sums are rewritten by
 the kernel of the next call, behind the join.
-
-Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order, each on one stream at a time.
 """
 
 from __future__ import annotations

@@ -116,12 +116,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class ExpertOperation(Operation):
-    """An operation whose calls begin by telling all ranks which experts each token goes to.
+    """An operation whose calls begin by telling all ranks which experts each token goes to."""
 
-    A subclass says in which orders it wants its tiles: `_orders`, `_by_first`.
-    """
-
-    _orders: int
+    _orders: int  # of its tiles, see `routing`
     _by_first: bool
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _mend_calls = ""
