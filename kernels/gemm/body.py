@@ -254,8 +254,8 @@ def gemm(
     """Write C = A @ B."""
     gl.static_assert(gl.num_ctas() == CTAS, "num_ctas of the launch must be CTAS of the config")
     if CTAS > 1:
-        gl.static_assert(not TENSOR_MEMORY, "only Hopper's roles have been divided among CTAs")
-        gl.static_assert(SCHEDULE != "dynamic" and STREAM_K == 0, "one CTA would have to tell the other")
+        gl.static_assert(JOINED and not SWAP_AB, "only tiles of any width, as they are, have been divided")
+        gl.static_assert(SCHEDULE != "dynamic", "one CTA would have to tell the other")
     if SWAP_AB:
         gl.static_assert(JOINED, "only tiles of any width have been exchanged")
         a_desc, b_desc = b_desc, a_desc

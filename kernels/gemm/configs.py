@@ -25,7 +25,7 @@ from ..configs import INTERPRETED
 from ..matrices import Block, set_block, set_matrix
 
 BOXES = (128, 64, 32, 16, 8)
-ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve, see `Block`
+ROWS, NEITHER = (1, 0), (0, 0)  # what two CTAs halve, see `Block`
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
 SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
@@ -62,9 +62,9 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     """
     if args.get("SWAP_AB"):
         blocks = blocks_of({**swapped(args), "SWAP_AB": False})
-        rows, columns, halves = blocks["c_desc"]
-        by_columns = Block(columns, rows, (COLUMNS,) * len(halves))
-        return blocks | {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"], "c_desc": by_columns}
+        rows, columns, _ = blocks["c_desc"]
+        exchanged = {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"]}
+        return blocks | exchanged | {"c_desc": Block(columns, rows)}
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
     extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
@@ -77,16 +77,14 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         b_rows = rows_to_load(block_n, columns)
         further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows
 
-    def divided(rows: int, columns: int, halved: tuple[int, int]) -> Block:
-        return Block(rows, columns, (halved,) * (ctas // 2))
-
+    halved, whole_in_both = ((ROWS,), (NEITHER,)) if ctas > 1 else ((), ())
     return {
-        "a_desc": divided(block_k, block_m, COLUMNS) if trans_a else divided(a_rows, block_k, ROWS),
-        "b_desc": divided(b_rows, block_k, NEITHER) if trans_b else divided(block_k, block_n, NEITHER),
+        "a_desc": Block(block_k, block_m) if trans_a else Block(a_rows, block_k, halved),
+        "b_desc": Block(b_rows, block_k, whole_in_both) if trans_b else Block(block_k, block_n),
         "extra_desc": (
-            divided(further_n, block_k, NEITHER) if trans_b else divided(block_k, extra_n or block_n, NEITHER)
+            Block(further_n, block_k, whole_in_both) if trans_b else Block(block_k, extra_n or block_n)
         ),
-        "c_desc": divided(block_m, args["STORE_N"], ROWS),
+        "c_desc": Block(block_m, args["STORE_N"], halved),
     }
 
 
@@ -216,11 +214,6 @@ def _any_width(
     )
 
 
-def _pair(*args: Any, **options: Any) -> triton.Config:
-    """Return a config of programs of two CTAs, whose tiles have twice the rows."""
-    return _candidate(*args, **{"group_m": 4, **options}, ctas=2)
-
-
 PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
 
 GLUON_CANDIDATES = [
@@ -295,13 +288,6 @@ if HAS_CLUSTERS_AND_PTX:
         # A tile's rows are columns of C: where its columns divide C's rows better.
         *(_any_width("cooperative", 64, width, swap_ab=True) for width in WIDTHS),
         *(_any_width("pingpong", 128, width, swap_ab=True) for width in PINGPONG_WIDTHS),
-        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1)),
-        _pair("cooperative", (256, 256, 64), 4, warps=8, store=(128, 1), group_m=8),
-        _pair("cooperative", (512, 128, 64), 4, warps=8, store=(64, 1)),
-        _pair("cooperative", (256, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
-        _pair("pingpong", (256, 128, 64), 5, warps=4, store=(64, 2)),
-        _pair("pingpong", (256, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
-        _pair("pingpong", (128, 256, 64), 5, warps=4, store=(64, 1)),
     ]
 
 

@@ -134,14 +134,9 @@ class WgmmaAccumulator:
 
 
 @gluon.constexpr_function
-def _rows_over_warps(columns, warps, ctas):
-    """Return the layout of an accumulator whose rows are divided, among the CTAs of a program first."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0],
-        warps_per_cta=[warps, 1],
-        instr_shape=[16, columns, 16],
-        cga_layout=[[1, 0]] * (ctas // 2),
-    )
+def _rows_over_warps(columns, warps):
+    """Return the layout of an accumulator whose rows are divided among the warps."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
 
 
 @aggregate
@@ -160,11 +155,11 @@ class Wgmma:
     @gluon.jit
     def begin(self, visit):
         """Return zeros, spread over the warps of this partition; each warpgroup has whole rows."""
-        layout: gl.constexpr = _rows_over_warps(self.BLOCK_N, gl.num_warps(), gl.num_ctas())
+        layout: gl.constexpr = _rows_over_warps(self.BLOCK_N, gl.num_warps())
         main = gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, layout)
         extra = main
         if self.EXTRA_N > 0:
-            extra_layout: gl.constexpr = _rows_over_warps(self.EXTRA_N, gl.num_warps(), gl.num_ctas())
+            extra_layout: gl.constexpr = _rows_over_warps(self.EXTRA_N, gl.num_warps())
             extra = gl.zeros((self.BLOCK_M, self.EXTRA_N), gl.float32, extra_layout)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
 

@@ -224,15 +224,15 @@ class Operands:
         if self.config.JOINED:
             load_columns(self, slot, col, inner, bar)
         elif self.config.TRANS_B:
-            load_for_both(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
+            tma_load(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         else:
-            load_for_both(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
+            tma_load(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
         if self.config.EXTRA_N > 0 and not self.config.JOINED:
             extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
             if self.config.TRANS_B:
-                load_for_both(self.extra_desc, [col + self.config.BLOCK_N, inner], bar, extra_buf)
+                tma_load(self.extra_desc, [col + self.config.BLOCK_N, inner], bar, extra_buf)
             else:
-                load_for_both(self.extra_desc, [inner, col + self.config.BLOCK_N], bar, extra_buf)
+                tma_load(self.extra_desc, [inner, col + self.config.BLOCK_N], bar, extra_buf)
 
     @gluon.jit
     def wait_full(self, step):

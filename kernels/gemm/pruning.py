@@ -156,7 +156,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
         # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
         if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
             return False
-        if config.num_ctas > 1 or kwargs.get("JOINED"):
+        if kwargs.get("JOINED"):
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
         return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
@@ -230,10 +230,7 @@ def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     """Return whether a config can run with the call's layouts, schedule and number of programs."""
     if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
         return False
-    if kwargs["CTAS"] == 1:
-        return True
-    # With columns of A in memory two CTAs have not been run.
-    return bool(not args["TRANS_A"] and args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"])
+    return bool(kwargs["CTAS"] == 1 or (args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"]))
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:

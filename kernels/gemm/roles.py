@@ -255,7 +255,6 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
         gl.static_assert(not config.TRANS_C, "only tiles of any width have been stored by columns")
     if STEALS:
         gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
-        gl.static_assert(gl.num_ctas() == 1, "the other CTA would load into what is being stored")
     SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
     PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
 

@@ -1,8 +1,7 @@
 """Tiles of any width (`JOINED`) and programs of two CTAs (`CTAS`), compiled for a GPU that is not here.
 
-Each is compiled once, with the next of OPTIONS. All candidates with all types would take minutes, so of tiles
-of any width each width is compiled, and the widest of each kind, which has the fewest registers left; and of
-pairs one of those that differ in nothing but GROUP_M, a constant of where a tile lies.
+Each is compiled once, with the next of OPTIONS. All candidates with all types would take minutes, so each
+width is compiled, the widest of each kind, which has the fewest registers left, and all pairs.
 """
 
 from __future__ import annotations
@@ -52,13 +51,10 @@ def chosen() -> dict[str, tuple[triton.Config, dict[str, str]]]:
     widest = {_kind(config): width_of(config) for config in sorted(joined, key=width_of)}
     widths = set()
     for config in joined:
-        if width_of(config) not in widths or width_of(config) == widest[_kind(config)]:
+        new = width_of(config) not in widths or width_of(config) == widest[_kind(config)]
+        if new or config.num_ctas > 1:
             widths.add(width_of(config))
             found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
-    for config in GLUON_CANDIDATES:
-        if config.num_ctas > 1 and not config.kwargs["JOINED"] and _code(config) not in found:
-            fitting = [types for types in OPTIONS if _fits(config, types["out"])]
-            found[_code(config)] = config, fitting[-1 - len(found) % 2]  # float32 results where they fit
     return found
 
 
@@ -80,7 +76,6 @@ def _fits(config: triton.Config, out: str) -> bool:
 
 
 CHOSEN = chosen()
-JOINED = [code for code, (config, _) in CHOSEN.items() if config.kwargs["JOINED"]]
 PAIRS = [code for code, (config, _) in CHOSEN.items() if config.num_ctas > 1]
 
 
@@ -125,7 +120,7 @@ def test_it_fits_the_device_without_spills_and_takes_what_is_said_of_it(kernels,
 
 
 def test_all_types_are_compiled_for_both_kinds():
-    for codes in (JOINED, PAIRS):
+    for codes in (CHOSEN, PAIRS):
         types = [CHOSEN[code][1] for code in codes]
         assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16"}
         assert {kinds["out"] for kinds in types} == {"bf16", "fp16", "fp32"}
@@ -134,7 +129,7 @@ def test_all_types_are_compiled_for_both_kinds():
 # ---- tiles of any width
 
 
-@pytest.mark.parametrize("code", JOINED)
+@pytest.mark.parametrize("code", CHOSEN)
 def test_one_instruction_is_as_wide_as_the_tile_and_there_is_no_other(kernels, code):
     config, types = CHOSEN[code]
     width = width_of(config)
@@ -157,7 +152,7 @@ def groups_of_products(sass: str) -> list[list[str]]:
     return groups
 
 
-@pytest.mark.parametrize("code", JOINED)
+@pytest.mark.parametrize("code", CHOSEN)
 def test_ptxas_waits_for_no_product_before_all_of_a_k_block_are_under_way(kernels, code):
     """Where it cannot see that nobody touches the registers of products in flight, it waits for each."""
     config, types = CHOSEN[code]
@@ -185,7 +180,7 @@ def products_with_their_loops(lines: list[str]) -> list[tuple[int, int]]:
     return loops
 
 
-@pytest.mark.parametrize("code", JOINED)
+@pytest.mark.parametrize("code", CHOSEN)
 def test_nothing_touches_the_sums_of_products_in_flight(kernels, code):
     config, _ = CHOSEN[code]
     width = width_of(config)
@@ -204,7 +199,7 @@ def test_nothing_touches_the_sums_of_products_in_flight(kernels, code):
                 assert not sums & {int(number) for number in re.findall(r"\bR(\d+)", line)}, line
 
 
-@pytest.mark.parametrize("code", JOINED)
+@pytest.mark.parametrize("code", CHOSEN)
 def test_all_columns_of_a_k_block_are_waited_for_on_one_mbarrier(kernels, code):
     kwargs = CHOSEN[code][0].kwargs
     ptx = kernels[code].asm["ptx"]
@@ -245,9 +240,8 @@ def test_only_columns_are_loaded_into_both_and_by_one_of_them(kernels, code):
     expected = {
         int(number) for number in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);", ptx)
     }
-    narrow = 2 * kwargs["BLOCK_K"] * (rows + kwargs["BLOCK_N"])
-    assert min(expected) >= narrow  # half of A, all of B: what arrives in each
-    assert kwargs["JOINED"] or expected == {narrow + 2 * kwargs["BLOCK_K"] * kwargs["EXTRA_N"]}
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    assert expected == {2 * kwargs["BLOCK_K"] * (rows + width)}  # half of A, all of B: what arrives in each
 
 
 @pytest.mark.parametrize("code", PAIRS)

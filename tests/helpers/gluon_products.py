@@ -13,7 +13,7 @@ from gluon_model import Deadlock, Descriptor, Pointer
 from dist_autotune.kernels.gemm.configs import box_of
 
 BODY = gluon_model.load_kernel_module("gemm.body")
-ROWS, COLUMNS, NEITHER = (1, 0), (0, 1), (0, 0)  # what two CTAs halve of a descriptor's block
+ROWS, NEITHER = (1, 0), (0, 0)  # what two CTAs halve of a descriptor's block
 
 
 def multiply(
@@ -58,7 +58,7 @@ def multiply(
         return Descriptor(array, block, (halved,) * (ctas // 2))
 
     if transposed[0]:
-        a_desc = descriptor(a.T.copy(), [block_k, block_m], COLUMNS)
+        a_desc = Descriptor(a.T.copy(), [block_k, block_m])
     else:
         a_desc = descriptor(a, [a_rows, block_k], ROWS)
     b_rows = b.T.copy() if transposed[1] else b
@@ -73,7 +73,7 @@ def multiply(
         b_descriptor(extra_n or block_n, extra_rows),
     ]
     if swap_ab:
-        c_desc = descriptor(c, [store_n, block_m], COLUMNS)
+        c_desc = Descriptor(c, [store_n, block_m])
         operands = [
             descriptor(a, [b_rows_loaded, block_k], NEITHER),
             descriptor(b_rows, [a_rows, block_k], ROWS),

@@ -28,8 +28,8 @@ LIMIT = 232448
 KIB = 1024
 NEEDS_39 = pytest.mark.skipif(not HAS_CLUSTERS_AND_PTX, reason="such candidates are there since Triton 3.9")
 
-# The halves of two CTAs: of the rows, of the columns, or of nothing, as both have all.
-ROWS, COLUMNS, ALL = ((1, 0),), ((0, 1),), ((0, 0),)
+# The halves of two CTAs: of the rows, or of nothing, as both have all.
+ROWS, ALL = ((1, 0),), ((0, 0),)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,7 @@ def config_of(
 
 SWAPPED = config_of((128, 128, 64), 48, warps=4, JOINED=True, VARIANT="pingpong", SWAP_AB=True)
 JOINED = config_of((128, 128, 64), 48, JOINED=True)
-PAIR = config_of((256, 128, 64), ctas=2)
-BOTH = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
+PAIR = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
 
 
 def call(**changed: Any) -> dict[str, Any]:
@@ -60,18 +59,17 @@ def call(**changed: Any) -> dict[str, Any]:
 
 
 def new_of(configs: list[triton.Config]) -> list[triton.Config]:
-    return [config for config in configs if config.kwargs["JOINED"] or config.num_ctas > 1]
+    return [config for config in configs if config.kwargs["JOINED"]]
 
 
 # ---- which calls may use them
 
 
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(True, True), (True, False), (False, False)])
-def test_an_instruction_of_any_width_reads_both_operands_along_k_and_pairs_have_rows_of_a(trans_a, trans_b):
+def test_an_instruction_of_any_width_reads_both_operands_along_k(trans_a, trans_b):
     args = call(TRANS_A=trans_a, TRANS_B=trans_b)
     assert not suits(JOINED.kwargs, args)
-    assert not suits(BOTH.kwargs, args)
-    assert suits(PAIR.kwargs, args) is not trans_a
+    assert not suits(PAIR.kwargs, args)
     assert suits(JOINED.kwargs, call())
 
 
@@ -112,7 +110,7 @@ def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
     [
         pytest.param({}, True, True, id="A by rows, a weight"),
         pytest.param({"TRANS_A": True}, False, False, id="A by columns"),
-        pytest.param({"TRANS_B": False}, False, True, id="B by rows"),
+        pytest.param({"TRANS_B": False}, False, False, id="B by rows"),
         pytest.param({"SCHEDULE": "dynamic"}, True, False, id="dynamic"),
         pytest.param({"programs": 1}, True, False, id="one program"),
         pytest.param({"TENSOR_MEMORY": True}, False, False, id="Blackwell"),
@@ -132,7 +130,7 @@ def test_before_triton_3_9_there_are_none():
 
 
 def test_tensor_memory_has_neither():
-    for config in (JOINED, PAIR, BOTH, config_of((128, 192, 64), JOINED=True)):
+    for config in (JOINED, PAIR, config_of((128, 192, 64), JOINED=True)):
         assert not fits(config, 2, LIMIT, tensor_memory=True)
         assert fits(config, 2, LIMIT, tensor_memory=False)
 
@@ -161,19 +159,14 @@ def consumers(config: triton.Config) -> int:
 # ---- blocks
 
 
-@pytest.mark.parametrize(
-    ("trans_a", "trans_b", "a", "b", "extra"),
-    [
-        (False, True, Block(256, 64, ROWS), Block(128, 64, ALL), Block(64, 64, ALL)),
-        (True, True, Block(64, 256, COLUMNS), Block(128, 64, ALL), Block(64, 64, ALL)),
-        (False, False, Block(256, 64, ROWS), Block(64, 128, ALL), Block(64, 64, ALL)),
-        (True, False, Block(64, 256, COLUMNS), Block(64, 128, ALL), Block(64, 64, ALL)),
-    ],
-)
-def test_two_ctas_divide_rows_of_a_and_c_and_both_have_all_columns(trans_a, trans_b, a, b, extra):
-    kwargs = config_of((256, 128, 64), 64, ctas=2).kwargs
-    blocks = blocks_of({**kwargs, "TRANS_A": trans_a, "TRANS_B": trans_b})
-    assert blocks == {"a_desc": a, "b_desc": b, "extra_desc": extra, "c_desc": Block(256, 64, ROWS)}
+def test_two_ctas_divide_rows_of_a_and_c_and_both_have_all_columns():
+    blocks = blocks_of({**PAIR.kwargs, "TRANS_A": False, "TRANS_B": True})
+    assert blocks == {
+        "a_desc": Block(256, 64, ROWS),
+        "b_desc": Block(128, 64, ALL),
+        "extra_desc": Block(16, 64, ALL),
+        "c_desc": Block(256, 64, ROWS),
+    }
 
 
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(False, True), (True, True), (False, False), (True, False)])
@@ -181,10 +174,6 @@ def test_one_cta_divides_nothing(trans_a, trans_b):
     kwargs = config_of((128, 128, 64), 64).kwargs
     blocks = blocks_of({**kwargs, "TRANS_A": trans_a, "TRANS_B": trans_b})
     assert all(block.cga == () for block in blocks.values())
-    pair = blocks_of({**kwargs, "CTAS": 2, "TRANS_A": trans_a, "TRANS_B": trans_b})
-    assert {name: block[:2] for name, block in pair.items()} == {
-        name: block[:2] for name, block in blocks.items()
-    }
 
 
 def test_two_ctas_load_whole_blocks_of_a_however_few_rows_there_are():
@@ -260,7 +249,7 @@ def test_a_descriptor_has_the_layout_of_its_block():
     matrix = Matrix(4096, 512, 512, 512, torch.bfloat16, transposed=False)
     descriptor = describe(matrix, Block(8, 64))
     assert (descriptor.block_shape, list(descriptor.layout.cga_layout or [])) == ([8, 64], [])
-    for block in (Block(256, 64, ROWS), Block(128, 64, ALL), Block(64, 256, COLUMNS), Block(64, 64)):
+    for block in (Block(256, 64, ROWS), Block(128, 64, ALL), Block(64, 64)):
         set_block(descriptor, block)
         assert descriptor.block_shape == [block.rows, block.columns]
         assert [tuple(basis) for basis in descriptor.layout.cga_layout or []] == list(block.cga)
@@ -270,12 +259,10 @@ def test_a_descriptor_has_the_layout_of_its_block():
 
 
 def test_bytes_and_registers_are_those_of_one_cta():
-    assert operand_bytes(PAIR.kwargs) == 4 * (128 + 128) * 64 * 2
-    assert shared_bytes(PAIR.kwargs, 2, tensor_memory=False) == 128 * KIB + 128 * 64 * 2 + KIB
-    alone = config_of((128, 128, 64))
-    assert accumulator_registers(PAIR) == accumulator_registers(alone) == 64
-    assert operand_bytes(BOTH.kwargs) == operand_bytes(JOINED.kwargs) == 4 * (128 + 176) * 64 * 2
-    assert accumulator_registers(JOINED) == 88
+    assert operand_bytes(PAIR.kwargs) == operand_bytes(JOINED.kwargs) == 4 * (128 + 176) * 64 * 2
+    assert shared_bytes(PAIR.kwargs, 2, tensor_memory=False) == 152 * KIB + 128 * 64 * 2 + KIB
+    assert accumulator_registers(PAIR) == accumulator_registers(JOINED) == 88
+    assert accumulator_registers(config_of((128, 128, 64))) == 64
 
 
 @pytest.mark.parametrize("width", [80, 112, 200, 240])
@@ -349,10 +336,10 @@ def shape(m: int, n: int, programs: int = 132) -> Shape:
 def test_half_as_many_programs_of_two_ctas_run_and_none_without_a_tile():
     assert shape(8192, 8192).grid(PAIR.kwargs) == (66, 1, 1)
     assert shape(8192, 8192, programs=131).grid(PAIR.kwargs) == (65, 1, 1)
-    assert shape(512, 256).grid(PAIR.kwargs) == (4, 1, 1)
+    assert shape(512, 352).grid(PAIR.kwargs) == (4, 1, 1)
     assert shape(8192, 8192).grid(JOINED.kwargs) == (132, 1, 1)
     assert shape(128, 352).grid(JOINED.kwargs) == (2, 1, 1)
-    assert shape(257, 177).grid(BOTH.kwargs) == (4, 1, 1)
+    assert shape(257, 177).grid(PAIR.kwargs) == (4, 1, 1)
     assert shape(2040, 4104).grid(SWAPPED.kwargs) == (132, 1, 1)
     assert shape(177, 385).grid(SWAPPED.kwargs) == (8, 1, 1)
 

@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 
 OPERANDS = importlib.import_module("kernels_in_the_model.gemm.operands")
 SCHEDULES = ("contiguous", "strided", "grouped", "chiplet")
-SIZES = st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11))
+SIZES = st.tuples(st.integers(1, 400), st.integers(1, 80), st.integers(1, 300))
 VARIANTS = pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
 
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
-pair = functools.partial(multiply, ctas=2)
+OPTIONS = {"ctas": 2, "blocks": (128, 16, 64), "transposed": (False, True), "store": (8, 1), "joined": True}
+
+pair = functools.partial(multiply, **OPTIONS)
+pair_fails = functools.partial(fails, m=300, n=60, k=260, **OPTIONS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,69 +37,16 @@ def narrow_tiles() -> Iterator[None]:
 @VARIANTS
 @settings(max_examples=20)
 @given(
-    sizes=SIZES,
-    programs=st.integers(1, 3),
-    buffers=st.integers(2, 5),
-    store=st.sampled_from([(4, 1), (4, 2), (8, 1), (2, 4)]),
-    schedule=st.sampled_from(SCHEDULES),
-    transposed=st.tuples(st.booleans(), st.booleans()),
-    seed=st.integers(0, 10**6),
-)
-def test_two_ctas_end_with_the_right_product(
-    variant, sizes, programs, buffers, store, schedule, transposed, seed
-):
-    pair(
-        variant,
-        *sizes,
-        programs=programs,
-        buffers=buffers,
-        store=store,
-        schedule=schedule,
-        transposed=transposed,
-        seed=seed,
-    )
-
-
-@VARIANTS
-@settings(max_examples=15)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
-    programs=st.integers(1, 3),
-    buffers=st.integers(2, 4),
-    store_buffers=st.sampled_from([1, 3]),
-    transposed=st.booleans(),
-    warps=st.sampled_from([4, 8]),
-    seed=st.integers(0, 10**6),
-)
-def test_two_ctas_have_tiles_of_two_widths(
-    variant, sizes, programs, buffers, store_buffers, transposed, warps, seed
-):
-    pair(
-        variant,
-        *sizes,
-        programs=programs,
-        buffers=buffers,
-        extra_n=4,
-        store=(4, store_buffers),
-        transposed=(False, transposed),
-        warps=warps,
-        seed=seed,
-    )
-
-
-@VARIANTS
-@settings(max_examples=10)
-@given(
     sizes=st.tuples(st.integers(1, 400), st.integers(1, 300), st.integers(1, 500)),
     widths=st.sampled_from([(64, 0), (64, 8), (128, 24), (128, 16)]),
     rows_warps=st.sampled_from([(128, 4), (256, 4), (256, 8)]),
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
-    swap_ab=st.booleans(),
+    schedule=st.sampled_from(SCHEDULES),
     seed=st.integers(0, 10**6),
 )
 def test_two_ctas_have_tiles_of_any_width(
-    variant, sizes, widths, rows_warps, programs, buffers, swap_ab, seed
+    variant, sizes, widths, rows_warps, programs, buffers, schedule, seed
 ):
     (block_n, extra_n), (block_m, warps) = widths, rows_warps
     pair(
@@ -106,47 +56,20 @@ def test_two_ctas_have_tiles_of_any_width(
         blocks=(block_m, block_n, 64),
         extra_n=extra_n,
         buffers=buffers,
-        swap_ab=swap_ab,
         warps=warps,
-        transposed=(False, True),
         store=(32, 2),
-        joined=True,
-        seed=seed,
-    )
-
-
-@VARIANTS
-@settings(max_examples=10)
-@given(
-    n=st.integers(1, 12),
-    extra_n=st.sampled_from([0, 4]),
-    programs=st.integers(1, 3),
-    seed=st.integers(0, 10**6),
-)
-def test_columns_that_a_small_matrix_has_not_need_not_be_loaded_for_both(variant, n, extra_n, programs, seed):
-    further = max(min(n - 8, extra_n), 1) if extra_n else min(n, 8)
-    loaded = (8, min(n, 8), further)
-    pair(
-        variant,
-        13,
-        n,
-        7,
-        blocks=(8, 8, 2),
-        loaded=loaded,
-        extra_n=extra_n,
-        transposed=(False, True),
-        programs=programs,
+        schedule=schedule,
         seed=seed,
     )
 
 
 EDGES = {
-    "more programs than tiles": {"m": 4, "n": 8, "k": 5, "programs": 5},
-    "one k block and a long ring": {"m": 9, "n": 30, "k": 1, "buffers": 5},
-    "the ring is one k block longer": {"m": 9, "n": 30, "k": 5, "buffers": 4},
-    "no rows for the second CTA": {"m": 2, "n": 9, "k": 7},
+    "more programs than tiles": {"m": 128, "n": 16, "k": 150, "programs": 5},
+    "one k block and a long ring": {"m": 300, "n": 60, "k": 20, "buffers": 5},
+    "the ring is one k block longer": {"m": 300, "n": 60, "k": 180, "buffers": 4},
+    "no rows for the second CTA": {"m": 50, "n": 20, "k": 200},
     "one element": {"m": 1, "n": 1, "k": 1, "programs": 1},
-    "no k block": {"m": 9, "n": 17, "k": 0},
+    "no k block": {"m": 300, "n": 40, "k": 0},
 }
 
 
@@ -164,10 +87,19 @@ def test_two_ctas_whose_partitions_load_for_themselves(variant, sizes, buffers, 
     pair(variant, *sizes, buffers=buffers, seed=seed)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "dynamic"}, {"stream_k": 1}], ids=str)
-def test_what_one_cta_would_have_to_tell_the_other_is_refused(options):
-    with pytest.raises(AssertionError, match="one CTA would have to tell the other"):
-        pair("cooperative", 9, 17, 5, **options)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"schedule": "dynamic"}, "one CTA would have to tell the other"),
+        ({"joined": False}, "only tiles of any width"),
+        ({"swap_ab": True}, "only tiles of any width"),
+        ({"stream_k": 1}, "parts are written in pieces that fill the tile"),
+    ],
+    ids=str,
+)
+def test_what_two_ctas_cannot_do_is_refused(options, why):
+    with pytest.raises(AssertionError, match=why):
+        pair("cooperative", 200, 40, 100, **{**OPTIONS, **options})
 
 
 # ---- that the model finds what it is there to find
@@ -198,14 +130,14 @@ def unless(function: Callable[..., None], is_left_out: Callable[[Barrier], bool]
 @VARIANTS
 def test_columns_that_are_loaded_before_both_have_read_the_slot_are_found(part, variant):
     part("operands", "mbarrier", mbarrier(wait=unless(OPERANDS.mbarrier.wait, is_of_both)))
-    assert fails(variant=variant, ctas=2)
+    assert pair_fails(variant=variant)
 
 
 @VARIANTS
 def test_an_mbarrier_of_both_that_each_has_for_itself_is_found(part, variant):
     allocate = OPERANDS.allocate_mbarriers
     part("operands", "allocate_mbarriers", lambda count, of_both=False: allocate(count))
-    assert fails(variant=variant, ctas=2)
+    assert pair_fails(variant=variant)
 
 
 @VARIANTS
@@ -213,7 +145,7 @@ def test_a_cta_that_loads_its_rows_before_it_has_read_the_slot_is_found(part, va
     # CTA 0 waits for both, which includes its own readers.
     left_out = unless(OPERANDS.mbarrier.wait, lambda bar: not is_of_both(bar) and "_load" in now().name)
     part("operands", "mbarrier", mbarrier(wait=left_out))
-    assert fails(variant=variant, ctas=2)
+    assert pair_fails(variant=variant)
 
 
 @VARIANTS
@@ -221,7 +153,7 @@ def test_a_cta_that_loads_its_rows_before_it_has_read_the_slot_is_found(part, va
 def test_readers_that_arrive_only_for_their_own_cta_are_a_deadlock(part, variant, rank):
     left_out = unless(OPERANDS.mbarrier.arrive, lambda bar: is_of_both(bar) and now().cta.rank == rank)
     part("operands", "mbarrier", mbarrier(arrive=left_out))
-    assert fails(variant=variant, ctas=2) == "deadlock"
+    assert pair_fails(variant=variant) == "deadlock"
 
 
 @VARIANTS
@@ -231,7 +163,7 @@ def test_columns_that_only_one_cta_receives_are_a_deadlock(part, variant):
             OPERANDS.tma_load(desc, coord, bar, buf)
 
     part("operands", "load_for_both", load)
-    assert fails(variant=variant, ctas=2) == "deadlock"
+    assert pair_fails(variant=variant) == "deadlock"
 
 
 @VARIANTS
@@ -244,27 +176,27 @@ def test_columns_that_arrive_twice_are_found(part, variant):
             OPERANDS.tma_load(desc, coord, bar, buf)
 
     part("operands", "load_for_both", load)
-    assert fails(variant=variant, ctas=2)
+    assert pair_fails(variant=variant)
 
 
 @VARIANTS
 def test_a_cta_that_expects_the_rows_of_both_is_a_deadlock(part, variant):
     expect = OPERANDS.mbarrier.expect
-    half_of_a = 2 * (4 // 2 * 2)
+    half_of_a = 2 * (128 // 2 * 64)
     part("operands", "mbarrier", mbarrier(expect=lambda bar, nbytes: expect(bar, nbytes + half_of_a)))
-    assert fails(variant=variant, ctas=2) == "deadlock"
+    assert pair_fails(variant=variant) == "deadlock"
 
 
 @VARIANTS
 def test_a_wrong_parity_of_the_mbarrier_of_both_is_found(part, variant):
     wait = OPERANDS.mbarrier.wait
     part("operands", "mbarrier", mbarrier(wait=lambda bar, parity: wait(bar, parity ^ is_of_both(bar))))
-    assert fails(variant=variant, ctas=2)
+    assert pair_fails(variant=variant)
 
 
 def test_turns_that_both_ctas_take_together_are_found(part):
     part("roles", "allocate_mbarriers", lambda count: OPERANDS.allocate_mbarriers(count, True))
-    assert fails(variant="pingpong", ctas=2)
+    assert pair_fails(variant="pingpong")
 
 
 @VARIANTS
@@ -276,29 +208,29 @@ def test_ctas_that_work_at_different_tiles_are_found(part, variant):
         return number if number >= self.tiles else (number + now().cta.rank) % self.tiles
 
     part("problem", "StaticSchedule.take", own)
-    assert "not equal" in fails(variant=variant, ctas=2).lower()
+    assert "not equal" in pair_fails(variant=variant).lower()
 
 
 @VARIANTS
 def test_an_accumulator_that_is_not_divided_is_found(part, variant):
-    rows_over_warps = importlib.import_module("kernels_in_the_model.gemm.mma")._rows_over_warps
-    part("mma", "_rows_over_warps", lambda columns, warps, ctas: rows_over_warps(columns, warps, 1))
-    assert "a layout for more or for fewer CTAs" in fails(variant=variant, ctas=2)
+    strip = importlib.import_module("kernels_in_the_model.gemm.any_width")._strip
+    part("any_width", "_strip", lambda block_m, warps, ctas: strip(block_m, warps, 1))
+    assert "a layout for more or for fewer CTAs" in pair_fails(variant=variant)
 
 
 @VARIANTS
 def test_mbarriers_whose_layout_says_nothing_of_ctas_are_found(part, variant):
     part("operands", "_layout", lambda ctas, of_both: OPERANDS.mbarrier.MBarrierLayout())
-    assert "a layout for more or for fewer CTAs" in fails(variant=variant, ctas=2)
+    assert "a layout for more or for fewer CTAs" in pair_fails(variant=variant)
 
 
 @VARIANTS
 def test_ctas_that_do_not_meet_first_are_found(monkeypatch, variant):
     monkeypatch.setattr(Program, "begin", lambda self: None)
-    assert "before it is initialised" in fails(variant=variant, ctas=2)
+    assert "before it is initialised" in pair_fails(variant=variant)
 
 
 @VARIANTS
 def test_a_cta_that_ends_before_the_other_is_found(monkeypatch, variant):
     monkeypatch.setattr(Program, "end", lambda self: None)
-    assert "of a CTA is used that is gone" in fails(variant=variant, ctas=2)
+    assert "of a CTA is used that is gone" in pair_fails(variant=variant)

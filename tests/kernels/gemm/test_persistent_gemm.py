@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from padded_rooms import poison_rooms
-from triton_versions import needs_triton
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm import configs, copies, operation, pruning
@@ -400,26 +399,6 @@ def test_every_candidate_on_a_gpu(variant, dtype, only):
         for shape in GPU_SHAPES:
             check(*shape, dtype, **options)
             check(*shape, dtype, **options)  # by the short way, with new inputs
-
-
-TWO_CTAS = [c for c in GLUON_CANDIDATES if c.num_ctas == 2 and not c.kwargs["JOINED"]]
-NEEDS_TWO_CTAS = needs_triton("3.9", "before it there is no multicast")
-
-
-@pytest.mark.gpu
-@NEEDS_TWO_CTAS
-@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
-@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
-def test_two_ctas_take_all_layouts_and_types_on_a_gpu(layouts, out_dtype, only):
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the roles of other GPUs are not divided among CTAs")
-    assert TWO_CTAS
-    out_bytes = 4 if out_dtype is torch.float32 else 2
-    for config in TWO_CTAS:
-        if fits(config, out_bytes, 232448, tensor_memory=False):
-            only(config)
-            check(1304, 1032, 520, layouts=layouts, out_dtype=out_dtype)
-            check(300, 520, 200, layouts=layouts, out_dtype=out_dtype, programs=7)
 
 
 @pytest.mark.gpu
