@@ -285,7 +285,7 @@ class SettledLaunches(Generic[Shape]):
 def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Launch `kernel`, a kernel with its grid, that makes TMA descriptors on the device; return what it does.
 
-    They need scratch memory. In a copy of the context, the caller's own allocator stays what it is.
+    They need scratch memory; the caller's own allocator stays what it is.
     """
     context = contextvars.copy_context()
     context.run(triton.set_allocator, _allocate_scratch)
@@ -308,11 +308,7 @@ def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _make_room_for_locals(bytes_of_thread: int) -> None:
-    """Have the driver grow local memory now, which at the first launch it would do waiting for all streams.
-
-    Seen on an H200 (driver 580): the first launch of a kernel that spills 1488 bytes, while a stream waits,
-    does not return before that stream goes on. With the limit raised and acted upon before, it does.
-    """
+    """Have the driver grow local memory now: at the first launch it would await all streams."""
     from cuda.bindings import driver
 
     needed = bytes_of_thread + 512

@@ -25,9 +25,8 @@ from .compat import compiled_for, is_one_warp, leave_the_core
 SYSTEM = tl.constexpr("sys")  # the scope of words that other devices or the host write
 GIVEN_UP = tl.constexpr(1 << 30)  # added to the epoch of a signal that nobody shall wait for any more
 
-# On NVIDIA GPUs the clock is read once a round. A poll of a word in the own memory takes 0.2 us on an H200,
-# with two programs polling. That the clock moves is not taken for granted: no GPU polls so many rounds in a
-# tick, in 0.05 us each, but if it stands still they end the wait.
+# On NVIDIA GPUs the clock is read once a round. A poll of a word in the own memory takes 0.2 us on an H200.
+# No GPU polls so many rounds in a tick: they end the wait if the clock stands still.
 POLLS_PER_ROUND = tl.constexpr(2048)
 MOST_ROUNDS_PER_TICK = tl.constexpr(10)
 # Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs; interpreted, 0.3 to 0.6 ms and a sleep.

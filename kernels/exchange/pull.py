@@ -45,9 +45,8 @@ read it. A rank copies as many rows as it has itself; that a peer has others is 
 **No wait is unbounded.** When the GEMM's patience ends it records the peer and the epoch in memory that the
 host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting READY[p] itself. The next
 call, `check` and `close` report that, and the operation can only be closed. A side stream that goes on after
-all lowers ARRIVED[p] to the end of a piece again: another program may be patient once more, at most once for
-each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the bases of the next 2**29 rows, so
-calls that are enqueued already wait no second time.
+all lowers ARRIVED[p] again: a program may be patient once more for each piece. Where nothing is copied any
+more, ARRIVED[p] stays ahead of the bases of the next 2**29 rows: calls enqueued already wait no second time.
 """
 
 from __future__ import annotations

@@ -58,9 +58,8 @@ it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later re
 Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
 be missing: a rank gives those of call k before it pushes its data of call k.) The host sees the record in
 `check`, `close` and the next eager call, and the operation can only be closed; replays that are enqueued
-already end with wrong results. So may those of a rank that has been given up and comes back: each piece that
-it still pushes lowers ARRIVED[p] once more. The failure is that of the operation, on all ranks. With three
-ranks or more a live peer may be given up too: one whose push to us stands behind its push to the dead one.
+already end with wrong results, also where a rank that was given up comes back. With three ranks or more a
+live peer may be given up too: one whose push to us stands behind its push to the dead one.
 """
 
 from __future__ import annotations

@@ -41,11 +41,10 @@ nobody waits for the programs that it keeps out. It must leave room for one. Wha
 rank, in its stream, it must stand behind on all.
 
 **Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
-waits for DONE are enqueued behind the launch of the GEMM. (On the CPU, where a launch returns when the kernel
-has ended, the pushes are enqueued first, and the side stream is a thread.) A graph has no order but that of
-its edges, so in a captured call nothing on the side stream waits for a flag: what is pushed stands behind the
-kernel that computes it, which has seen the permit. Its wait for FREE ends, as the peer's fork precedes all
-kernels of that call.
+waits for DONE are enqueued behind the launch of the GEMM; on the CPU, where a launch returns when the kernel
+has ended, before it. A graph has no order but that of its edges, so in a captured call nothing on the side
+stream waits for a flag: what is pushed stands behind the kernel that computes it, which has seen the permit.
+Its wait for FREE ends, as the peer's fork precedes all kernels of that call.
 
 **Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,

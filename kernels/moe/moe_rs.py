@@ -39,15 +39,12 @@ soon as one program of each rank's kernel runs, every chunk for a peer is comput
 kernels end. A kernel of another stream that holds SMs until it has met its like on a peer may keep programs
 out, as in `GemmReduceScatter`: it must leave room for one.
 
-The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
-from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
-has ended, they are enqueued first, and the side stream is a thread.) A captured call launches the kernel once
-for each stage, and what is pushed stands behind the launch that computes it; nothing waits for DONE.
+**Where streams share a hardware queue** the order is that of `GemmReduceScatter`. A captured call launches
+the kernel once for each stage.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
-its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
-the program that counts the last block of chunk p; the count acquires what the others released. The copy
-follows DONE on its stream, or in a captured call the kernel, and ARRIVED follows the copy.
+its stores; who combines stage s has acquired the counts of stages 0 to s. What follows DONE is as in
+`GemmReduceScatter`.
 
 **Permits, what is overwritten, and patience** are as `exchange.push` says. The partial sums are rewritten by
 the kernel of the next call, behind the join.

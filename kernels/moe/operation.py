@@ -74,9 +74,8 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
 class TokenBoard:
     """Words of host memory that the hosts of all ranks see; no device and no collective takes part.
 
-    Question q is answered in word q % 2 of each rank, as q << 32 | tokens: one store of 8 bytes, so nobody
-    reads half of it. A rank writes a word again for question q + 2, behind the answers of all to q + 1,
-    which they gave when they had read those to q.
+    Question q is answered in word q % 2 of each rank, as q << 32 | tokens, in one store of 8 bytes. A rank
+    writes a word again for q + 2, behind the answers of all to q + 1, who then have read those to q.
     """
 
     def __init__(self, memory: SymmetricMemory, timeout_s: float) -> None:
