@@ -7,8 +7,7 @@
     inline_asm               PTX with a tensor's registers and addresses of shared memory; None before 3.9
     compiled_for             "cuda", "hip", or "cpu" in the interpreter
 
-What the function that launches takes is no name, but differs too: `launch.bare_launch`. Gluon is NVIDIA's and
-AMD's; importing this needs no GPU.
+Importing this needs no GPU.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ do_bench = _time_once if INTERPRETED else None
 class TakeFirst:
     """Times nothing, and so has Triton's own autotuner take the first config that is left.
 
-    For a kernel that does not end alone, or not twice: its peers' part is enqueued behind the very launch
-    that would be timed. Triton asks for times where no session of ours is under way.
+    For a kernel that does not end alone, or not twice: its peers' part is enqueued behind the timed launch.
     """
 
     def __init__(self) -> None:

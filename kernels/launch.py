@@ -12,10 +12,9 @@ cannot be timed alone takes the first candidate and warns once.
 A bare launch gives the kernel what Triton's own gives. It is left out while hooks are set, as a profiler sees
 every launch, and with releases whose launcher is not known:
 
-    3.6    grid, stream, function, cooperative, dependent; scratch, scratch of profilers, metadata, three for
-           hooks; then the kernel's arguments, one by one
-    3.9    grid, stream, function, cooperative, dependent; metadata, three for hooks; scratch, scratch of
-           profilers; of which kinds the kernel's arguments are, twice; then these, as one sequence
+    both   grid, stream, function, cooperative, dependent
+    3.6    scratch, scratch of profilers; metadata, three for hooks; the kernel's arguments, one by one
+    3.9    metadata, three for hooks; scratch, scratch of profilers; arguments' kinds, twice; then one tuple
 """
 
 from __future__ import annotations
@@ -130,8 +129,8 @@ def _is_descriptor(argument: tuple[Any, Any]) -> bool:
 class PreparedLaunch:
     """Launches one compiled kernel on one grid, on the current stream; called with its middle arguments.
 
-    first, last: what comes before and behind them in every launch. TMA descriptors are among the first, and
-    not to be changed; that their memory is there is the caller's to see to, at each launch.
+    first, last: what comes before and behind them in every launch. TMA descriptors are among the first; the
+    caller keeps their memory.
     """
 
     def __init__(
@@ -206,10 +205,10 @@ def _prepared(settled: Settled, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
 
 
 class SettledLaunches(Generic[Shape]):
-    """What is known of the shapes of one tuned kernel whose constants are its last parameters.
+    """The settled launches of one tuned kernel whose constants are its last parameters; no tensor is kept.
 
-    No tensor of a caller is kept. operation: the name under which it is said that a shape has not been tuned,
-    if it is to be. blocks_of: of the descriptors that the host makes, if it makes any.
+    operation: the name in the warning that a shape has not been tuned, if there is to be one. blocks_of: of
+    the descriptors that the host makes, if it makes any.
     """
 
     def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
@@ -286,7 +285,7 @@ class SettledLaunches(Generic[Shape]):
 def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Launch `kernel`, a kernel with its grid, that makes TMA descriptors on the device; return what it does.
 
-    They need scratch memory. In a copy of the context, the caller's own allocator stays what it is.
+    They need scratch memory; the caller's own allocator stays what it is.
     """
     context = contextvars.copy_context()
     context.run(triton.set_allocator, _allocate_scratch)
@@ -297,8 +296,7 @@ def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
     """Compile and load what a launch with these arguments would run, and run nothing.
 
     To be called before a side stream is given waits for peers: a driver that loads a kernel may first wait
-    for all that is enqueued, and what would end those waits in time is the very kernel that is to be loaded.
-    What fails here fails at the launch again, where it is told.
+    for all that is enqueued. What fails here fails at the launch again, which raises.
     """
     if INTERPRETED:
         return
@@ -310,11 +308,7 @@ def load(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _make_room_for_locals(bytes_of_thread: int) -> None:
-    """Have the driver grow local memory now, which at the first launch it would do waiting for all streams.
-
-    Seen on an H200 (driver 580): the first launch of a kernel that spills 1488 bytes, while a stream waits,
-    does not return before that stream goes on. With the limit raised and acted upon before, it does.
-    """
+    """Have the driver grow local memory now: at the first launch it would await all streams."""
     from cuda.bindings import driver
 
     needed = bytes_of_thread + 512

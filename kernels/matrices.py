@@ -1,7 +1,6 @@
 """Matrices as TMA sees them: a base address, a row length, and the block that one copy moves.
 
-A descriptor depends on numbers alone, so one that is kept holds no tensor: memory that has been freed and
-given to another tensor of the same place and shape is described by it just as well.
+A descriptor depends on numbers alone: one that is kept holds no tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Words in memory by which ranks, copy engines and kernels tell each other how far they are.
 
 A signal is an int32 that its one writer sets to a rising epoch and its readers compare with `>=`; it is
-never reset. Epochs wrap around: `a >= b` means `a - b >= 0` in int32, which is what the stream operation
-CU_STREAM_WAIT_VALUE_GEQ computes too, so a reader must not fall 2**31 epochs behind.
+never reset. Epochs wrap around: `a >= b` means `a - b >= 0` in int32, as for CU_STREAM_WAIT_VALUE_GEQ.
 
 No wait is unbounded. One that has lasted `patience_ticks`, of 2**20 ns (1.05 ms), without success writes a
 record to the error word it was given, which the host turns into text with `read_failure`, and then sets the
@@ -26,9 +25,8 @@ from .compat import compiled_for, is_one_warp, leave_the_core
 SYSTEM = tl.constexpr("sys")  # the scope of words that other devices or the host write
 GIVEN_UP = tl.constexpr(1 << 30)  # added to the epoch of a signal that nobody shall wait for any more
 
-# On NVIDIA GPUs the clock is read once a round. A poll of a word in the own memory takes 0.2 us on an H200,
-# with two programs polling. That the clock moves is not taken for granted: no GPU polls so many rounds in a
-# tick, in 0.05 us each, but if it stands still they end the wait.
+# On NVIDIA GPUs the clock is read once a round. A poll of a word in the own memory takes 0.2 us on an H200.
+# No GPU polls so many rounds in a tick: they end the wait if the clock stands still.
 POLLS_PER_ROUND = tl.constexpr(2048)
 MOST_ROUNDS_PER_TICK = tl.constexpr(10)
 # Elsewhere a round is about a tick: a poll takes 1 us on AMD GPUs; interpreted, 0.3 to 0.6 ms and a sleep.

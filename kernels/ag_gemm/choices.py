@@ -5,10 +5,9 @@
     pieces       in how many pieces this rank copies a chunk
     programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside
 
-Ranks tell each other of rows of chunks, so none of these needs agreement, and each is a `tunable`, tuned by
-the time of the whole run. Who copies, `producer=`, is none: one rank that waited for a push and another that
-waited to be pulled from would wait for each other for ever. A captured call takes what eager calls of the
-same shape have settled on. What the caller has fixed is not chosen.
+None of these needs agreement, and each is a `tunable`, tuned by the time of the whole run. Who copies,
+`producer=`, is none: one rank that waited for a push and another that waited to be pulled from would wait for
+each other for ever. A captured call takes what eager calls of the same shape have settled on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The consumer without overlap: wait for all chunks, then let cuBLAS multiply them.
 
 What a GEMM of ours does last, one small kernel does here first: it waits for every peer's chunk, and until no
-peer needs ours any more, and lets the side stream through where a peer does not come. The products are
-enqueued behind it. Peers may meanwhile do as they like: the exchange is the same.
+peer needs ours any more, and lets the side stream through where a peer does not come.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
     return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
 
 
-# The compiled kernel and its grid, by what is compiled in: ranks, device, alignment. (Integers are 32 bits
-# wide.) It is launched without asking the compiler again.
+# The compiled kernel and its grid, by what is compiled in: ranks, device, alignment.
 _LOADED: dict[tuple[int, torch.device, bool, bool], PreparedLaunch] = {}
 
 

@@ -1,8 +1,4 @@
-"""What an `AllGatherGemm` knows of a call, and of the tensors that it is called with, by how they lie.
-
-The first call with tensors of some place and shape finds out whether they can be taken, by whom, and what is
-to be loaded; later ones look that up. No tensor is kept: another one in the same place is as good.
-"""
+"""What an `AllGatherGemm` knows of a call and of its tensors, by place and shape; no tensor is kept."""
 
 from __future__ import annotations
 
@@ -35,10 +31,9 @@ class Call(NamedTuple):
 
 
 class Consumer(Protocol):
-    """Multiplies with a weight and into a result of one place and shape. It keeps neither, but their numbers.
+    """Multiplies gather [slots, capacity, K] with weight [N, K] into out [world_size * rows, N].
 
-    gather [slots, capacity, K], weight [N, K] and out [world_size * rows, N], with contiguous rows, are those
-    that it was made for, or others in their place.
+    It is made for tensors of one place and shape, and keeps their numbers alone.
     """
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:

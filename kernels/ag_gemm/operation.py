@@ -5,9 +5,8 @@
     plain, specialized, matmul     who multiplies; `chunks`: how they wait
     choices      what a rank may choose in a call as it likes
 
-Candidates and choices may differ between ranks in one call: ranks tell each other about rows of chunks, never
-about tiles. Every rank must make the same calls in the same order, each on one stream at a time; calls of two
-operations on two streams at once could fill the chip with kernels that wait for each other's peers.
+Calls of two operations on two streams at once could fill the chip with kernels that wait for each other's
+peers.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ class AllGatherGemm(Operation):
     of the capture, or `op.shard`, before a replay; a replay after `close` uses memory that is gone.
 
     `producer` says who copies in eager calls: with "pull" each rank fetches its peers' chunks, with "push" it
-    writes its own to them, as captured calls always do. All ranks pass the same, which is checked at opening:
-    it is no tunable, because a rank that waited for a push and one that waited to be fetched from would wait
-    for each other for ever. `consumer`, `pieces` and `programs` fix what is otherwise tuned for each shape,
-    see `choices`; ranks may differ in them.
+    writes its own to them, as captured calls always do. All ranks pass the same, which is checked at opening.
+    `consumer`, `pieces` and `programs` fix what is otherwise tuned for each shape; ranks may differ in them.
 
     Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
     shard again, which `graphs=False` saves where chunks are pulled.
@@ -211,8 +208,7 @@ class AllGatherGemm(Operation):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call, and return the product and when each tile waited for rows and was stored.
 
-        The second is int64 [tiles, 4], see `specialized.room_for_stamps`. Only the operation that was opened
-        with consumer="specialized" leaves stamps; with another this raises ValueError.
+        The second is int64 [tiles, 4], see `specialized.room_for_stamps`. Needs consumer="specialized".
         """
         if self._fixed.consumer != "specialized":
             given = self._fixed.consumer
@@ -337,11 +333,7 @@ class AllGatherGemm(Operation):
 
 
 def _finish_alone(call: Call, finish: Callable[[], None]) -> None:
-    """Let an exchange run to its end though no GEMM watches over it: a kernel waits as one would.
-
-    Peers get their signals, and need not lose their patience for a rank whose call has failed; what is pushed
-    needs their permits, which may be a call behind.
-    """
+    """Let the exchange of a failed call run to its end, so that peers get their signals."""
     with contextlib.suppress(Exception):  # this is the way out of an error that says more
         wait_for_all(call)
         finish()

@@ -114,8 +114,7 @@ def capability(device: torch.device) -> int:
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
     """Return whether `SpecializedConsumer` takes these: a GPU with a body, TMA's alignment, a tile's rows.
 
-    gather [slots, capacity, K], weight [N, K] and out [world_size * rows, N] have contiguous rows. The answer
-    depends on addresses and on N: it is this rank's own.
+    The answer depends on addresses and on N: it is this rank's own.
     """
     major = capability(gather.device)
     if major not in (9, 10) or gather.dtype not in TYPE_NAMES:

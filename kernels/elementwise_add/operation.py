@@ -157,7 +157,6 @@ def launch_warp_specialized(matrices: list[Matrix], programs: int) -> None:
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (min(programs, triton.cdiv(a.rows, meta["ROWS"]) * triton.cdiv(a.columns, meta["COLUMNS"])),)
 
-    descriptors = [
-        describe(matrix, Block(8, 64)) for matrix in matrices
-    ]  # `_set_blocks` sets the right blocks
+    any_block = Block(8, 64)  # `_set_blocks` sets the right ones
+    descriptors = [describe(matrix, any_block) for matrix in matrices]
     tuned_warp_specialized_add[grid](*descriptors, a.rows, a.columns, DTYPE=str(a.dtype))

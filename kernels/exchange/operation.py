@@ -1,4 +1,8 @@
-"""What operations over symmetric memory share: owning it, telling what failed, closing."""
+"""What operations over symmetric memory share: owning it, telling what failed, closing.
+
+Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
+rank must make the same calls in the same order, each on one stream at a time.
+"""
 
 from __future__ import annotations
 

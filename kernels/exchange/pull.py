@@ -4,8 +4,7 @@ What a rank holds, W ranks:
 
     gather   [W, m_per_rank, K], symmetric, behind it slots for what is pushed. Chunk p is rank p's shard; the
              own chunk is `op.shard`, read in place by the own GEMM and copied by the peers
-    flags    int32 [6, W], symmetric: READY, FETCHED, ROWS for even and odd epochs, whose column p rank p
-             alone writes, and ARRIVED, which this rank's side stream writes
+    flags    int32 [6, W], symmetric: see `flags`
 
 What call e does on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk
 that were fetched in all calls before. Neither is ever reset; both wrap, and are compared by their difference:
@@ -21,8 +20,7 @@ that were fetched in all calls before. Neither is ever reset; both wrap, and are
         and FETCHED[p] >= e                       FETCHED[r] of rank p := e
     join                               <--
 
-Instead of the GEMM there may be a small kernel that waits as it does at last, and cuBLAS behind it: what
-follows holds for that kernel as well.
+What follows holds as well for the small kernel that waits where cuBLAS multiplies.
 
 **It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM of
 call e: neither a full chip nor a shared hardware queue holds them back. They wait for the fork, that is for
@@ -47,9 +45,8 @@ read it. A rank copies as many rows as it has itself; that a peer has others is 
 **No wait is unbounded.** When the GEMM's patience ends it records the peer and the epoch in memory that the
 host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting READY[p] itself. The next
 call, `check` and `close` report that, and the operation can only be closed. A side stream that goes on after
-all lowers ARRIVED[p] to the end of a piece again: another program may be patient once more, at most once for
-each piece. Where nothing is copied any more, ARRIVED[p] stays ahead of the bases of the next 2**29 rows, so
-calls that are enqueued already wait no second time.
+all lowers ARRIVED[p] again: a program may be patient once more for each piece. Where nothing is copied any
+more, ARRIVED[p] stays ahead of the bases of the next 2**29 rows: calls enqueued already wait no second time.
 """
 
 from __future__ import annotations
@@ -99,9 +96,8 @@ class _Peer:
 class ChunkProducer:
     """Copies chunks rank + 1, rank + 2, ... on a side stream of the memory it is given.
 
-    On GPUs the side stream is a CUDA stream and needs no SM; on the CPU it is a thread. The order of
-    operations, on which the proof above rests, is this one source for both: `start` and `steps`. However few
-    calls of a driver they become, they happen in that order (`SymmetricMemory.prepare`).
+    On GPUs the side stream is a CUDA stream and needs no SM; on the CPU it is a thread. Both take the order
+    of operations, on which the proof above rests, from `start` and `steps`.
     """
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:

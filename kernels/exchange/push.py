@@ -13,8 +13,7 @@ p's memory for what comes from here may be written, and ARRIVED[p], above 0 once
 caller's tensors.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
-    flags    int32 [6, W], symmetric: FREE[p]; ANNOUNCED[p], how many rows p pushes; ARRIVED[p], how many of
-             them are here; AFTER[p], 0 (but see below)
+    flags    int32 [6, W], symmetric: see `flags`
 
 Call k on rank r, with m rows:
 
@@ -34,15 +33,14 @@ Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
 
 **It ends.** The pushes of call k wait for their fork and for the peers' FREE, which follows the peers' forks;
 none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end, then all
-forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (That the branches of
-a graph run side by side is what the hardware does, not what CUDA promises: where it did not, the GEMM would
-report it, see below.)
+forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (CUDA does not
+promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
 
 **Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
 then looks at ANNOUNCED[p]; if they are not among those, it records that and asks no more in this call. At its
 end a GEMM waits for as many as were announced, so the flags are as after any other call.
 
-What follows holds for sums and for choices of experts as well, with their kernels in place of the GEMM.
+What follows holds for sums and choices of experts as well, with their kernels in place of the GEMM.
 
 **Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
 of our ARRIVED of k, which follows our FREE[p] := 0 of k.
@@ -60,9 +58,8 @@ it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later re
 Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
 be missing: a rank gives those of call k before it pushes its data of call k.) The host sees the record in
 `check`, `close` and the next eager call, and the operation can only be closed; replays that are enqueued
-already end with wrong results. So may those of a rank that has been given up and comes back: each piece that
-it still pushes lowers ARRIVED[p] once more. The failure is that of the operation, on all ranks. With three
-ranks or more a live peer may be given up too: one whose push to us stands behind its push to the dead one.
+already end with wrong results, also where a rank that was given up comes back. With three ranks or more a
+live peer may be given up too: one whose push to us stands behind its push to the dead one.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ what the peers have sent. What a rank holds, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags    int32 [4, W], symmetric: FREE[p], 1 if rank p's slot for our sums may be written; ARRIVED[p], the
-             number of rows of p's sums once they are here, else 0; DONE[p], 1 once our sums for p are
-             complete, which the GEMM sets; AFTER[p], 0 (see `exchange.push`)
+    flags    int32 [4, W], symmetric: see `kernel`
 
 An eager call on rank r:
 
@@ -32,24 +30,21 @@ A captured call, whose side stream waits for no flag:
     GEMM of chunk r, as above
     fork, join                                ARRIVED := AFTER
 
-Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager ones.
-
 **It ends.** Programs claim tiles one by one from a counter, in the order of the chunks. A program that waits
 for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs that have started
 and store them without waiting. So as soon as one program of each rank's GEMM runs, all chunks for peers are
 computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs and
 pushes of one call end, then all forks of the next happen, all chunks for peers are pushed, and all GEMMs end.
 
-A kernel of another stream may hold SMs until it has met its like on another rank, as an all-reduce of another
-dimension of a mesh does: nobody waits for the programs that it keeps out. It must leave room for one. What a
-call stands behind on one rank, in its stream, it must stand behind on all.
+A kernel of another stream may hold SMs until it has met its like on another rank, as an all-reduce does:
+nobody waits for the programs that it keeps out. It must leave room for one. What a call stands behind on one
+rank, in its stream, it must stand behind on all.
 
 **Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
-waits for DONE are enqueued behind the launch of the GEMM. (On the CPU, where a launch returns when the kernel
-has ended, the pushes are enqueued first, and the side stream is a thread.) A graph has no order but that of
-its edges, so in a captured call nothing on the side stream waits for a flag: what is pushed stands behind the
-kernel that computes it, which has seen the permit. Its wait for FREE ends, as the peer's fork precedes all
-kernels of that call.
+waits for DONE are enqueued behind the launch of the GEMM; on the CPU, where a launch returns when the kernel
+has ended, before it. A graph has no order but that of its edges, so in a captured call nothing on the side
+stream waits for a flag: what is pushed stands behind the kernel that computes it, which has seen the permit.
+Its wait for FREE ends, as the peer's fork precedes all kernels of that call.
 
 **Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
@@ -58,9 +53,6 @@ or in a captured call the kernel, and ARRIVED follows the copy.
 **Permits, what is overwritten, and patience** are as `exchange.push` says; a captured call that waits for
 FREE in vain records and gives up as one that waits for sums. The partial sums are rewritten by the GEMM of
 the next call, behind the join.
-
-Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order, each on one stream at a time.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ What a rank holds, W ranks:
 
     gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
     ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
-    flags    int32 [7, W], symmetric: FREE[p], 1 if what comes from here may be written on rank p; TOLD[p],
-             rank p's number of tokens and topk once its ids are here, else 0; ARRIVED[p], 1 once its chunk is
-             here; AFTER[p], 0 (see `exchange.push`); GIVEN[p], of which number of tokens rank p's host knows
+    flags    int32 [7, W], symmetric: see `flags`
 
 A call on rank r:
 
@@ -24,8 +22,7 @@ A call on rank r:
     join                               <--
 
 All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
-last chunk (`routing`). Nothing depends on the number of the call, so CUDA graphs may hold calls, among eager
-ones.
+last chunk (`routing`).
 
 **It ends.** The side stream of a call waits for the peers' FREE alone, which follow their forks; nothing on
 it needs an SM, and it is enqueued before the kernels that wait for it. The kernels wait for the side streams
@@ -40,9 +37,6 @@ loads the weight alone.
 of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
 for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
 allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
-
-Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order, each on one stream at a time.
 """
 
 from __future__ import annotations

@@ -83,19 +83,13 @@ class Shape(NamedTuple):
         return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run under a config: no more than SMs, nor than there may be tiles.
-
-        There is one even without tiles: it waits for what the peers push in every call.
-        """
+        """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""
         blocks = min(self.choices, triton.cdiv(self.choices, meta["BLOCK_M"]) + self.experts + 1)
         return max(1, min(self.programs, blocks * triton.cdiv(self.n, meta["BLOCK_N"]))), 1, 1
 
 
 def counted(choices: int, programs: int) -> int:
-    """Return the number of choices, or one with the same grids that is the same for all large calls.
-
-    The number changes from call to call; from one full block for each program on, the grid is all programs.
-    """
+    """Return the number of choices, or one with the same grids that is the same for all large calls."""
     return min(choices, programs * HIGHEST_HEIGHT)
 
 

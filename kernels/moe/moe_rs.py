@@ -6,8 +6,7 @@ What a rank holds, W ranks; `m` is tokens_per_rank:
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags         int32 [7, W], symmetric: FREE, TOLD, ARRIVED, AFTER, GIVEN as in `AllGatherMoE`; DONE[p], 1
-                  once our sums for p are complete, which the kernel sets
+    flags         int32 [7, W], symmetric: see `flags`
 
 A call on rank r:
 
@@ -30,8 +29,7 @@ A call on rank r:
 **How a sum is made.** A product is weighted in float32 and rounded to `dtype` once; the topk products of a
 token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
 parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
-bits, with the same config. Atomics into one float32 buffer would save storing the products, but not give the
-same bits twice, and write 4 bytes an element, topk times.
+bits, with the same config.
 
 **It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
 `AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a list one by one; an
@@ -41,21 +39,15 @@ soon as one program of each rank's kernel runs, every chunk for a peer is comput
 kernels end. A kernel of another stream that holds SMs until it has met its like on a peer may keep programs
 out, as in `GemmReduceScatter`: it must leave room for one.
 
-The waits of the side stream for DONE are enqueued behind the launch of the kernel, so they cannot keep it
-from starting, even in a hardware queue that both share. (On the CPU, where a launch returns when the kernel
-has ended, they are enqueued first, and the side stream is a thread.) A captured call launches the kernel once
-for each stage, and what is pushed stands behind the launch that computes it; nothing waits for DONE.
+**Where streams share a hardware queue** the order is that of `GemmReduceScatter`. A captured call launches
+the kernel once for each stage.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
-its stores; who combines stage s has acquired the counts of stages 0 to s. DONE[p] is set, at system scope, by
-the program that counts the last block of chunk p; the count acquires what the others released. The copy
-follows DONE on its stream, or in a captured call the kernel, and ARRIVED follows the copy.
+its stores; who combines stage s has acquired the counts of stages 0 to s. What follows DONE is as in
+`GemmReduceScatter`.
 
 **Permits, what is overwritten, and patience** are as `exchange.push` says. The partial sums are rewritten by
 the kernel of the next call, behind the join.
-
-Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order, each on one stream at a time.
 """
 
 from __future__ import annotations

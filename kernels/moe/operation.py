@@ -74,9 +74,8 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
 class TokenBoard:
     """Words of host memory that the hosts of all ranks see; no device and no collective takes part.
 
-    Question q is answered in word q % 2 of each rank, as q << 32 | tokens: one store of 8 bytes, so nobody
-    reads half of it. A rank writes a word again for question q + 2, behind the answers of all to q + 1,
-    which they gave when they had read those to q.
+    Question q is answered in word q % 2 of each rank, as q << 32 | tokens, in one store of 8 bytes. A rank
+    writes a word again for q + 2, behind the answers of all to q + 1, who then have read those to q.
     """
 
     def __init__(self, memory: SymmetricMemory, timeout_s: float) -> None:
@@ -116,12 +115,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class ExpertOperation(Operation):
-    """An operation whose calls begin by telling all ranks which experts each token goes to.
+    """An operation whose calls begin by telling all ranks which experts each token goes to."""
 
-    A subclass says in which orders it wants its tiles: `_orders`, `_by_first`.
-    """
-
-    _orders: int
+    _orders: int  # of its tiles, see `routing`
     _by_first: bool
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _mend_calls = ""

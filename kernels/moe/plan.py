@@ -21,8 +21,7 @@ class Plan:
     """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
 
     What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`,
-    three words for each rank, which are 0 when the first kernel behind the sorting starts. Made once for a
-    number of experts and kept: each call on the same stream uses it anew.
+    three words for each rank, which are 0 when the first kernel behind the sorting starts.
     """
 
     def __init__(

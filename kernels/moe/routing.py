@@ -13,10 +13,9 @@ Two launches, without a host's look at anything:
     place_choices   puts each choice into its place; some of its programs write a table each
 
 A table lists, for blocks of 16, 32, ... rows, (expert, begin, end, stage): rows begin to end of the sorted
-choices, and their last stage, or, BY_FIRST, their first. One for each height, because the config of the
-kernel that reads it is not known here; and one for each order: 0, by that stage and then by expert, so
-that what is needed, or known, first comes first; 1, by expert, so that the rows of a weight are read in one
-go.
+choices, and their last stage, or, BY_FIRST, their first. There is one for each height, as the config of its
+reader is not known here, and for each order: 0, by that stage and then by expert; 1, by expert, so that the
+rows of a weight are read in one go.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ Step = Copy | Write | Wait
 class SymmetricMemory(abc.ABC):
     """Memory of all ranks of a group, and the operations that order them against each other.
 
-    `allocate`, `barrier` and `close` are collective: every rank calls them in the same order. A step
-    that fails on one rank raises on all; a peer that does not come raises after `timeout_s`.
+    `allocate`, `barrier` and `close` are collective. A step that fails on one rank raises on all; a peer that
+    does not come raises after `timeout_s`.
     """
 
     name: ClassVar[str]  # as in open_symmetric_memory(backend=...)
@@ -92,10 +92,7 @@ class SymmetricMemory(abc.ABC):
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, which is there as long as this memory is: kernels and streams may write to it.
-
-        What is abandoned while they may still run is never given back to an allocator, on the device or not.
-        """
+        """Keep a tensor that kernels and streams write to, as long as this memory; return it."""
         self._held.append(tensor)
         return tensor
 
@@ -116,8 +113,7 @@ class SymmetricMemory(abc.ABC):
     def close(self) -> None:
         """Give the memory back once every rank has come here; a second call does nothing.
 
-        Where a peer does not come, this rank's part is abandoned to the end of the process, and the
-        error says so.
+        Where a peer does not come, this rank's part is abandoned to the end of the process.
         """
         if self._is_closed:
             return
@@ -157,11 +153,7 @@ class SymmetricMemory(abc.ABC):
         """
 
     def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
-        """Return a function that enqueues the steps in their order: what is the same in each run is done now.
-
-        It is called with the numbers that the steps' `plus` count, as positional arguments, as often as the
-        tensors of the steps are there.
-        """
+        """Return a function that enqueues the steps in their order, with the numbers that `plus` index."""
 
         def run(*numbers: int) -> None:
             for step in steps:

@@ -16,8 +16,7 @@ BATCH = 255  # operations that one cuStreamBatchMemOp takes
 WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a system-scope barrier comes before the write
 
 
-# What was abandoned. Kernels and streams, a peer's among them, may still write there: it is never used for
-# anything else. That goes for pinned words too, which torch would hand out again at once.
+# What was abandoned, and is never given back: kernels and streams, also of peers, may still write there.
 _abandoned: list[SymmetricTensor | torch.Tensor] = []
 _abandoned_streams: list[CudaStream] = []
 
@@ -25,8 +24,8 @@ _abandoned_streams: list[CudaStream] = []
 class CudaStream:
     """A high-priority stream of its own, ordered against the caller's current stream by events.
 
-    Not one of torch's, which hands out 32 in turn: what somebody else has enqueued on the same one, such as a
-    collective that waits for SMs which our kernel holds, would be in front of copies that our kernel awaits.
+    Not one of torch's, which hands out 32 in turn: another's work on the same one, such as a collective that
+    waits for SMs, would be in front of copies that our kernel awaits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,8 +61,7 @@ class CudaMemory(SymmetricMemory):
     """Peer memory that this GPU's copy engines, streams and kernels reach directly.
 
     None of `copy`, `write_signal` and `wait_signal` needs an SM, so they make progress beside a kernel
-    that holds all of them. (Measured on an H200, driver 580: copies between GPUs, write-value and
-    memset run then; any kernel, a one-block one included, does not.)
+    that holds all of them (measured on an H200, driver 580).
     """
 
     def __init__(self, ranks: RankGroup, device: torch.device, reason: str) -> None:
@@ -95,8 +93,7 @@ class CudaMemory(SymmetricMemory):
     def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
         """Return a function that enqueues the steps, with one call of the driver for signals between copies.
 
-        The driver enqueues the operations of such a batch in their order, and each write has its barrier: it
-        is as if they came one by one. (On an H200 a write and a wait take 1.7 us together, else 2.9.)
+        The order and each write's barrier stay. (On an H200 a write and a wait take 1.7 us, else 2.9.)
         """
         handle = self._driver.CUstream(_handle(stream))  # of a number the binding makes one in each call
         enqueued = [

@@ -114,8 +114,7 @@ class _Library:
     def wait_for(self, call: Callable[[], object], what: str, ranks: RankGroup, device: torch.device) -> None:
         """Make a call in which the library waits for all ranks, without a bound of its own.
 
-        After `timeout_s` this raises, and leaves the call to a thread: nothing is asked of the library any
-        more, whose ranks may be anywhere.
+        After `timeout_s` this raises, leaves the call to a thread and asks nothing more of the library.
         """
         caught: list[BaseException] = []
 
@@ -171,8 +170,7 @@ _library = _Library()
 def _waiting_without_the_interpreters_lock() -> Iterator[None]:
     """Have nvshmem4py free and finalise without the interpreter's lock, which it keeps (0.3.1 to 0.4.1).
 
-    With it, no thread of the process could end the wait, or say that there is one. The functions behind are
-    the same, called through ctypes, which gives the lock away.
+    With it, no thread could end the wait. ctypes calls the same functions without the lock.
     """
     replaced: list[tuple[Any, str, Any]] = []
     try:
