@@ -410,6 +410,8 @@ def test_any_width_takes_all_types_and_schedules_on_a_gpu(out_dtype, only):
             check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
             if config.num_ctas == 1:
                 check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
+            else:
+                check(300, 520, 200, layouts=("row", "column"), out_dtype=out_dtype, programs=7)
 
 
 @pytest.mark.gpu
