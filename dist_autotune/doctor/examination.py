@@ -6,15 +6,17 @@ what came before a crash or a hang is known.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ from ..version import __version__
 
 RANKS_LIMIT_S = 60.0  # of which starting and importing torch may take most
 GPU_LIMIT_S = 120.0
+PEERS_GRACE_S = 3.0  # for the helpers beside one that has failed: to report what they see of it
+REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
+POLL_S = 0.01
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 COMPILED = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
 CUT_OFF = "cut off after"
@@ -145,30 +150,56 @@ def run_helpers(
 
     `environment`: variables that differ from this process's; None takes one out.
     """
-    variables = settings.environment_of_helpers(environment)
-
-    def run_rank(rank: int) -> Trial:
-        place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s, **arguments}
-        path = Path(directory, f"rank-{rank}")
-        with path.open("wb") as output:
-            try:
-                code = subprocess.run(
-                    command(probe, place),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=variables,
-                    timeout=limit_s,
-                ).returncode
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                ending = f"ended {how}" if code else ""
-            except subprocess.TimeoutExpired:
-                ending = f"{CUT_OFF} {limit_s:.0f} s"
-        return _read(path.read_text(errors="replace"), ending)
-
-    with tempfile.TemporaryDirectory(prefix="dist-autotune-") as directory, ThreadPoolExecutor(count) as pool:
-        trials = list(pool.map(run_rank, range(count)))
+    with tempfile.TemporaryDirectory(prefix="dist-autotune-", ignore_cleanup_errors=True) as directory:
+        outputs = [Path(directory, f"rank-{rank}") for rank in range(count)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, path in enumerate(outputs):
+                place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
+                with path.open("wb") as output:
+                    process = subprocess.Popen(
+                        command(probe, {**place, **arguments}),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=settings.environment_of_helpers(environment),
+                        start_new_session=True,  # one signal ends it with what it has started
+                    )
+                processes.append(process)
+            endings = _wait(processes, limit_s)
+        finally:
+            for process in processes:
+                _kill(process)
+        texts = [path.read_text(errors="replace") for path in outputs]
+    trials = map(_read, texts, endings)
     return min(trials, key=lambda trial: (not trial.problem, trial.problem.startswith(CUT_OFF)))
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[str]:
+    """Return how each process ended, as text that is empty where it ended well."""
+    began = time.monotonic()
+    deadline, has_failed = began + limit_s, False
+    while None in [process.poll() for process in processes] and time.monotonic() < deadline:
+        if not has_failed and any(process.returncode for process in processes):
+            deadline, has_failed = min(deadline, time.monotonic() + PEERS_GRACE_S), True
+        time.sleep(POLL_S)
+    return [_ending(process.poll(), time.monotonic() - began) for process in processes]
+
+
+def _ending(code: int | None, after_s: float) -> str:
+    if code is None:
+        return f"{CUT_OFF} {after_s:.0f} s"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code else ""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
 
 
 def command(probe: str, place: dict[str, Any]) -> list[str]:
@@ -183,7 +214,8 @@ def _read(output: str, ending: str) -> Trial:
     report, last_output = dict[str, Any](), ""
     for line in filter(str.strip, output.splitlines()):
         if line.startswith(REPORT):
-            report = json.loads(line.removeprefix(REPORT))
+            with contextlib.suppress(ValueError):  # a killed process was writing it
+                report = json.loads(line.removeprefix(REPORT))
         else:
             last_output = f"; last output: {line.strip()[:300]}"
     problem = f"{ending}{last_output} (in {report.get('stage', STARTUP)})" if ending else ""

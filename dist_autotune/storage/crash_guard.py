@@ -52,6 +52,7 @@ class CrashGuard:
         file_name = f"{safe_name(name)}-{digest(to_json(identity))}-rank-{rank}.json"
         self._path = None if directory is None else directory / file_name
         self._rank, self._complain = rank, complain
+        self._pid = os.getpid()  # a forked child leaves the file to its parent
         self._is_owner = False
         self._lock = threading.Lock()
         self._session, self._bans = "", CrashBans()
@@ -61,7 +62,7 @@ class CrashGuard:
     def recover(self) -> Opening:
         """Return the crash and the bans that a process left which is gone; its file is then ours."""
         found = Opening(self._rank, crash_bans=self._bans)
-        if self._path is not None and not self._is_owner:
+        if self._path is not None and not self._is_owner and os.getpid() == self._pid:
             try:
                 with contextlib.suppress(OSError):
                     self._is_owner = _lock(self._path)
@@ -124,7 +125,7 @@ class CrashGuard:
         self._remove()
 
     def _remove(self) -> None:
-        if self._path is not None and self._is_owner:
+        if self._path is not None and self._is_owner and os.getpid() == self._pid:
             _remove(self._path)
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()  # if it is empty
@@ -137,7 +138,7 @@ class CrashGuard:
 
     def _write(self, kind: int = INEXACT, suspects: dict[str, str] | None = None) -> None:
         """Replace the line; without suspects it accuses nobody."""
-        if self._path is None:
+        if self._path is None or os.getpid() != self._pid:
             return
         suspects, crashes = suspects or self._suspects, {}
         if suspects or kind == EXPLAINED:

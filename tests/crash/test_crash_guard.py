@@ -215,6 +215,25 @@ def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path
     os.close(reading)
 
 
+def test_a_forked_child_leaves_the_guard_as_it_is(tmp_path):
+    guard = open_guard(tmp_path)
+    guard.begin_session("abc", {})
+    guard.begin_run(0, {"c" * 16: "on trial"})
+    (file,) = tmp_path.iterdir()
+    written = file.read_bytes()
+    child = os.fork()
+    if child == 0:
+        try:
+            guard.begin_run(1, {"c" * 16: "another"})
+            guard.close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert file.read_bytes() == written
+    guard.close()
+    assert not file.exists()
+
+
 def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(tmp_path):
     def owner(rank):
         written = open_guard(tmp_path)

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,48 @@ def test_what_was_reported_before_a_crash_is_kept(monkeypatch: pytest.MonkeyPatc
     ],
     ids=["signal", "exception", "well"],
 )
-def test_every_end_is_findings_of(monkeypatch: pytest.MonkeyPatch, program: str, ending: str) -> None:
+def test_every_end_is_reported(monkeypatch: pytest.MonkeyPatch, program: str, ending: str) -> None:
     child = helpers_of(monkeypatch, program)
     assert child.problem == ending
 
 
-def test_the_helper_that_failed_explains_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = helpers_of(monkeypatch, "signal.pause()", "say(stage='join'); os._exit(3)", limit_s=2.0)
+def test_a_report_that_a_killed_process_was_writing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"say(stage='a', facts={{'x': 1}}); print({REPORT!r} + '{{\"stage', end='', flush=True)\n"
+    child = helpers_of(monkeypatch, program + "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (child.facts, child.problem) == ({"x": 1}, "ended by SIGKILL (in a)")
+
+
+def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import subprocess\n"
+        f"grandchild = subprocess.Popen({HANG!r})\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{grandchild.pid}}')\n"
+        "say(stage='a'); signal.pause()"
+    )
+    child = helpers_of(monkeypatch, program, limit_s=3.0)
+    assert re.fullmatch(r"cut off after \d+ s \(in a\)", child.problem)
+    deadline = time.monotonic() + 10
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        while _is_running(pid):
+            assert time.monotonic() < deadline
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_helper_that_failed_explains_the_others_which_do_not_wait_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(examination, "PEERS_GRACE_S", 0.5)
+    began = time.monotonic()
+    failed = helpers_of(monkeypatch, "signal.pause()", "say(stage='join'); os._exit(3)", limit_s=60.0)
+    assert time.monotonic() - began < 20
     assert failed.problem == "ended with exit code 3 (in join)"
 
 
