@@ -75,11 +75,9 @@ class Registry:
 
     def choice(self, name: str, key: Key, options: dict[str, Any]) -> RankContext:
         """Return the context of a `tunable`, whose options are given by their texts."""
-        kernel, configs = (
-            self.names.name_of_choice(name, options),
-            {digest(t): o for t, o in options.items()},
-        )
+        kernel = self.names.name_of_choice(name, options)
         texts = {digest(text): text for text in options}
+        configs = {each: options[text] for each, text in texts.items()}
         context = self._context(kernel, key, KernelSource(name, digest=""), configs, texts, None)
         if not context.bindings:
             context.bindings.append(Binding(lambda: None, key, configs, context))

@@ -41,9 +41,7 @@ class _Round:
     """One exchange: what has come, who waits, how it ended."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
-    waiting: dict[int, Callable[[End], None]] = field(
-        default_factory=dict
-    )  # for the end; by rank, the latest
+    waiting: dict[int, Callable[[End], None]] = field(default_factory=dict)  # by rank: its latest request
     beats: int = 0  # so far, of all ranks
     latest_beat: dict[int, int] = field(default_factory=dict)  # rank -> which beat of all was its last
     beats_at_look: dict[int, int] = field(default_factory=dict)  # by the rank that asked for patience
