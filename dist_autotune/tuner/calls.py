@@ -17,8 +17,7 @@ from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
-from .function import TunedFunction
-from .function_state import FunctionState
+from .function_state import FunctionState, TunedFunction
 from .report import TuningReport
 from .session import Session
 from .snapshot import Snapshot

@@ -19,7 +19,7 @@ from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..search.state import SearchState
 from ..timing.samples import Samples
-from .function import TunedFunction, versions
+from .function_state import TunedFunction, versions
 
 
 class Recorder:

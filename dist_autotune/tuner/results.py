@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import triton
 from triton.runtime.autotuner import Autotuner
@@ -23,7 +23,9 @@ from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
-from .function import TunedFunction
+
+if TYPE_CHECKING:
+    from .function_state import TunedFunction
 
 Offers: TypeAlias = dict[str, tuple[int, str, float]]
 """Digest of an entry's key -> (the rank that has it, winner, ms)."""

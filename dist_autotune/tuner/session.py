@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import described
 from ..logs import decisions
+from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
@@ -23,7 +24,6 @@ from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
-from .progress import Progress
 from .rank_run import RankRun
 from .recorder import Recorder
 from .report import TunedContext, TuningReport, tuned_contexts
