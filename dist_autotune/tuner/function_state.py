@@ -22,7 +22,7 @@ from ..search.context import Context
 from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
 from ..search.rules import Rules
 from ..search.state import SearchState
-from ..storage.crash_guard import FOLDER, CrashGuard
+from ..storage.crash_guard import CrashGuard
 from ..storage.device import Device
 from ..storage.winners import Winners
 from ..timing.clock import Clock, default_clock
@@ -74,8 +74,7 @@ class TunedFunction:
             **versions(),
             **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
         }
-        directory = disk.directory / FOLDER if disk.directory is not None and self.tunes else None
-        return CrashGuard(directory, facts, self.name, self.group.rank, disk.warn_unwritable)
+        return CrashGuard(disk if self.tunes else Winners(None), facts, self.name, self.group.rank)
 
 
 class FunctionState:
