@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..codec import from_json
-from .address import Address
+from .hub import Address
 from .messages import End
 
 T = TypeVar("T")

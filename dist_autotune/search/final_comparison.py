@@ -29,7 +29,6 @@ class FinalComparison(PlanTrial):
         self._all, self._rules = contexts, rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
         self._ms: dict[str, float] = {}
-        self._sides: list[str] = []  # of all runs
         self._run = 0
         self._compared_defaults: dict[str, int] = {}  # outlive the plan before the next session's search
         self._is_left = False  # an earlier session has not finished it
@@ -77,20 +76,17 @@ class FinalComparison(PlanTrial):
                 plans[side] = plan
         if not self._is_left or plans != self._plans:
             self._plans, self._run, self._ms = plans, 0, dict.fromkeys(plans, math.nan)
-        self._sides = [side for number in range(ROUNDS) for side in self._round(number)]
         self._compared_defaults, self.remark = dict(self.defaults), ""
         self.waiting, self._was_launched, self._idle_runs = False, True, 0
         self._ask()
 
-    def _round(self, number: int) -> list[str]:
+    def _ask(self) -> None:
         sides = list(self._plans)
+        number, place = divmod(self._run, len(sides))
         if number:
             random.Random(f"round {number}").shuffle(sides)
-        return sides if len(sides) > 1 else []
-
-    def _ask(self) -> None:
-        self.is_over, self.is_warmup = self._run >= len(self._sides), self._run < len(self._plans)
-        self.label = "" if self.is_over else self._sides[self._run]
+        self.is_over, self.is_warmup = len(sides) < 2 or number >= ROUNDS, number == 0
+        self.label = "" if self.is_over else sides[place]
         self.plan = {} if self.is_over else self._plans[self.label]
         self._apply_plan()
 
