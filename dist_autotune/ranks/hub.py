@@ -1,8 +1,7 @@
 """The hub: a thread of a group's first rank, through which the ranks of the group exchange messages.
 
-torch's TCPStore is not used for this: its operations can be neither interrupted nor bounded in time,
-waiting on it means polling, and it asks the name server about everybody who connects (which takes 5 s
-where the answer is lost; torch 2.13).
+torch's TCPStore would have to be polled, can be neither interrupted nor bounded in time, and asks the name
+server about everybody who connects (5 s where the answer is lost; torch 2.13).
 
 It listens on the loopback device, and on the interface towards another host once a rank there asks for it.
 Whoever connects shows a token of fixed size before anything is parsed, and is shown one in return.

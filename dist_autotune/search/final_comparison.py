@@ -17,10 +17,7 @@ DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 
 class FinalComparison(PlanTrial):
-    """Compares plans in rounds, each in an order of its own, so that no period of the caller's favours one.
-
-    It outlives its session: what one leaves undecided the next one goes on with.
-    """
+    """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
