@@ -247,8 +247,7 @@ class Pool:
         before = len(self._running)
         for task in tuple(self._running):
             assert task.child is not None
-            ending = task.child.poll()
-            if ending is None:
+            if (ending := task.child.poll()) is None:
                 continue
             self._running.remove(task)
             if ending.has_begun and ending.reason:
