@@ -42,9 +42,7 @@ LogDirectory = Annotated[
     Path | None,
     typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
 ]
-EverySession = Annotated[
-    bool, typer.Option("--all", help="Take every session, not the newest of each function.")
-]
+EverySession = Annotated[bool, typer.Option("--all", help="Take every session, not each function's newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 

@@ -10,7 +10,6 @@ Whatever is wrong with the file or its directory is a `CacheWarning`, and tuning
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import stat
@@ -27,7 +26,6 @@ from .winners import Winners, parse, safe_name
 
 SCHEMA_VERSION = 3
 FOLDER = "crash-guard"  # in the cache's directory
-MAX_BYTES = 1 << 20
 _OWNED: set[Path] = set()  # files that this process has locked: closing one a second time would unlock it
 
 
@@ -56,7 +54,7 @@ class CrashGuard:
                 with contextlib.suppress(OSError):
                     self._file = _lock(self._path)
                     if self._file is not None:
-                        line = os.pread(self._file, MAX_BYTES, 0).partition(b"\n")[0]
+                        line = os.pread(self._file, 1 << 20, 0).partition(b"\n")[0]
                         found = from_json(Opening, parse(line, SCHEMA_VERSION))
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
@@ -136,7 +134,7 @@ class CrashGuard:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = _lock(self._path, os.O_CREAT)
             if self._file is not None and os.pwrite(self._file, data, 0) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError("No space left on device")
         except OSError as error:  # half a line would accuse the wrong candidate
             if self._file is not None:
                 _remove(self._path, self._file)
