@@ -150,9 +150,7 @@ class SpecializedConsumer:
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices
         trace = call.trace is not None
-        return Shape(
-            c.rows, b.rows, a.columns, a.dtype, call.world_size, call.programs, weight.device, trace
-        )
+        return Shape(c.rows, b.rows, a.columns, a.dtype, call.world_size, call.programs, weight.device, trace)
 
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
         """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""

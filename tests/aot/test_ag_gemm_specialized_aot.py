@@ -50,9 +50,7 @@ SMALL = candidate("pingpong", (64, 128, 64), 4)
 SMALL_DEEP = candidate("cooperative", (64, 128, 128), 4)
 
 
-def compile_candidate(
-    config: triton.Config, target: Any, *, trace: bool = False, dtype: str = "bf16"
-) -> Any:
+def compile_candidate(config: triton.Config, target: Any, *, trace: bool = False, dtype: str = "bf16") -> Any:
     constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "TRACE": trace}
     constants |= config.kwargs
     types = {name: descriptor_type(dtype, block) for name, block in blocks_of(constants).items()}
