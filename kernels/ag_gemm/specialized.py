@@ -156,20 +156,9 @@ class SpecializedConsumer:
 
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
         """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
-        return (
-            call.flags,
-            call.errors,
-            call.errors if call.stamps is None else call.stamps,
-            shape.m,
-            shape.n,
-            shape.k,
-            call.capacity,
-            call.rank,
-            call.epoch,
-            call.base,
-            call.pushed,
-            call.patience_ticks,
-        )
+        tensors = (call.flags, call.errors, call.errors if call.stamps is None else call.stamps)
+        scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
+        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
 
     def _describe(self) -> list[TensorDescriptor]:
         any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones

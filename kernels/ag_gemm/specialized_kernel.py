@@ -154,26 +154,8 @@ def specialized_all_gather_gemm(
     tiles_n = gl.cdiv(N, WIDTH)
     problem = Chunks(
         Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks),
-        stamps_ptr,
-        m,
-        last_start(N, WIDTH, True),
-        tiles_m,
-        tiles_n,
-        WORLD * tiles_m * tiles_n,
-        gl.cdiv(K, BLOCK_K),
-        capacity,
-        WORLD,
-        GROUP_M,
-        BLOCK_M,
-        WIDTH,
-        STAMPS,
+        *(stamps_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
+        *(gl.cdiv(K, BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, STAMPS),
     )
-    run(
-        problem,
-        a_desc,
-        b_desc,
-        extra_desc,
-        c_desc,
-        flags_ptr,  # in place of a counter: the schedule is static
-        config,
-    )
+    # The flags are in place of a counter: the schedule is static.
+    run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, config)

@@ -111,16 +111,8 @@ class StreamK:
         share = tail_share(tail, k_blocks, programs, SHORTEST)
         segments = tail_segments(gl.program_id(0), tail, k_blocks, share)
         return StreamK(
-            product,
-            parts_ptr,
-            arrivals_ptr,
-            whole,
-            tail,
-            share,
-            k_blocks,
-            whole + segments * programs,
-            product.config.BLOCK_M,
-            product.config.BLOCK_N + product.config.EXTRA_N,
+            *(product, parts_ptr, arrivals_ptr, whole, tail, share, k_blocks, whole + segments * programs),
+            *(product.config.BLOCK_M, product.config.BLOCK_N + product.config.EXTRA_N),
         )
 
     @gluon.jit

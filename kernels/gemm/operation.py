@@ -139,23 +139,11 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (min(programs, triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])),)
 
-    plain_gemm[grid](
-        a,
-        b,
-        out,
-        counter_of(a.device, counts=scheduler == "dynamic"),
-        rows,
-        columns,
-        a.shape[1],
-        *a.stride(),
-        *b.stride(),
-        *out.stride(),
-        programs,
-        class_of_rows(rows),
-        SCHEDULE=scheduler,
-        CHIPLETS=CHIPLETS,
-        UPCAST=INTERPRETED and a.dtype is torch.bfloat16,
-    )
+    counter = counter_of(a.device, counts=scheduler == "dynamic")
+    sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
+    upcasts = INTERPRETED and a.dtype is torch.bfloat16
+    constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
+    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), **constants)
 
 
 # ---- what it says when it is called wrongly
