@@ -26,6 +26,7 @@ from .records import (
     SessionClosed,
     SessionOpened,
     Trial,
+    describe_skipped,
     read_records,
 )
 
@@ -229,7 +230,7 @@ class History:
 
     directory: Path
     sessions: tuple[SessionHistory, ...]
-    skipped: Mapping[str, Counter[str]]  # file name -> reason -> lines that could not be read
+    skipped: Mapping[str, str]  # file name -> how many of its lines cannot be read, and why
 
     def newest(self) -> tuple[SessionHistory, ...]:
         """Return the newest session of each function, of those that tried something if there are any."""
@@ -253,7 +254,7 @@ def load(directory: Path) -> History:
         else:
             for record in own:
                 skipped[f"rank-{record.rank}.jsonl"]["of a session whose opening is lost"] += 1
-    unread = {name: reasons for name, reasons in skipped.items() if reasons}
+    unread = {name: describe_skipped(reasons) for name, reasons in skipped.items() if reasons}
     return History(directory, tuple(sessions), unread)
 
 

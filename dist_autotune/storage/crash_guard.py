@@ -104,9 +104,7 @@ class CrashGuard:
 
     def record_error(self) -> None:
         """Record that this rank left the run with an exception: peers that are killed for it blame nobody."""
-        if self._suspects:
-            self._suspects = {}
-            self._write(EXPLAINED)
+        self._suspect({}, EXPLAINED)
 
     def close(self) -> None:
         """Drop all bans and delete the file: the function has settled, or nothing is left to launch."""
@@ -115,10 +113,10 @@ class CrashGuard:
             _remove(self._path, self._file)
             self._file = None
 
-    def _suspect(self, suspects: dict[str, str]) -> None:
+    def _suspect(self, suspects: dict[str, str], kind: int = INEXACT) -> None:
         if suspects or self._suspects:
             self._suspects = suspects
-            self._write()
+            self._write(kind)
 
     def _write(self, kind: int = INEXACT, suspects: dict[str, str] | None = None) -> None:
         """Replace the line; without suspects it accuses nobody."""
