@@ -24,14 +24,8 @@ class Progress:
             name = TextColumn("{task.description}", markup=False)  # a key may look like markup
             columns = name, BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn()
             # The user's print() goes where it always went: into a pipe, if stdout is one.
-            self._bar = Bar(
-                *columns,
-                console=Console(stderr=True),
-                transient=True,
-                auto_refresh=False,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+            without: Any = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, **without)
             self._task = self._bar.add_task(f"tuning {title}", total=None)
             self._bar.start()
 
