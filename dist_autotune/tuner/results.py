@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -18,7 +18,7 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, Offers, RunReport
+from ..search.messages import Claim, Offers
 from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
@@ -75,17 +75,17 @@ class Results:
             return {}
         return self._offers_of(self._disk.launched_by(self._folder))
 
-    def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
-        """Offer all entries of the kernels that a run announces, if no later vote agrees on them."""
+    def offered_after(self, announced: Iterable[RankContext]) -> Offers:
+        """Return all entries of the kernels that a run announces, if no later vote agrees on them."""
         function = self._function
         votes_later = function.options.watch and function.tunes
         if function.is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
-            return report
+            return {}
         wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
         names = sorted({name for name, _ in wanted})
         entries = itertools.chain.from_iterable(map(self._disk.entries, names))
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
-        return replace(report, offers=self._offers_of(found))
+        return self._offers_of(found)
 
     def open(self, offers: Offers, *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""
