@@ -143,8 +143,7 @@ class Results:
         winner = context.digests[index]
         if rank_context.is_choice:
             CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
-        known = {**times, **dict.fromkeys(context.banned, math.inf)}
-        self._to_memory(context, rank_context, {context.digests[i]: ms for i, ms in known.items()}, seconds)
+        self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return
         key = self._entry_key(rank_context)
@@ -162,9 +161,9 @@ class Results:
         if context.status in ("tuned", "cached") and not self._function.is_alone:
             self._disk.record_launch(self._folder, key)
 
-    def _to_memory(
-        self, context: Context, rank_context: RankContext, known: dict[str, float], seconds: float
-    ) -> None:
+    def _to_memory(self, context: Context, rank_context: RankContext, seconds: float) -> None:
+        known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}
+        by_digest = {context.digests[index]: ms for index, ms in known.items()}
         winner, is_cached = context.digests[context.incumbent], context.status == "cached"
         for binding in rank_context.bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
@@ -175,7 +174,8 @@ class Results:
             standing = tuner.cache.get(binding.key) if is_cached else None
             if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
                 continue  # and so does all that belongs to it
-            by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
+            configs = binding.configs.items()
+            by_config = [(own, by_digest[digest]) for digest, own in configs if digest in by_digest]
             autotuner_cache.publish(tuner, binding.key, config, by_config, seconds)
             origin = Origin(self._function.group, self._scope, context.provisional)
             _origins.setdefault(tuner, {})[binding.key] = origin

@@ -246,10 +246,8 @@ class Session:
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
         unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
-        self._dropped = tuple(
-            replace(context, **unfinished) if context.status == "tuning" else context
-            for context in self._contexts()
-        )
+        contexts = self._contexts()
+        self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
         self.state.drop_searches()
         self.close(error, outcome)
 
