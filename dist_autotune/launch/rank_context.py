@@ -78,8 +78,7 @@ class RankContext:
             return False
         if self.search is None:
             return self.claim is None
-        trial = self.search.trial
-        return trial is not None and self.search.is_on_trial and self.search.digests[trial] == candidate
+        return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""

@@ -43,6 +43,12 @@ def bans(run: int, context: Context, part: Part) -> list[Banned]:
     ]
 
 
+def banned(run: int, context: Context, index: int) -> Banned:
+    """Return a ban that follows from what all ranks reported."""
+    by_rank, reason = context.banned[index]
+    return Banned(**fields_of(run, context, index), by_rank=by_rank, reason=reason)
+
+
 def settled(run: int, context: Context) -> ContextSettled:
     return ContextSettled(
         **fields_of(run, context, context.incumbent),
@@ -50,6 +56,8 @@ def settled(run: int, context: Context) -> ContextSettled:
         ms=context.times.ms.get(context.incumbent),
         timings={context.texts[index]: ms for index, ms in context.known_ms()},
         launch_bound=context.is_launch_bound,
+        bit_classes={context.texts[index]: number for index, number in sorted(context.bit_classes.items())},
+        output_digest=context.output_digests.get(context.incumbent, ""),
     )
 
 

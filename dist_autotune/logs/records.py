@@ -60,6 +60,7 @@ class SessionOpened(Record, event="session_opened"):
     own_search: bool = False  # `search` names a function of the user's
     max_runs: int | None = None
     budget_s: float | None = None
+    bits: str = "any"  # | "same" | "check": see `dist_autotune.contextual_autotune`
     tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
 
 
@@ -159,6 +160,8 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
+    bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
+    output_digest: str = ""  # of the function's outputs with the winner, on all ranks
 
 
 class RunFailed(Record, event="run_failed", level=logging.INFO):

@@ -71,6 +71,8 @@ class Entry:
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
+    bit_class: int | None = None  # 0: outputs as with the first config; None: not compared
+    output_digest: str = ""
 
     def __post_init__(self) -> None:
         if self.winner not in self.key.candidates:
@@ -160,7 +162,7 @@ class Winners:
 
     def _holds(self, entry: Entry) -> bool:
         stored = self.get(entry.key)
-        return stored is not None and stored.winner == entry.winner
+        return stored is not None and (stored.winner, stored.bit_class) == (entry.winner, entry.bit_class)
 
     def _replace(self, path: Path, entry: Entry) -> None:
         temporary = path.with_name(f"{os.urandom(4).hex() if self._without_lock else 'entry'}.tmp")

@@ -16,7 +16,7 @@ from ..search.strategies import Strategy
 from ..timing.clock import Clock
 from ..triton_api.interception import INTERCEPTION
 from .report import TuningReport
-from .snapshot import check_preserved
+from .snapshot import check_outputs, check_preserved
 
 if TYPE_CHECKING:
     from .calls import Calls
@@ -125,6 +125,8 @@ def contextual_autotune(
     max_runs: int | None = None,
     budget_s: float | None = None,
     progress: bool | None = None,
+    bits: str = settings.DEFAULT_BITS,
+    outputs: Sequence[Any] = (),
 ) -> Any:
     """Tune the `triton.autotune` kernels that a function launches, inside that function.
 
@@ -153,12 +155,16 @@ def contextual_autotune(
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
         progress: a bar on rank 0; None: when stderr is a terminal.
+        bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;
+            `check`: which do is reported; both ban configs that do not repeat themselves (replay).
+        outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
 
     Raises:
         TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
     options = Options(**{key: value for key, value in locals().items() if key != "fn"})
     check_preserved(options.preserve)
+    check_outputs(options.outputs)
     if fn is None:
         return lambda function: ContextualAutotuner(function, options)
     return ContextualAutotuner(fn, options)

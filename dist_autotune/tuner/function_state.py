@@ -54,6 +54,9 @@ class TunedFunction:
         # What keeps its results apart from others'; "": it shares them. Many functions are called `step`,
         # and all lambdas `<lambda>`: a name of the user's own is enough.
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
+        self.bits = options.resolved_bits()
+        if self.bits == "same":  # the best of fewer candidates: others would get less than they could
+            self.scope = f"{self.scope} with equal bits".strip()
 
     def facts(self, values: dict[str, str]) -> Facts:
         """Return facts as this rank reports them, with that of every exchange: where in the program it is."""

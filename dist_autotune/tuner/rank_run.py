@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from ..bits.outputs import OutputDigests, digest_of
 from ..compilation.pool import Terms
 from ..logs import decisions
 from ..logs.records import Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
-from ..search.messages import Part, RunReport
+from ..search.messages import Bits, Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
@@ -33,8 +34,12 @@ class RankRun:
         self.has_sample = self.has_time = False  # a run was a sample here, and one of them gave a time
         self.shares_clock = False  # all ranks read one monotonic clock
         self._whole = Samples(clock, options.statistic)  # of whole runs
-        self._state, self._log = state, log
+        self._state, self._log, self._clock = state, log, clock
         self._waits = options.mode == "replay"  # for the device, after each run
+        self._compares = state.search.bit_classes is not None
+        self._named = (*options.preserve, *options.outputs)  # outputs beside the function's result
+        self._outputs: tuple[OutputDigests, Any] | None = None  # of the run; a mark behind them
+        self._first_outputs: dict[str, str] | None = None  # digests of the session's first run, by path
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
         self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
@@ -66,6 +71,10 @@ class RankRun:
         result = thunk()
         if is_timed:
             self._whole.stop(mark)
+        if self._compares:
+            digests, mark = OutputDigests(result, self._named), self._clock.start()
+            self._clock.stop(mark)
+            self._outputs = digests, mark
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
         return result
@@ -95,7 +104,23 @@ class RankRun:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return report
+        return replace(report, bits=self._bits()) if self._compares else report
+
+    def _bits(self) -> Bits:
+        """Return what the run put out on this rank; waits for it."""
+        assert self._outputs is not None
+        (outputs, mark), self._outputs = self._outputs, None
+        self._clock.read_ms(mark)  # polls, so that a device that is stuck is an error in time
+        digests, rank = outputs.read(), self._state.function.group.rank
+        if self._first_outputs is None:
+            self._first_outputs = digests
+        first, paths = self._first_outputs, {**digests, **self._first_outputs}
+        changed = next((path for path in paths if digests.get(path) != first.get(path)), None)
+        return Bits(
+            digest=digest_of(f"rank {rank} {digests}"),
+            tensors=outputs.tensors,
+            differs=None if changed is None else (rank, changed),
+        )
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""
@@ -123,5 +148,6 @@ class RankRun:
 
     def abandon(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
+        self._outputs = None
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()

@@ -29,6 +29,9 @@ class TunedContext:
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
     launch_bound: bool = False  # the device waited for the host, whose part is in the times
+    bit_class: int | None = None  # of the winner; 0: outputs as with the first config; None: not compared
+    bit_classes: Mapping[str, int] = field(default_factory=dict)  # candidate's text -> class
+    output_digest: str = ""  # of the function's outputs with the winner, on all ranks
 
     def __str__(self) -> str:
         label, ms, _, status, timed, banned, config = self._cells(world_size=1)
@@ -105,6 +108,9 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 status=context.status or "tuning",
                 timings={context.texts[index]: ms for index, ms in context.known_ms()},
                 banned={context.texts[i]: f"rank {rank}: {reason}" for i, (rank, reason) in bans},
+                bit_class=None if best is None else context.bit_classes.get(best),
+                bit_classes={context.texts[i]: number for i, number in sorted(context.bit_classes.items())},
+                output_digest="" if best is None else context.output_digests.get(best, ""),
             )
         )
     return tuple(contexts)

@@ -19,7 +19,7 @@ LEVELS = (
     ("doctor",),
     ("tuner",),
     ("launch",),
-    ("compilation", "timing"),
+    ("compilation", "timing", "bits"),
     ("storage", "logs"),
     ("triton_api", "search"),
     ("ranks",),
