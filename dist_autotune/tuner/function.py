@@ -8,7 +8,7 @@ import triton
 from ..options import Options
 from ..ranks.group import RankGroup
 from ..search.messages import Facts
-from ..storage.crash_guard import FOLDER, CrashGuard
+from ..storage.crash_guard import CrashGuard
 from ..storage.device import Device
 from ..storage.winners import Winners
 from ..timing.clock import Clock, default_clock
@@ -54,8 +54,7 @@ class TunedFunction:
             **versions(),
             **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
         }
-        directory = disk.directory / FOLDER if disk.directory is not None and self.tunes else None
-        return CrashGuard(directory, facts, self.name, self.group.rank, disk.warn_unwritable)
+        return CrashGuard(disk if self.tunes else Winners(None), facts, self.name, self.group.rank)
 
 
 def versions() -> dict[str, str]:

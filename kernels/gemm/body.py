@@ -248,14 +248,9 @@ def gemm(
     GROUP_M: gl.constexpr,
     STREAM_K: gl.constexpr,  # the fewest k blocks of the last wave for a program; 0: tiles are not cut
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
-    CTAS: gl.constexpr,  # of a program, which is a cluster: two halve the rows of each tile, see `operands`
     SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `configs`
 ):
     """Write C = A @ B."""
-    gl.static_assert(gl.num_ctas() == CTAS, "num_ctas of the launch must be CTAS of the config")
-    if CTAS > 1:
-        gl.static_assert(JOINED and not SWAP_AB, "only tiles of any width, as they are, have been divided")
-        gl.static_assert(SCHEDULE != "dynamic", "one CTA would have to tell the other")
     if SWAP_AB:
         gl.static_assert(JOINED, "only tiles of any width have been exchanged")
         a_desc, b_desc = b_desc, a_desc

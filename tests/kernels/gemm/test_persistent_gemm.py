@@ -408,10 +408,7 @@ def test_any_width_takes_all_types_and_schedules_on_a_gpu(out_dtype, only):
         if config.kwargs["JOINED"]:
             only(config)
             check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
-            if config.num_ctas == 1:
-                check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
-            else:
-                check(300, 520, 200, layouts=("row", "column"), out_dtype=out_dtype, programs=7)
+            check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
 
 
 @pytest.mark.gpu

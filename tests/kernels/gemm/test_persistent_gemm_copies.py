@@ -96,8 +96,8 @@ def test_scratch_memory_is_as_large_as_is_said(monkeypatch):
 
 
 @pytest.fixture
-def one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave only candidates that every version of Triton has: two CTAs load fewer of the slow rows."""
+def any_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave only candidates that every version of Triton has."""
     known = [config for config in GLUON_CANDIDATES if not config.kwargs["JOINED"]]
     monkeypatch.setattr(copies, "GLUON_CANDIDATES", known)
     copies.plan.cache_clear()
@@ -187,20 +187,9 @@ ONE_OPERAND = ({"a"}, {"b"})
         pytest.param((1_000_000, 64, 8), (set(),), id="rows shorter than a line"),
     ],
 )
-def test_what_is_copied(sizes, expected, one_cta):
+def test_what_is_copied(sizes, expected, any_triton):
     chosen = what_to_copy(a_shape(*sizes), out=False)
     assert {name for name in ("a", "b", "out") if getattr(chosen, name)} in expected
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [(4100, 4104, 4104), (12345, 1032, 2056), (1032, 12345, 2056), (8200, 8200, 520), (2040, 4104, 1368)],
-)
-def test_where_two_ctas_load_columns_for_both_no_more_is_copied(sizes, request):
-    shape = a_shape(*sizes)
-    of_all = copy_clocks(shape, what_to_copy(shape, out=False))
-    request.getfixturevalue("one_cta")
-    assert of_all <= copy_clocks(shape, what_to_copy(shape, out=False))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +295,7 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def test_the_small_operand_goes_through_scratch_memory_and_the_large_one_does_not(
-    noted, poisoned_rooms, one_cta
+    noted, poisoned_rooms, any_triton
 ):
     a, b, out = operands(12345, 1032, 2056)
     for _ in range(2):
