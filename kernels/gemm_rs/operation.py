@@ -275,28 +275,14 @@ class GemmReduceScatter(Operation):
         added = self._held.partial if addend is None else addend.detach()
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (a, weight, out, added))
         addressable = (stride_am | stride_b) * a.element_size() % 16 == 0
-        shape = Shape(
-            m,
-            weight.shape[0],
-            k,
-            self._capacity,
-            stride_am,
-            stride_b,
-            out.stride(0),
-            self.world_size,
-            chunks,
-            self._sms or INTERPRETED_PROGRAMS,
-            a.dtype,
-            a.device,
-            aligned,
-            self._held_aligned,
-            self._has_tma and addressable and aligned[0] and aligned[1],
-            lies_by_columns(weight),
-            addend is not None,
-            self._upcasts,
-        )
+        sizes = (m, weight.shape[0], k, self._capacity, stride_am, stride_b, out.stride(0))
+        of_launch = (self.world_size, chunks, self._sms or INTERPRETED_PROGRAMS)
+        place = (a.dtype, a.device, aligned, self._held_aligned)
+        tma_legal = self._has_tma and addressable and aligned[0] and aligned[1]
+        compiled_in = (tma_legal, lies_by_columns(weight), addend is not None, self._upcasts)
+        shape = Shape._make((*sizes, *of_launch, *place, *compiled_in))
         tensors = (a.detach(), weight.detach(), out, *self._held, added)
-        scalars = (*shape[:7], first, chunks, self.rank, self._patience_ticks)
+        scalars = (*sizes, first, chunks, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, scalars)
 
     def _describe(self, peer: int, failure: Failure) -> str:
