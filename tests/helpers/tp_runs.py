@@ -17,10 +17,10 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, whose sums are added in ano
 
 
 @contextmanager
-def workspaces(rank: int) -> Iterator[int]:
-    """Leave each kernel one candidate, another one on each rank; yield how many ranks there are."""
-    ag_gemm_runs.begin(rank)
-    gemm_rs_runs.begin(rank)
+def workspaces(rank: int, candidate: int | None = None) -> Iterator[int]:
+    """Leave each kernel one candidate, by default another on each rank; yield how many ranks there are."""
+    ag_gemm_runs.begin(rank, candidate)
+    gemm_rs_runs.begin(rank, candidate)
     yield dist.get_world_size()
     tp.release()
 

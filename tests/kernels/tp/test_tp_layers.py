@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,3 +296,34 @@ def test_a_plan_that_cannot_be_carried_out_raises_with_names():
             "TypeError",
             True,
         ]
+
+
+RECIPE = Path(__file__).parents[3] / "docs" / "tensor_parallel.md"
+
+
+def recipe(rank, dp):
+    """Run the program of the page on a model, and compare what it trains with plain torch."""
+    (program,) = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
+    with workspaces(rank, 0) as world:
+        plain = alike_on_all_ranks(Transformer)
+        given = {"device_type": "cpu", "dp": dp, "tp": world // dp, "model": copy.deepcopy(plain)}
+        given["make_optimizer"] = functools.partial(torch.optim.SGD, lr=0.1)
+        exec(program, given)
+        optimizer, mesh = given["make_optimizer"](plain.parameters()), given["mesh"]
+        for _ in range(2):
+            tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
+            optimizer.zero_grad()
+            wanted = loss_of(plain, tokens)
+            wanted.backward()
+            optimizer.step()
+            own = part_of_rank(tokens, mesh["dp"], 0)
+            loss = given["train_step"](own[:, :-1], own[:, 1:])
+            dist.all_reduce(loss)
+            assert_close(loss / dp, wanted.detach())
+        tp.release(mesh["tp"])
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
+@pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 2)])
+def test_the_recipe_of_the_page_trains_a_model_as_plain_torch_does(world, dp):
+    values(recipe, world, dp)
