@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..triton_api.identity import KernelSource
 from ..triton_api.launch import Key
+from .nearest_key import by_distance
 
 
 @dataclass(eq=False)
@@ -45,6 +46,7 @@ class RankContext:
     constants: str
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None  # a result that it had when this rank first launched it
+    like: str = ""  # the nearest tuned key: the context begins with its winner
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -80,6 +82,16 @@ class RankContext:
             return self.claim is None
         trial = self.search.trial
         return trial is not None and self.search.is_on_trial and self.search.digests[trial] == candidate
+
+    def begin_with(self, winners: Mapping[str, str]) -> None:
+        """Put the winner of the nearest tuned key first, of the keys whose winner is a candidate here.
+
+        winners: digests by tuned key, the same on all ranks, so that all begin with the same config.
+        """
+        usable = {key: winner for key, winner in winners.items() if winner in self.texts}
+        for key in by_distance(self.key_text, usable)[:1]:
+            self.like, winner = key, usable[key]
+            self.texts = {winner: self.texts[winner], **self.texts}
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""

@@ -28,7 +28,7 @@ class Registry:
     """The contexts of this rank, by name. Not for several threads at once.
 
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
-    find_claim: the result that memory or disk has for it.
+    find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Registry:
         rank: int,
         recall: Callable[[RankContext], Mapping[str, str]],
         find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
+        find_winners: Callable[[RankContext], Mapping[str, str]],
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
@@ -49,6 +50,7 @@ class Registry:
         self._rank = rank
         self._recall = recall
         self._find_claim = find_claim
+        self._find_winners = find_winners
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -121,6 +123,8 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
+        if claim is None and context.search is None:
+            context.begin_with(self._find_winners(context))
         self.ban(context, bans)
         return context
 
@@ -212,6 +216,7 @@ class Registry:
             place=place,
             slot=context.slot,
             claim=context.claim,
+            like=context.like,
         )
 
     def reported(self) -> list[RankContext]:

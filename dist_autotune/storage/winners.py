@@ -55,6 +55,11 @@ class EntryKey:
         return digest(to_json(vars(self)))
 
     @property
+    def relatives(self) -> str:
+        """Return what stands for all fields but `key` and `candidates`."""
+        return digest(to_json({**vars(self), "key": "", "candidates": ()}))
+
+    @property
     def file_name(self) -> str:
         """Return `kernel-digest.json`."""
         return f"{safe_name(self.kernel)}-{self.digest}.json"

@@ -49,7 +49,9 @@ class FunctionState:
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
         names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
-        self.registry = Registry(names, options, function.clock, rank, self._recall, self.results.find_claim)
+        self.registry = Registry(
+            names, options, function.clock, rank, self._recall, self.results.find_claim, self.find_winners
+        )
         self.dispatcher = Dispatcher(
             self.registry,
             function.clock,
@@ -64,6 +66,17 @@ class FunctionState:
         rank_context.search = self.search.contexts.get(rank_context.name)
         bans = {} if rank_context.search is not None else self.search.crash_bans.get(rank_context.name, {})
         return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
+
+    def find_winners(self, rank_context: RankContext) -> dict[str, str]:
+        """Return the winners, by key, of other keys of a context's kernel: only what all ranks know.
+
+        None with agree="ordinal", where contexts that belong together have different keys.
+        """
+        function = self.function
+        if function.options.agree == "ordinal" and not function.is_alone:
+            return {}
+        stored = self.results.stored_winners(rank_context)
+        return {**stored, **self.search.tuned_keys(self.registry.names.alias(rank_context.kernel))}
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

@@ -6,9 +6,9 @@ import datetime
 import itertools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import triton
 from triton.runtime.autotuner import Autotuner
@@ -18,15 +18,12 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, RunReport
+from ..search.messages import Claim, Offer, RunReport
 from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
 from .function import TunedFunction
-
-Offers: TypeAlias = dict[str, tuple[int, str, float]]
-"""Digest of an entry's key -> (the rank that has it, winner, ms)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,8 @@ class Results:
     def __init__(self, function: TunedFunction, disk: Winners) -> None:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
-        self._offers: Offers = {}  # disk entries that all ranks use
+        self._offers: dict[str, Offer] = {}  # disk entries that all ranks use, by their digests
+        self._of_kernels: dict[str, dict[str, Offer]] = {}  # alone: all entries on disk, by kernel
         self._function, self._disk, self._scope = function, disk, function.scope
         options, device = function.options, function.device
         # A launch's time and the whole run's are no answers to one question.
@@ -70,7 +68,7 @@ class Results:
         facts = [named, *self._conditions.values(), self._scope, self._kernel_scope]
         self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
-    def offered_at_opening(self) -> Offers:
+    def offered_at_opening(self) -> dict[str, Offer]:
         """Return the entries of what the function is known to launch."""
         if self.ignores_known or self._function.is_alone:  # one rank looks entries up when it needs them
             return {}
@@ -88,8 +86,9 @@ class Results:
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
         return replace(report, offers=self._offers_of(found))
 
-    def open(self, offers: Offers, *, same_device: bool) -> None:
+    def open(self, offers: Mapping[str, Offer], *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""
+        self._of_kernels.clear()
         self._offers = dict(offers) if same_device else {}
         self.looks_on_disk = same_device
 
@@ -97,14 +96,14 @@ class Results:
         """End a session: only in one do several ranks agree on what is on disk."""
         self.looks_on_disk &= self._function.is_alone
 
-    def add_offers(self, offers: Offers) -> None:
+    def add_offers(self, offers: Mapping[str, Offer]) -> None:
         self._offers = {**offers, **self._offers}
 
-    def _offers_of(self, entries: Iterable[Entry]) -> Offers:
+    def _offers_of(self, entries: Iterable[Entry]) -> dict[str, Offer]:
         rank, scopes = self._function.group.rank, (self._scope, self._kernel_scope)
         conditions = self._conditions.items()
         return {
-            entry.key.digest: (rank, entry.winner, entry.ms)
+            entry.key.digest: Offer(rank, entry.winner, entry.ms, entry.key.relatives, entry.key.key)
             for entry in entries
             if entry.key.scope in scopes and conditions <= vars(entry.key).items()
         }
@@ -122,9 +121,24 @@ class Results:
             return None
         key = self._entry_key(rank_context)
         if key.digest in self._offers:
-            return self._offers[key.digest]
+            return self._offers[key.digest].claim
         entry = self._disk.get(key) if self.looks_on_disk else None
         return None if entry is None else (self._function.group.rank, entry.winner, entry.ms)
+
+    def stored_winners(self, rank_context: RankContext) -> dict[str, str]:
+        """Return the winners, by key, of the entries for other keys of a context's kernel.
+
+        Those that all ranks have agreed to use; one rank alone reads the kernel's entries, once a session.
+        """
+        if self.ignores_known:
+            return {}
+        kernel, offers = rank_context.source.short_name, self._offers
+        if self._function.is_alone and self.looks_on_disk:
+            if kernel not in self._of_kernels:
+                self._of_kernels[kernel] = self._offers_of(self._disk.entries(kernel))
+            offers = self._of_kernels[kernel]
+        relatives = self._entry_key(rank_context).relatives
+        return {offer.key: offer.winner for offer in offers.values() if offer.relatives == relatives}
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
