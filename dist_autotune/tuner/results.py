@@ -6,9 +6,9 @@ import datetime
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.runtime.autotuner import Autotuner
@@ -18,12 +18,14 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, Offer, RunReport
+from ..search.messages import Claim, Offer, Offers, RunReport
 from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
-from .function import TunedFunction
+
+if TYPE_CHECKING:
+    from .function_state import TunedFunction
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ class Results:
     def __init__(self, function: TunedFunction, disk: Winners) -> None:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
-        self._offers: dict[str, Offer] = {}  # disk entries that all ranks use, by their digests
-        self._of_kernels: dict[str, dict[str, Offer]] = {}  # alone: all entries on disk, by kernel
-        self._function, self._disk, self._scope = function, disk, function.scope
+        self._offers: Offers = {}  # disk entries that all ranks use
+        self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
+        self._function, self._disk = function, disk
+        self._scope = self._kernel_scope = function.scope
         options, device = function.options, function.device
-        # A launch's time and the whole run's are no answers to one question.
-        by_run = options.objective != "kernel"
-        self._kernel_scope = f"{self._scope} by the whole run".strip() if by_run else self._scope
+        if options.objective != "kernel":  # a launch's time and the whole run's answer different questions
+            self._kernel_scope = f"{self._scope} by the whole run".strip()
         self._conditions: dict[str, Any] = {  # of an entry's key: the same for all results of the function
             "device": device.name,
             "capability": device.capability,
@@ -68,7 +70,7 @@ class Results:
         facts = [named, *self._conditions.values(), self._scope, self._kernel_scope]
         self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
-    def offered_at_opening(self) -> dict[str, Offer]:
+    def offered_at_opening(self) -> Offers:
         """Return the entries of what the function is known to launch."""
         if self.ignores_known or self._function.is_alone:  # one rank looks entries up when it needs them
             return {}
@@ -86,7 +88,7 @@ class Results:
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
         return replace(report, offers=self._offers_of(found))
 
-    def open(self, offers: Mapping[str, Offer], *, same_device: bool) -> None:
+    def open(self, offers: Offers, *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""
         self._of_kernels.clear()
         self._offers = dict(offers) if same_device else {}
@@ -96,10 +98,10 @@ class Results:
         """End a session: only in one do several ranks agree on what is on disk."""
         self.looks_on_disk &= self._function.is_alone
 
-    def add_offers(self, offers: Mapping[str, Offer]) -> None:
+    def add_offers(self, offers: Offers) -> None:
         self._offers = {**offers, **self._offers}
 
-    def _offers_of(self, entries: Iterable[Entry]) -> dict[str, Offer]:
+    def _offers_of(self, entries: Iterable[Entry]) -> Offers:
         rank, scopes = self._function.group.rank, (self._scope, self._kernel_scope)
         conditions = self._conditions.items()
         return {
