@@ -68,6 +68,16 @@ class RankContext:
         return self.search is not None and self.search.stands
 
     @property
+    def tuned(self) -> str | None:
+        """Return the candidate that was found by a search, or that is the only one; None: it is not tuned."""
+        if len(self.texts) == 1:
+            return next(iter(self.texts))
+        if self.search is None:
+            return None if self.claim is None else self.claim[1]
+        has_result = self.search.winner is not None and not self.search.provisional and self.search.settled
+        return self.search.digests[self.search.incumbent] if has_result else None
+
+    @property
     def measures(self) -> bool:
         """Return whether launches of this run are samples."""
         if self.search is None:

@@ -71,16 +71,18 @@ class Results:
         self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
     def offered_at_opening(self) -> Offers:
-        """Return the entries of what the function is known to launch."""
+        """Return the entries of what the function is known to launch; in the strict mode all that fit."""
         if self.ignores_known or self._function.is_alone:  # one rank looks entries up when it needs them
             return {}
+        if self._function.is_strict:  # what a later call launches must be known by then, on all ranks
+            return self._offers_of(self._disk.entries())
         return self._offers_of(self._disk.launched_by(self._folder))
 
     def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
-        """Offer all entries of the kernels that a run announces, if no later vote agrees on them."""
+        """Offer all entries of the kernels that a run announces, if neither opening nor votes share them."""
         function = self._function
-        votes_later = function.options.watch and function.tunes
-        if function.is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
+        knows_all = function.is_strict or (function.options.watch and function.tunes)
+        if function.is_alone or knows_all or self.ignores_known or not self.looks_on_disk:
             return report
         wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
         names = sorted({name for name, _ in wanted})
@@ -126,6 +128,16 @@ class Results:
             return self._offers[key.digest].claim
         entry = self._disk.get(key) if self.looks_on_disk else None
         return None if entry is None else (self._function.group.rank, entry.winner, entry.ms)
+
+    @property
+    def places(self) -> str:
+        """Return where results are looked for, for messages."""
+        directory = self._disk.directory
+        if directory is None:
+            return "in memory, and there is no cache"
+        if self._function.is_alone:
+            return f"in memory or in {directory}"
+        return f"in memory or among what the ranks had in {directory} when their session opened"
 
     def stored_winners(self, rank_context: RankContext) -> dict[str, str]:
         """Return the winners, by key, of the entries for other keys of a context's kernel.
