@@ -48,12 +48,8 @@ class Dispatcher:
         # The first launches of new contexts: their arguments are held no longer than the run.
         self.to_preflight: list[tuple[Binding, Launch]] = []
         self._known_choices = KnownChoices()
-        self._registry = registry
-        self._clock = clock
-        self._guard = guard
-        self._compiling = compiling
-        self._is_frozen = is_frozen
-        self._refuse = refuse
+        self._registry, self._clock, self._guard = registry, clock, guard
+        self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------

@@ -26,10 +26,7 @@ class HubSilent(Exception):
 
 
 class Client:
-    """Sends requests by one of several endpoints of the hub; used by one thread.
-
-    An interrupted reply leaves it closed; the next request connects anew.
-    """
+    """Sends one thread's requests by one of the hub's endpoints; connects anew after an error or a Ctrl-C."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, rank: int) -> None:
         self.send_s = SEND_S  # how long the hub may take to take a message in

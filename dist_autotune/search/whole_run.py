@@ -201,9 +201,9 @@ class WholeRun(PlanTrial):
         ]
 
     def _unexplored(self, launched: Launched) -> tuple[str, int] | None:
-        options = ((name, i) for name in self._choices() for i in range(len(self._contexts[name].digests)))
-        unbanned = ((name, i) for name, i in options if i not in self._contexts[name].banned)
-        return next((option for option in unbanned if option not in launched), None)
+        choices = [self._contexts[name] for name in self._choices()]
+        options = ((c.name, i) for c in choices for i in range(len(c.digests)) if i not in c.banned)
+        return next((option for option in options if option not in launched), None)
 
 
 class PlanSpace:

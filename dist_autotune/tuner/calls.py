@@ -30,10 +30,7 @@ CALLS_THAT_KEEP_STATE = 16
 
 
 class Calls:
-    """The calls of one tuned function, one after another, and what they have found so far.
-
-    function: its source text names the results that are not shared.
-    """
+    """The calls of one tuned function, one after another, and what they have found so far."""
 
     def __init__(
         self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
@@ -62,8 +59,8 @@ class Calls:
         if self.retunes:
             if self._session is not None:
                 self._session.close()
-                self._report = self._session.report()
-            self._session, self._wants_session, self._forgets, self.retunes = None, True, True, False
+                self._keep_if_over()
+            self._wants_session, self._forgets, self.retunes = True, True, False
         state = self._current_state(mode)
         if interception.is_capturing():
             if not self._forgets:

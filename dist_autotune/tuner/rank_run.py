@@ -71,10 +71,7 @@ class RankRun:
         return result
 
     def report(self, elapsed_s: float) -> RunReport:
-        """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
-
-        elapsed_s: since the session's first call.
-        """
+        """Compile what is new, read the clocks that can be read, and return this rank's report on the run."""
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight:
             position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)

@@ -60,10 +60,7 @@ class Session:
         return time.monotonic() - self._began
 
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more, with its result.
-
-        before: the state that the call has run `thunk` from already; None: it has not.
-        """
+        """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
         with self._reporting_failures(), steps as stepped:

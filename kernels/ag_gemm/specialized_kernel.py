@@ -72,14 +72,6 @@ class Chunks:
         return self.k_blocks
 
     @gluon.jit
-    def first_blocks(self):
-        return self.k_blocks
-
-    @gluon.jit
-    def blocks_behind(self, number):
-        return self.k_blocks
-
-    @gluon.jit
     def await_rows(self, number, known):
         """Return once the tile's rows are here, or their peer has been given up: then it loads garbage."""
         if self.STAMPS:
@@ -107,9 +99,6 @@ class Chunks:
     def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
         """The accumulator is the tile."""
         epilogue.store(accumulator, row, col, step, STORER)
-
-    @gluon.jit
-    def stored(self, number):
         if self.STAMPS:
             gl.store(self.stamps_ptr + number * 4 + 2, nanoseconds())
 
