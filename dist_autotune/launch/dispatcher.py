@@ -39,7 +39,7 @@ class Dispatcher:
         *,
         passes_single: bool,
         is_frozen: bool,
-        refuse: Callable[[RankContext, Launch | None], NoReturn] | None,
+        refuse: Callable[[RankContext], NoReturn] | None,
     ) -> None:
         self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
         self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
@@ -65,7 +65,7 @@ class Dispatcher:
         binding = self._binding(launch)
         candidate = self._candidate(binding)
         while True:
-            self._check_tuned(binding.rank_context, candidate, launch)
+            self._check_tuned(binding.rank_context, candidate)
             config = binding.configs[candidate]
             try:
                 result = self._launch(launch, binding, candidate)
@@ -87,7 +87,7 @@ class Dispatcher:
             context = self._registry.choice(name, key, dict(zip(texts, options, strict=True)))
         is_capturing = interception.is_capturing()
         candidate = context.stand_in() if is_capturing else self._candidate(context.bindings[0])
-        self._check_tuned(context, candidate, None)
+        self._check_tuned(context, candidate)
         place = texts.index(context.texts[candidate])
         if not is_capturing:
             context.ran.add(candidate)
@@ -155,12 +155,12 @@ class Dispatcher:
         binding = self._registry.find(launch) or self._registry.look(launch)
         candidate = binding.rank_context.stand_in(binding.configs)
         if runs:
-            self._check_tuned(binding.rank_context, candidate, launch)
+            self._check_tuned(binding.rank_context, candidate)
         return binding.configs[candidate]
 
-    def _check_tuned(self, context: RankContext, candidate: str, launch: Launch | None) -> None:
+    def _check_tuned(self, context: RankContext, candidate: str) -> None:
         if self._refuse is not None and candidate != context.tuned:
-            self._refuse(context, launch)
+            self._refuse(context)
 
     def _binding(self, launch: Launch) -> Binding:
         """Return what the launch belongs to; a context that is new is to be preflighted after the run."""

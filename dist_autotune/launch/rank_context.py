@@ -14,7 +14,7 @@ from ..search.context import Context
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
-from ..triton_api.identity import KernelSource
+from ..triton_api.identity import KernelSource, value_text
 from ..triton_api.launch import Key
 from .nearest_key import by_distance
 
@@ -44,6 +44,7 @@ class RankContext:
     rank: int
     slot: str  # what tells it from other contexts of the kernel
     constants: str
+    key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None  # a result that it had when this rank first launched it
     like: str = ""  # the nearest tuned key: the context begins with its winner
@@ -61,6 +62,14 @@ class RankContext:
     @property
     def title(self) -> str:
         return context_label(self.source.short_name, self.key_text)
+
+    @property
+    def named_key(self) -> str:
+        """Return the key with the names of its values, as in `M=4096, a.dtype='torch.float16'`."""
+        if not self.key_names:
+            return self.key_text
+        named = zip(self.key_names, self.key, strict=True)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in named)
 
     @property
     def is_settled(self) -> bool:

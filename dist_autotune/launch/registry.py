@@ -107,8 +107,9 @@ class Registry:
             name = context_name(f"{kernel}!", slot)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
         constants = "" if launch is None else launch.constants_text()
+        names = () if launch is None else launch.key_names()
         context = RankContext(
-            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants
+            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names
         )
         context.is_choice = launch is None
         bans, claim = self._recall(context), self._find_claim(context, tuner)

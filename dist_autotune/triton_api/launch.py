@@ -60,13 +60,11 @@ class Launch:
             ) from None
         return key
 
-    def key_text(self) -> str:
-        """Return the key with the names of its values, as in `M=4096, a.dtype='torch.float16'`."""
-        arguments = {**self._named(), **{k: v for k, v in self.kwargs.items() if k in self.tuner.arg_names}}
-        names = [name for name in self.tuner.keys if name in arguments]
-        names += [f"{name}.dtype" for name, value in arguments.items() if hasattr(value, "dtype")]
-        values = map(identity.value_text, self.key())
-        return ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    def key_names(self) -> tuple[str, ...]:
+        """Return the names of the key's values: those of arguments, then such as `a.dtype`."""
+        named = {**self._named(), **{k: v for k, v in self.kwargs.items() if k in self.tuner.arg_names}}
+        dtypes = [f"{name}.dtype" for name, value in named.items() if hasattr(value, "dtype")]
+        return *(name for name in self.tuner.keys if name in named), *dtypes
 
     def candidates(self) -> dict[str, Any]:
         """Return the configs left after pruning, without duplicates, by digest and in order.

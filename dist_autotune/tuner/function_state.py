@@ -33,7 +33,6 @@ from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
 from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
-from ..triton_api.launch import Launch
 from ..version import __version__
 from .results import Results
 
@@ -135,10 +134,9 @@ class FunctionState:
         stored = self.results.stored_winners(rank_context)
         return {**stored, **self.search.tuned_keys(self.registry.names.alias(rank_context.kernel))}
 
-    def _refuse(self, rank_context: RankContext, launch: Launch | None) -> NoReturn:
+    def _refuse(self, rank_context: RankContext) -> NoReturn:
         """Raise NotTuned for a context whose launch would not be with a result of a search."""
-        kernel = rank_context.source.short_name
-        key = rank_context.key_text if launch is None else launch.key_text()
+        kernel, key = rank_context.source.short_name, rank_context.named_key
         winner = rank_context.tuned
         if winner is not None:
             reason = rank_context.bans.get(winner, "it is none of the configs that this launch may have")

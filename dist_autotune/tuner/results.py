@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
@@ -19,8 +20,8 @@ from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..search.messages import Claim, Offer, Offers, RunReport
-from ..storage.winners import Entry, EntryKey, Winners, safe_name
-from ..triton_api import autotuner_cache, identity, subclasses
+from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
+from ..triton_api import autotuner_cache, identity, stock_files, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
 
@@ -71,12 +72,16 @@ class Results:
         self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
     def offered_at_opening(self) -> Offers:
-        """Return the entries of what the function is known to launch; in the strict mode all that fit."""
+        """Return the entries of what the function is known to launch, and imported ones.
+
+        In the strict mode all: what a later call launches must be known to all ranks.
+        """
         if self.ignores_known or self._function.is_alone:  # one rank looks entries up when it needs them
             return {}
-        if self._function.is_strict:  # what a later call launches must be known by then, on all ranks
+        if self._function.is_strict:
             return self._offers_of(self._disk.entries())
-        return self._offers_of(self._disk.launched_by(self._folder))
+        known = map(self._disk.launched_by, (IMPORTED, self._folder))
+        return self._offers_of(itertools.chain.from_iterable(known))
 
     def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
         """Offer all entries of the kernels that a run announces, if neither opening nor votes share them."""
@@ -186,6 +191,7 @@ class Results:
                 timings={context.texts[i]: ms for i, ms in times.items()},
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,
+                evidence=_evidence(context, rank_context),
             )
             self._disk.put(entry)
         if context.status in ("tuned", "cached") and not self._function.is_alone:
@@ -222,3 +228,24 @@ class Results:
             scope=self._scope if rank_context.is_choice else self._kernel_scope,
             **self._conditions,
         )
+
+
+def _evidence(context: Context, rank_context: RankContext) -> Evidence:
+    """Return what else is known of a context's winner."""
+    winner = context.digests[context.incumbent]
+    arguments = tuple(zip(rank_context.key_names, rank_context.key, strict=False))
+    about_triton: dict[str, Any] = {}
+    for binding in rank_context.bindings:
+        tuner = binding.tuner()
+        if tuner is not None and winner in binding.configs:
+            about_triton = {
+                "config": stock_files.arguments_of(binding.configs[winner]),
+                "triton_file": stock_files.result_file(tuner, binding.key, binding.configs),
+            }
+            break
+    return Evidence(
+        torch_version=str(torch.__version__),
+        fastest_rank_ms={context.texts[i]: ms for i, ms in context.times.fastest_ms.items()},
+        arguments=arguments if stock_files.is_plain(arguments) else (),
+        **about_triton,
+    )

@@ -6,6 +6,8 @@ import pytest
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import blocks_of, own_cache, tune
 
+from dist_autotune.storage import bundle
+from dist_autotune.storage.winners import Winners
 from ranks import assert_all_ok, run_ranks
 
 
@@ -52,6 +54,18 @@ def test_an_entry_that_the_ranks_have_not_agreed_on_is_no_neighbour():
     shutil.rmtree(own_cache(0))
     again = run_ranks(lambda rank: sweep(rank, [128], cache=own_cache(rank), name="another"), 2)
     assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [16, 16]
+
+
+@pytest.mark.parametrize(("size", "mode"), [(64, "strict"), (128, "cached"), (128, "tune")])
+def test_what_one_rank_has_imported_all_ranks_begin_with(size, mode, monkeypatch):
+    assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
+    entries = list(Winners(own_cache(0)).entries())
+    for rank in range(2):
+        shutil.rmtree(own_cache(rank))
+    bundle.merge(Winners(own_cache(1)), entries, replaces=False)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    again = run_ranks(lambda rank: sweep(rank, [size], cache=own_cache(rank), name="another"), 2)
+    assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [32, 32]
 
 
 def test_keys_that_agree_by_their_order_have_no_neighbours():
