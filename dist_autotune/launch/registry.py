@@ -109,9 +109,19 @@ class Registry:
         constants = "" if launch is None else launch.constants_text()
         names = () if launch is None else launch.key_names()
         context = RankContext(
-            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names
+            name,
+            kernel,
+            source,
+            key,
+            key_text,
+            texts,
+            samples,
+            self._rank,
+            slot,
+            constants,
+            names,
+            is_choice=launch is None,
         )
-        context.is_choice = launch is None
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:
             cached = None if tuner is None else tuner.cache.get(key)
