@@ -6,6 +6,7 @@ differ in anything else, a dtype for one, are not comparable. No torch, no Trito
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -48,6 +49,7 @@ def _scaled(integer: int) -> float:
     return math.copysign(math.log2(1 + abs(integer)), integer)
 
 
+@functools.lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[str, tuple[int, ...]]:
     """Return the key with a `#` in place of each integer outside of strings, and the integers."""
     integers: list[int] = []

@@ -107,20 +107,9 @@ class Registry:
             name = context_name(f"{kernel}!", slot)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
         constants = "" if launch is None else launch.constants_text()
-        names = () if launch is None else launch.key_names()
+        names, is_choice = () if launch is None else launch.key_names(), launch is None
         context = RankContext(
-            name,
-            kernel,
-            source,
-            key,
-            key_text,
-            texts,
-            samples,
-            self._rank,
-            slot,
-            constants,
-            names,
-            is_choice=launch is None,
+            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names, is_choice
         )
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:

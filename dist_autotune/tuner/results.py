@@ -97,7 +97,6 @@ class Results:
 
     def open(self, offers: Offers, *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""
-        self._of_kernels.clear()
         self._offers = dict(offers) if same_device else {}
         self.looks_on_disk = same_device
 
@@ -147,7 +146,7 @@ class Results:
     def stored_winners(self, rank_context: RankContext) -> dict[str, str]:
         """Return the winners, by key, of the entries for other keys of a context's kernel.
 
-        Those that all ranks have agreed to use; one rank alone reads the kernel's entries, once a session.
+        Those that all ranks have agreed to use; one rank alone reads the kernel's entries, once.
         """
         if self.ignores_known:
             return {}
