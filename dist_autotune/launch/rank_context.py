@@ -53,6 +53,7 @@ class RankContext:
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
+    launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
 

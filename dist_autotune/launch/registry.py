@@ -179,6 +179,8 @@ class Registry:
         """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
+            if context.launches and not context.is_settled:
+                context.launches_per_run = context.launches
             earlier = context.report_earlier_runs()
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans

@@ -159,6 +159,11 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
+    fastest_rank_ms: float | None = None
+    default_ms: float | None = None  # agreed, of the first candidate that works
+    banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
+    judge: str = ""  # what `ms` is the time of: one "launch", or the whole "run"; older logs do not say
+    launches: int = 1  # of this rank in one run; 0: only other ranks launch it
 
 
 class RunFailed(Record, event="run_failed", level=logging.INFO):
@@ -172,6 +177,10 @@ class SessionClosed(Record, event="session_closed", level=logging.INFO):
     contexts: int
     outcome: str  # "settled" | "partial" | the error's class name
     warning: str = ""
+    seconds: float = 0.0  # since the first call, on this rank
+    compiling_s: float = 0.0
+    runs_s: float = 0.0
+    exchanges_s: float = 0.0
 
 
 class Note(Record, event="note", level=logging.INFO):

@@ -82,7 +82,6 @@ class _Context:
     candidates: int = 0  # 0: its admission was not seen
     config_width: int = 0
     agreed_ms: dict[int, float] = field(default_factory=dict)  # config id -> latest
-    banned: set[int] = field(default_factory=set)
 
     def config(self, config_id: int, text: str) -> str:
         """Return `config  7/24  BLOCK_M=128, num_warps=4`, padded to the context's longest config."""
@@ -174,12 +173,11 @@ class LogLines:
                 doubt = "" if record.counted else "  not counted: some rank ran another config"
                 said = f"{self._time('agreed', record.ms)}{fastest}{doubt}{context.best()}"
             case records.Banned():
-                context.banned.add(record.config_id)
                 context.agreed_ms.pop(record.config_id, None)
                 said = f"  banned by rank {record.by_rank}: {record.reason}"
             case records.ContextSettled():
                 status = status_label(record.status, launch_bound=record.launch_bound)
-                counts = f"{len(record.timings)} timed, {len(context.banned)} banned"
+                counts = f"{len(record.timings)} timed, {len(record.banned)} banned"
                 said = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:
                 said = ""

@@ -25,6 +25,8 @@ class Forecast:
     runs: int  # so far; those that are neither trials nor waits had nothing to try
     trials: int = 0
     waits: int = 0  # online: until a trial's time was read on all ranks
+    contexts: int = 0  # that the session searches
+    settled: int = 0  # of them
 
     @property
     def more_runs(self) -> int:

@@ -75,6 +75,11 @@ class Context:
         return self._judges[0]
 
     @property
+    def final_judge(self) -> str:
+        """Return what its result is judged by."""
+        return self._judges[-1]
+
+    @property
     def is_tuned_by_launches(self) -> bool:
         """Return whether its search by launches is under way."""
         return self.judge == BY_LAUNCH and not self.settled
@@ -133,6 +138,17 @@ class Context:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
+
+    def ban_texts(self) -> dict[str, str]:
+        """Return candidate's text -> `rank 3: reason`."""
+        bans = sorted(self.banned.items())
+        return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
+
+    @property
+    def default_ms(self) -> float | None:
+        """Return the agreed ms of the first candidate that works: what is launched without tuning."""
+        default = next((index for index in range(len(self.digests)) if index not in self.banned), None)
+        return dict(self.known_ms()).get(default) if default is not None else None
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the candidate that ranks call so; None: it is none of this context."""

@@ -152,7 +152,8 @@ def contextual_autotune(
         on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
-        progress: a bar on rank 0; None: when stderr is a terminal.
+        progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
+            line every 5 s. False shows nothing.
 
     Raises:
         TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.

@@ -7,12 +7,12 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
-from ..formatting import described
+from ..formatting import counted, described
 from ..logs import decisions
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
@@ -26,7 +26,7 @@ from .function_state import SESSION_STATE, FunctionState, check_opening
 from .progress import Progress
 from .rank_run import RankRun
 from .recorder import Recorder
-from .report import TunedContext, TuningReport, tuned_contexts
+from .report import TunedContext, TuningReport, step_times, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
@@ -43,11 +43,12 @@ class Session:
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
         self._log_dir = None if log_dir is None else str(log_dir)
-        self._began = time.monotonic()
+        self._began, self._ended = time.monotonic(), 0.0
         self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
         self._run = RankRun(state, self._recorder)
         self._diagnosis = Diagnosis(state, self._recorder, self._log_dir)
-        self._progress = Progress(function.name, function.options.progress, function.group.rank)
+        is_first = function.group.rank == function.group.ranks[0]
+        self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
@@ -58,7 +59,7 @@ class Session:
     @property
     def elapsed_s(self) -> float:
         """Return the seconds since the session's first call: what `budget_s` limits."""
-        return time.monotonic() - self._began
+        return (self._ended or time.monotonic()) - self._began
 
     # -- the two modes -------------------------------------------------------------------------------------
 
@@ -179,15 +180,16 @@ class Session:
             self._recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
         for context in self.state.publish(self.elapsed_s):
-            self._recorder.write(decisions.settled(run, context))
-        detail = ", ".join(context.title for context in search.unsettled) or self.function.name
+            here = self.state.registry.by_name.get(context.name)
+            launches = 0 if here is None else here.launches_per_run
+            self._recorder.write(decisions.settled(run, context, launches=launches))
         forecast = search.forecast
         is_replay = search.rules.mode == "replay"
         expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
         if not is_replay and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
             self._recorder.write(Note(text=str(forecast)))
-        self._progress.update(search.runs, expected, detail[:60])
+        self._progress.update(forecast, expected, lambda: step_times(self._contexts()))
         self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
@@ -259,7 +261,8 @@ class Session:
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
-        unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
+        unfinished: Any = {"status": "unfinished", "config": None, "config_text": ""}
+        unfinished |= {"ms": None, "fastest_rank_ms": None}
         self._dropped = tuple(
             replace(context, **unfinished) if context.status == "tuning" else context
             for context in self._contexts()
@@ -273,7 +276,7 @@ class Session:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
             return
-        self.is_over = True
+        self._ended, self.is_over = time.monotonic(), True
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
@@ -284,7 +287,6 @@ class Session:
             and search.closing
             and any(context.status == "partial" for context in search.contexts.values())
         )
-        self._progress.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         contexts = [context for context in launched if len(context.digests) > 1]  # there was a choice
         left = [context for context in contexts if context.provisional and not context.is_unasked]
@@ -300,16 +302,28 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        count, warning = len(self._contexts()), self.warning
+        found = self._contexts()
         self._recorder.write(
-            SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=warning)
+            SessionClosed(
+                runs=self.executions,
+                contexts=len(found),
+                outcome=outcome,
+                warning=self.warning,
+                seconds=self.elapsed_s,
+                **asdict(state.time_spent.seconds),
+            )
         )
         self._recorder.close()
+        runs = f"{outcome} after {counted(self.executions, 'step')}, {self.elapsed_s:.0f} s"
+        step = step_times(found)
+        self._progress.close(runs if step is None else f"{runs}: {step}")
 
     def report(self) -> TuningReport:
         """Return what the session has found so far."""
         return TuningReport(
             runs=self.executions,
+            function=self.function.name,
+            session=self._recorder.session,
             contexts=self._contexts(),
             world_size=len(self.function.group.ranks),
             seconds=self.elapsed_s,
