@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -59,7 +60,9 @@ def parse(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, text in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name), help=text)
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+", default=[getattr(default, name)], help=f"{text}; several: each"
+        )
     parser.add_argument("--shapes", choices=["public"], help="a list of model shapes, instead of one")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument(
@@ -70,8 +73,9 @@ def parse(
     options = parser.parse_args()
     if options.shapes and not ON_GPU:
         parser.error("--shapes public needs GPUs: the interpreter would take days")
-    given = type(default)(**{name: getattr(options, name) for name in sizes})
-    options.shapes = tuple(public) if options.shapes else (given,)
+    given = itertools.product(*(getattr(options, name) for name in sizes))
+    made = (type(default)(**dict(zip(sizes, values, strict=True))) for values in given)
+    options.shapes = tuple(public) if options.shapes else tuple(made)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     uneven = [str(shape) for shape in options.shapes if any(getattr(shape, name) % ranks for name in shared)]
     if uneven:

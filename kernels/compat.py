@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 __all__ = [
-    "HAS_CLUSTERS_AND_PTX",
+    "HAS_INLINE_PTX",
     "GluonASTSource",
     "aggregate",
     "compiled_for",
@@ -98,9 +98,8 @@ tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_sha
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret: Any = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
 
-# 3.7 and 3.8 know multicast, too, but nothing here has been run with them.
 inline_asm: Any = getattr(gl, "inline_asm", None)
-HAS_CLUSTERS_AND_PTX = inline_asm is not None
+HAS_INLINE_PTX = inline_asm is not None
 
 partition_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 

@@ -44,15 +44,10 @@ class Matrix(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one TMA operation of a program moves.
-
-    Several CTAs of a program divide it: each of a CTA number's bits halves it along rows, (1, 0), or columns,
-    (0, 1), or does not, (0, 0), and then both halves of the CTAs have the same.
-    """
+    """What one TMA operation moves."""
 
     rows: int
     columns: int
-    cga: tuple[tuple[int, int], ...] = ()
 
 
 def matrix_of_rows(rows: torch.Tensor, *, transposed: bool = False) -> Matrix:
@@ -82,7 +77,7 @@ def describe(matrix: Matrix, block: Block) -> TensorDescriptor:
         matrix,
         [matrix.rows, matrix.columns],
         [matrix.pitch, 1],
-        list(block[:2]),
+        list(block),
         _layout(block, matrix.dtype),
     )
 
@@ -95,13 +90,10 @@ def set_matrix(descriptor: TensorDescriptor, matrix: Matrix) -> None:
 
 def set_block(descriptor: TensorDescriptor, block: Block) -> None:
     """Give a descriptor of `describe` another block: what a config's `pre_hook` does."""
-    descriptor.block_shape = list(block[:2])
+    descriptor.block_shape = list(block)
     descriptor.layout = _layout(block, descriptor.base.dtype)
 
 
 @functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
 def _layout(block: Block, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    rows, columns, cga = block
-    return gl.NVMMASharedLayout.get_default_for(
-        [rows, columns], ELEMENTS[dtype], cga_layout=list(map(list, cga)) or None
-    )
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,6 @@ from rich.console import Console
 from .. import settings
 from ..codec import to_json
 from ..logs.history import History, load
-from ..logs.records import describe_skipped
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from ..version import __version__
@@ -51,9 +49,7 @@ LogDirectory = Annotated[
     Path | None,
     typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
 ]
-EverySession = Annotated[
-    bool, typer.Option("--all", help="Take every session, not the newest of each function.")
-]
+EverySession = Annotated[bool, typer.Option("--all", help="Take every session, not each function's newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -91,7 +87,7 @@ def report(
         write_trace(trace, [each.session for each in shown])
         typer.echo(f"Wrote {trace}: open it in https://ui.perfetto.dev or chrome://tracing")
     elif as_json:
-        data = {"directory": str(history.directory.absolute()), "unreadable": _unreadable(history)}
+        data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
         typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
     else:
         terminal.print_history(terminal.open_console(), history, shown)
@@ -124,17 +120,16 @@ def replay_logs(
     verdicts = replay.verify(history.sessions)
     searched = history.sessions if every else history.newest()
     found = replay.what_if(searched, options, seed) if options else []
-    unread = _unreadable(history)
     if as_json:
-        another = list(map(asdict, found))
-        data = {"sessions": list(map(asdict, verdicts)), "another_search": another, "unreadable": unread}
+        sessions, another = list(map(asdict, verdicts)), list(map(asdict, found))
+        data = {"sessions": sessions, "another_search": another, "unreadable": history.skipped}
         typer.echo(to_json(data, indent=True))
     else:
         console = terminal.open_console()
-        for name, what in unread.items():
-            terminal.print_text(console, f"{name}: {what}", "yellow")
+        for name, text in history.skipped.items():
+            terminal.print_text(console, f"{name}: {text}", "yellow")
         terminal.print_tables(console, *replay.verdicts_tables(verdicts), replay.what_if_table(found))
-    if unread or any(verdict.differences for verdict in verdicts):
+    if history.skipped or any(verdict.differences for verdict in verdicts):
         raise typer.Exit(1)
 
 
@@ -163,9 +158,9 @@ def _reports(history: History, kernel: str, session: str, every: bool) -> list[S
     """Return the sessions that the options choose, never none; or end with what there is."""
     chosen = history.sessions if every else history.newest()
     if session:
-        chosen = tuple(each for each in history.sessions if each.name.startswith(session))
+        chosen = tuple(each for each in history.sessions if each.opened.session.startswith(session))
         if not chosen:
-            names = ", ".join(each.name for each in history.sessions[-8:])
+            names = ", ".join(each.opened.session for each in history.sessions[-8:])
             terminal.fail(f"No session {session!r} in {history.directory}. The newest: {names}")
     shown = reports_of(history, chosen, kernel)
     if not shown:
@@ -176,10 +171,6 @@ def _reports(history: History, kernel: str, session: str, every: bool) -> list[S
     return shown
 
 
-def _unreadable(history: History) -> dict[str, str]:
-    return {name: describe_skipped(reasons) for name, reasons in history.skipped.items()}
-
-
 def _read(given: Path | None) -> History:
     """Return the sessions of a log directory; or end with what to do without any."""
     directory = given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
@@ -188,7 +179,6 @@ def _read(given: Path | None) -> History:
         terminal.fail(f"There is no directory {directory}. {advice}")
     history = load(directory)
     if not history.sessions:
-        reasons = sum(history.skipped.values(), Counter[str]())
-        unread = f"; {describe_skipped(reasons)}" if reasons else ""
-        terminal.fail(f"{directory} holds no records (rank-N.jsonl{unread}). {advice}")
+        unread = "".join(f"; {name}: {text}" for name, text in history.skipped.items())
+        terminal.fail(f"{directory} holds no records in rank-N.jsonl{unread}. {advice}")
     return history

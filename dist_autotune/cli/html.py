@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ..formatting import Table, config_label, counted, format_ms, format_percent, one_line, status_label
 from ..logs.history import CandidateHistory, ContextHistory, History, is_time, percent_over
-from ..logs.records import describe_skipped
 from ..logs.timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
+from ..search.budget import StepTimes
 from ..search.rules import BY_LAUNCH
-from ..tuner.report import StepTimes, TunedContext
+from ..tuner.report import TunedContext
 from . import tables
 from .session_report import SessionReport, cost_alone_percent
 
@@ -58,8 +58,8 @@ def write_html(path: Path, history: History, shown: Sequence[SessionReport]) -> 
     """Write the list of all sessions and the `shown` ones in full."""
     title = f"dist_autotune: {history.directory}"
     body = [element("h1", title), _table(tables.sessions_table(history.sessions))]
-    for name, reasons in history.skipped.items():
-        body.append(element("p", f"{name}: {describe_skipped(reasons)}", class_="note"))
+    for name, text in history.skipped.items():
+        body.append(element("p", f"{name}: {text}", class_="note"))
     body += [element("section", *_session(each)) for each in shown]
     style = files(__package__).joinpath("report.css").read_text("utf-8")
     page = PAGE.format(title=escape(title), style=style, body="\n".join(body))

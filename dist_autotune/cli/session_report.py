@@ -83,7 +83,7 @@ def _report_of(session: SessionHistory, log_dir: str, kernel: str) -> SessionRep
         warning=closed.warning,
         spent=SecondsSpent(closed.compiling_s, closed.runs_s, closed.exchanges_s),
         function=session.opened.thunk,
-        session=session.name,
+        session=session.opened.session,
     )
     return SessionReport(session, report, tuple(context for _, context in pairs))
 

@@ -16,7 +16,7 @@ from ..formatting import (
     one_line,
     status_label,
 )
-from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, percent_over
+from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from ..logs.records import Preflighted
 from ..timing.time_spent import SecondsSpent
 from .session_report import SessionReport, cost_alone_percent
@@ -41,7 +41,7 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
         opened, closed = each.opened, each.closed
         started = opened.started_at[:16].replace("T", " ")
         counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
-        rows.append((each.name, started, *counts, closed.outcome, opened.thunk))
+        rows.append((opened.session, started, *counts, closed.outcome, opened.thunk))
     return Table("Sessions", names, rows, texts=1)
 
 
@@ -50,7 +50,7 @@ def session_heading(session: SessionHistory) -> str:
     opened = session.opened
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}, {opened.search}, {opened.mode}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
-    return f"{opened.thunk}: session {session.name}, {where}, {ended}"
+    return f"{opened.thunk}: session {opened.session}, {where}, {ended}"
 
 
 def session_facts(shown: SessionReport) -> list[str]:
@@ -133,7 +133,7 @@ def _stragglers_table(session: SessionHistory) -> Table:
 
 def _compiling_table(session: SessionHistory) -> Table:
     names = ("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
-    records = session.of_kind(Preflighted)
+    records = of_kind(session.records, Preflighted)
     rows = []
     for rank in sorted({record.rank for record in records}):
         own = [(r.compiled, r.from_peers, r.cached, r.failed, r.seconds) for r in records if r.rank == rank]

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
 from ..logs.history import History
-from ..logs.records import describe_skipped
 from . import tables
 from .session_report import SessionReport
 
@@ -35,8 +34,8 @@ def open_console() -> Console:
 def print_history(console: Console, history: History, shown: Iterable[SessionReport]) -> None:
     """Print the list of all sessions, then the `shown` ones in full."""
     print_tables(console, tables.sessions_table(history.sessions))
-    for name, reasons in history.skipped.items():
-        print_text(console, f"{history.directory / name}: {describe_skipped(reasons)}", "yellow")
+    for name, text in history.skipped.items():
+        print_text(console, f"{history.directory / name}: {text}", "yellow")
     for each in shown:
         print_text(console, f"\n{tables.session_heading(each.session)}", "bold")
         for fact in tables.session_facts(each):

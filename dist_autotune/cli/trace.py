@@ -48,7 +48,11 @@ def _session_events(
         yield _named(rank, "process_name", f"rank {rank}")
         yield _named(rank, "thread_name", "session", SESSION_ROW)
         yield _named(rank, "thread_name", "runs, compiling, exchanges", RUN_ROW)
-        facts = {"session": session.name, "outcome": session.closed.outcome, "runs": session.closed.runs}
+        facts = {
+            "session": session.opened.session,
+            "outcome": session.closed.outcome,
+            "runs": session.closed.runs,
+        }
         whole = Span("session", session.opened.thunk, 0.0, max((s.end_s for s in own), default=0.0), facts)
         yield _event(whole, rank, SESSION_ROW, offset_s)
         for span in own:

@@ -26,6 +26,7 @@ from .records import (
     SessionClosed,
     SessionOpened,
     Trial,
+    describe_skipped,
     read_records,
 )
 
@@ -172,19 +173,12 @@ class SessionHistory:
     records: tuple[Record, ...]  # rank by rank
     contexts: tuple[ContextHistory, ...]  # those with a choice
 
-    def of_kind(self, kind: type[R]) -> list[R]:
-        return of_kind(self.records, kind)
-
     @cached_property
     def closed(self) -> SessionClosed:
         """Return how it closed; `unfinished`: it, or its process, ended without."""
-        runs = max((record.run for record in self.of_kind(RunStarted)), default=-1) + 1
+        runs = max((record.run for record in of_kind(self.records, RunStarted)), default=-1) + 1
         unfinished = SessionClosed(runs=runs, contexts=0, outcome="unfinished")
-        return next(iter(self.of_kind(SessionClosed)), unfinished)
-
-    @property
-    def name(self) -> str:
-        return self.opened.session
+        return next(iter(of_kind(self.records, SessionClosed)), unfinished)
 
     @property
     def ranks(self) -> list[int]:
@@ -217,7 +211,7 @@ class SessionHistory:
     def stragglers(self) -> list[Straggler]:
         """Compare the ranks within each sample: the same context, run and config."""
         samples: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
-        for trial in filter(is_sample, self.of_kind(Trial)):
+        for trial in filter(is_sample, of_kind(self.records, Trial)):
             samples[trial.context, trial.run, trial.config_id][trial.rank] = trial.ms or 0.0
         behind: defaultdict[int, list[float]] = defaultdict(list)
         slowest: Counter[int] = Counter()
@@ -238,7 +232,7 @@ class History:
 
     directory: Path
     sessions: tuple[SessionHistory, ...]
-    skipped: Mapping[str, Counter[str]]  # file name -> reason -> lines that could not be read
+    skipped: Mapping[str, str]  # file name -> how many of its lines cannot be read, and why
 
     def newest(self) -> tuple[SessionHistory, ...]:
         """Return the newest session of each function, of those that tried something if there are any."""
@@ -262,9 +256,8 @@ def load(directory: Path) -> History:
         else:
             for record in own:
                 skipped[f"rank-{record.rank}.jsonl"]["of a session whose opening is lost"] += 1
-    return History(
-        directory, tuple(sessions), {name: reasons for name, reasons in skipped.items() if reasons}
-    )
+    unread = {name: describe_skipped(reasons) for name, reasons in skipped.items() if reasons}
+    return History(directory, tuple(sessions), unread)
 
 
 def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, Contexts]) -> SessionHistory:
@@ -280,11 +273,9 @@ def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, 
             contexts[context] = [*before, *own]  # only launched here: shown as it was settled
     known[opened.session] = {**earlier, **contexts}
     is_alone = opened.world_size == 1
-    shown = (ContextHistory(tuple(own), is_alone) for own in contexts.values() if _is_choice(own))
+    shown = []
+    for own in contexts.values():
+        counts = [len(record.candidates) for record in of_kind(own, ContextAdmitted)]
+        if max(counts, default=2) > 1:  # a choice, as is one whose admission is lost
+            shown.append(ContextHistory(tuple(own), is_alone))
     return SessionHistory(opened, tuple(records), tuple(shown))
-
-
-def _is_choice(records: Sequence[ContextRecord]) -> bool:
-    """Return whether a context has several candidates, or may have: its admission is lost."""
-    admitted = of_kind(records, ContextAdmitted)
-    return not admitted or any(len(record.candidates) > 1 for record in admitted)

@@ -1,4 +1,4 @@
-"""How far a session has come and how long it may still take; the same on all ranks."""
+"""How far a session has come, what it gains, and how long it may still take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..formatting import counted
+from ..formatting import counted, format_ms, format_percent
 from . import whole_run
 from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
@@ -39,6 +39,28 @@ class Forecast:
         waits = f" ({self.waits} waited for the device)" if self.waits else ""
         runs = f"in {counted(self.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
         return f"{made}, {trials} {runs}"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one run of the function takes, untuned and tuned, in measured milliseconds.
+
+    judge "launch": all launches of the contexts that have both times. "run": the whole run; `before_ms` is
+    then the slowest of the plans that keep a first candidate, `after_ms` the fastest plan.
+    """
+
+    before_ms: float
+    after_ms: float
+    judge: str
+
+    @property
+    def gain_percent(self) -> float:
+        return 100 * (1 - self.after_ms / self.before_ms)
+
+    def __str__(self) -> str:
+        of = "launches" if self.judge == BY_LAUNCH else "whole run"
+        times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
+        return f"{of} {times} a step ({format_percent(-self.gain_percent)} %)"
 
 
 def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:

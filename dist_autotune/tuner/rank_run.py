@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from ..compilation.pool import Terms
 from ..logs import decisions
-from ..logs.records import RunStarted
+from ..logs.records import Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
@@ -71,18 +71,16 @@ class RankRun:
         return result
 
     def report(self, elapsed_s: float) -> RunReport:
-        """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
-
-        elapsed_s: since the session's first call.
-        """
+        """Compile what is new, read the clocks that can be read, and return this rank's report on the run."""
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight:
             position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
             patience_s = PATIENCE * function.timeout_s if count > 1 else math.inf
             terms = Terms.agreed(self._log.session, position, count, patience_s)
             with state.compiling(), state.guard.paused():
-                for rank_context, tally in state.dispatcher.preflight(terms):
-                    self._log.record_preflight(state.search.runs, rank_context, tally)
+                for context, tally in state.dispatcher.preflight(terms):
+                    kernel, key, run = context.source.short_name, context.key_text, state.search.runs
+                    self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(tally)))
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
         if judged is not None or self._whole.report is not None:
@@ -91,12 +89,13 @@ class RankRun:
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         rank, facts = function.group.rank, function.facts(sources)
-        report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        offers = state.results.offered_after(state.registry.announced_now())
+        report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return state.results.with_offers(report, state.registry.announced_now())
+        return report
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""

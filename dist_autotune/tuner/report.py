@@ -6,19 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..formatting import (
-    LAUNCH_BOUND_NOTE,
-    WALL_CLOCK,
-    WALL_CLOCK_NOTE,
-    align,
-    config_label,
-    context_label,
-    counted,
-    format_ms,
-    format_percent,
-    status_label,
-)
-from ..search.budget import Forecast
+from .. import formatting
+from ..formatting import config_label, context_label, counted, format_ms
+from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH
 from ..timing.time_spent import SecondsSpent
 
@@ -96,32 +86,10 @@ class TunedContext:
     def _cells(self, world_size: int) -> tuple[str, ...]:
         is_known = self.spread_percent is not None and world_size > 1
         spread = f"{self.spread_percent:.1f} %" if is_known else "-"
-        status = status_label(self.status, launch_bound=self.launch_bound)
+        status = formatting.status_label(self.status, launch_bound=self.launch_bound)
         counts = str(len(self.timings)), str(len(self.banned))
         config = "-" if self.config is None else config_label(self.config)
         return (self.label, format_ms(self.ms), spread, status, *counts, config)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What one run of the function takes, untuned and tuned, in measured milliseconds.
-
-    judge "launch": all launches of the contexts that have both times. "run": the whole run; `before_ms` is
-    then the slowest of the plans that keep a first candidate, `after_ms` the fastest plan.
-    """
-
-    before_ms: float
-    after_ms: float
-    judge: str
-
-    @property
-    def gain_percent(self) -> float:
-        return 100 * (1 - self.after_ms / self.before_ms)
-
-    def __str__(self) -> str:
-        of = "launches" if self.judge == BY_LAUNCH else "whole run"
-        times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
-        return f"{of} {times} a step ({format_percent(-self.gain_percent)} %)"
 
 
 @dataclass(frozen=True)
@@ -179,16 +147,16 @@ class TuningReport:
     def __str__(self) -> str:
         work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
         lines = [f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"]
-        if self.clock == WALL_CLOCK:
-            lines.append(WALL_CLOCK_NOTE)
+        if self.clock == formatting.WALL_CLOCK:
+            lines.append(formatting.WALL_CLOCK_NOTE)
         if self.contexts:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
             rows = [context._cells(self.world_size) for context in self.contexts]
-            lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
+            lines += formatting.align(columns, rows, right={"ms", "spread", "timed", "banned"})
         if self.step is not None:
             lines.append(f"Tuned: {self.step}")
         if any(context.launch_bound for context in self.contexts):
-            lines.append(LAUNCH_BOUND_NOTE.capitalize())
+            lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
         if self.warning:

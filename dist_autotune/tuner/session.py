@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import counted, described
 from ..logs import decisions
+from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
@@ -23,14 +24,12 @@ from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
-from .progress import Progress
 from .rank_run import RankRun
 from .recorder import Recorder
 from .report import TunedContext, TuningReport, step_times, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
-OPENING = "the opening of a session"
 T = TypeVar("T")
 
 
@@ -57,17 +56,11 @@ class Session:
         self._next_forecast = FIRST_FORECAST
 
     @property
-    def elapsed_s(self) -> float:
-        """Return the seconds since the session's first call: what `budget_s` limits."""
+    def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
         return (self._ended or time.monotonic()) - self._began
 
-    # -- the two modes -------------------------------------------------------------------------------------
-
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more, with its result.
-
-        before: the state that the call has run `thunk` from already; None: it has not.
-        """
+        """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
         with self._reporting_failures(), steps as stepped:
@@ -91,8 +84,6 @@ class Session:
             if not self.state.search.has_work:
                 self.close()
             return result
-
-    # -- opening -------------------------------------------------------------------------------------------
 
     def open_once(self) -> None:
         """Agree with the peers on what the session is, once; raises RankMismatch."""
@@ -120,7 +111,7 @@ class Session:
             opening = self.state.opening_with_results()
             if group.rank == group.ranks[0]:
                 opening.facts["session"] = {uuid.uuid4().hex[:12]: group.rank}
-            merged = check_opening(self._exchange(opening, OPENING))
+            merged = check_opening(self._exchange(opening, Opening.sent_at))
             if set(merged.facts[SESSION_STATE]) == {""}:
                 return merged
             # Some would have gone on with one, and know now that not all would: next time none has any.
@@ -133,15 +124,13 @@ class Session:
             return
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
-            received = self._exchange(self.state.opening(point), OPENING)
+            received = self._exchange(self.state.opening(point), Opening.sent_at)
             with self._dropping_searches():
                 merged = check_opening(received)
         if set(merged.facts[SESSION_STATE]) == {point}:
             self._recorder.write(Note(text=f"resumed after {left_by}"))
         else:
             self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
-
-    # -- one run -------------------------------------------------------------------------------------------
 
     def _run_once(self, thunk: Callable[[], T]) -> T:
         """Make one run and agree on what follows from it."""
@@ -194,8 +183,7 @@ class Session:
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
-        sent = message.encode()
-        began = time.perf_counter()
+        sent, began = message.encode(), time.perf_counter()
         try:
             received = group.exchange(sent, merge, self.function.timeout_s, what)
         except BaseException as error:
@@ -206,15 +194,13 @@ class Session:
             else:
                 self._drop(error)
             raise
+        seconds, run = time.perf_counter() - began, -1
         if is_run:
             self._history.update(received)
-        seconds = time.perf_counter() - began
+            run = self.state.search.runs
         self.state.time_spent.add("exchanges_s", seconds)
-        run, sizes = self.state.search.runs if is_run else -1, (len(sent), len(received))
-        self._recorder.record_exchange(run, *sizes, seconds * 1e3)
+        self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         return decode(received)
-
-    # -- failures ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -263,14 +249,10 @@ class Session:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
         unfinished: Any = {"status": "unfinished", "config": None, "config_text": ""}
         unfinished |= {"ms": None, "fastest_rank_ms": None}
-        self._dropped = tuple(
-            replace(context, **unfinished) if context.status == "tuning" else context
-            for context in self._contexts()
-        )
+        contexts = self._contexts()
+        self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
         self.state.drop_searches()
         self.close(error, outcome)
-
-    # -- the end -------------------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
         """End the session and record how. outcome: of an error, where its class does not say it."""
@@ -288,8 +270,7 @@ class Session:
             and any(context.status == "partial" for context in search.contexts.values())
         )
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        contexts = [context for context in launched if len(context.digests) > 1]  # there was a choice
-        left = [context for context in contexts if context.provisional and not context.is_unasked]
+        left = [context for context in launched if context.provisional and not context.is_unasked]
         if not outcome:
             outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
         starved = [context.title for context in left if context.status == "starved"]
@@ -302,21 +283,12 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        found = self._contexts()
-        self._recorder.write(
-            SessionClosed(
-                runs=self.executions,
-                contexts=len(found),
-                outcome=outcome,
-                warning=self.warning,
-                seconds=self.elapsed_s,
-                **asdict(state.time_spent.seconds),
-            )
-        )
+        contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
+        counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
+        self._recorder.write(SessionClosed(outcome=outcome, warning=self.warning, **counts))
         self._recorder.close()
-        runs = f"{outcome} after {counted(self.executions, 'step')}, {self.elapsed_s:.0f} s"
-        step = step_times(found)
-        self._progress.close(runs if step is None else f"{runs}: {step}")
+        ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
+        self._progress.close(ended if step is None else f"{ended}: {step}")
 
     def report(self) -> TuningReport:
         """Return what the session has found so far."""

@@ -83,11 +83,9 @@ def _in_place(registers, numbers):
 
 
 @gluon.constexpr_function
-def _strip(block_m, warps, ctas):
-    """Return the type of 8 columns of an accumulator, its rows divided among CTAs, then among warps."""
-    layout = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8, 16], cga_layout=[[1, 0]] * (ctas // 2)
-    )
+def _strip(block_m, warps):
+    """Return the type of 8 columns of an accumulator, its rows divided among the warps."""
+    layout = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8, 16])
     return gl.distributed_type(gl.float32, [block_m, 8], layout)
 
 
@@ -124,7 +122,7 @@ class WgmmaAnyWidth:
     @gluon.jit
     def begin(self, visit):
         """Return zeros."""
-        strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps(), gl.num_ctas())
+        strip: gl.constexpr = _strip(self.BLOCK_M, gl.num_warps())
         zeros = gl.zeros((self.BLOCK_M, STRIP_N), gl.float32, strip.layout)
         strips = (zeros,) * (self.WIDTH // STRIP_N)
         return AnyWidthAccumulator(strips, self)
@@ -164,9 +162,8 @@ class AnyWidthAccumulator:
     def start(self, operands, step, k, STEPS: gl.constexpr):
         """Start so many steps of a k block, then give back the slot of the block before it."""
         COUNT: gl.constexpr = self.mma.WIDTH // STRIP_N
-        ROWS: gl.constexpr = self.mma.BLOCK_M // gl.num_ctas()
-        REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
-        strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps(), gl.num_ctas())
+        REPS: gl.constexpr = self.mma.BLOCK_M // (16 * gl.num_warps())
+        strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps())
         addresses = (operands.a(step), operands.b_bufs, operands.b_offset(step))
         strips = inline_asm(
             _products(self.mma.WIDTH, self.mma.DTYPE, gl.num_warps() // 4, REPS, STEPS),
@@ -181,9 +178,8 @@ class AnyWidthAccumulator:
     def end(self, operands, step):
         """Wait for the last k block and give its slot back; `step` is the one behind it."""
         COUNT: gl.constexpr = self.mma.WIDTH // STRIP_N
-        ROWS: gl.constexpr = self.mma.BLOCK_M // gl.num_ctas()
-        REPS: gl.constexpr = ROWS // (16 * gl.num_warps())
-        strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps(), gl.num_ctas())
+        REPS: gl.constexpr = self.mma.BLOCK_M // (16 * gl.num_warps())
+        strip: gl.constexpr = _strip(self.mma.BLOCK_M, gl.num_warps())
         strips = inline_asm(
             "wgmma.wait_group.sync.aligned 0;",
             _in_place(4 * REPS * COUNT, 0),

@@ -20,12 +20,11 @@ from typing import Any
 
 import triton
 
-from ..compat import HAS_CLUSTERS_AND_PTX
+from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED
 from ..matrices import Block, set_block, set_matrix
 
 BOXES = (128, 64, 32, 16, 8)
-ROWS, NEITHER = (1, 0), (0, 0)  # what two CTAs halve, see `Block`
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
 SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
@@ -37,7 +36,6 @@ CUT_SCHEDULES = ("grouped", "strided")  # under which stream-K knows a program's
 STOLEN = (128, 0)
 # Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
 WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
-FEWEST_PAIR_COLUMNS = 176  # fewer are more rows loaded for each product, which is what pairs are to avoid
 STEP = 16  # the least that tiles differ in
 FINE_UNTIL = 128
 CLASSES_A_DOUBLING = 4
@@ -62,29 +60,24 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     """
     if args.get("SWAP_AB"):
         blocks = blocks_of({**swapped(args), "SWAP_AB": False})
-        rows, columns, _ = blocks["c_desc"]
+        rows, columns = blocks["c_desc"]
         exchanged = {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"]}
         return blocks | exchanged | {"c_desc": Block(columns, rows)}
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
-    extra_n, ctas = args["EXTRA_N"], args.get("CTAS", 1)
+    extra_n = args["EXTRA_N"]
     columns = args.get("N", block_n + extra_n)
-    whole = "TRANS_A" not in args or ctas > 1
-    a_rows = block_m if whole else rows_to_load(block_m, args.get("M", block_m))
+    a_rows = rows_to_load(block_m, args.get("M", block_m)) if "TRANS_A" in args else block_m
     if args.get("JOINED"):
         b_rows, further_n = box_of(block_n), box_of(extra_n or block_n)
     else:
         b_rows = rows_to_load(block_n, columns)
         further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows
-
-    halved, whole_in_both = ((ROWS,), (NEITHER,)) if ctas > 1 else ((), ())
     return {
-        "a_desc": Block(block_k, block_m) if trans_a else Block(a_rows, block_k, halved),
-        "b_desc": Block(b_rows, block_k, whole_in_both) if trans_b else Block(block_k, block_n),
-        "extra_desc": (
-            Block(further_n, block_k, whole_in_both) if trans_b else Block(block_k, extra_n or block_n)
-        ),
-        "c_desc": Block(block_m, args["STORE_N"], halved),
+        "a_desc": Block(block_k, block_m) if trans_a else Block(a_rows, block_k),
+        "b_desc": Block(b_rows, block_k) if trans_b else Block(block_k, block_n),
+        "extra_desc": Block(further_n, block_k) if trans_b else Block(block_k, extra_n or block_n),
+        "c_desc": Block(block_m, args["STORE_N"]),
     }
 
 
@@ -105,11 +98,6 @@ def count_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> int:
     return int(triton.cdiv(sizes["M"], kwargs["BLOCK_M"]) * triton.cdiv(sizes["N"], width))
 
 
-def rows_of_a_cta(kwargs: dict[str, Any]) -> int:
-    """Return how many rows of a tile a CTA has."""
-    return int(kwargs["BLOCK_M"] // kwargs.get("CTAS", 1))  # kernels that know no clusters have no CTAS
-
-
 def rows_to_load(block: int, rows: int) -> int:
     """Return how many rows to load of a block of which `rows` are there: a power of two, few beyond."""
     return min(block, max(triton.next_power_of_2(max(rows, 1)), FEWEST_ROWS))
@@ -125,7 +113,7 @@ def set_blocks(args: dict[str, Any]) -> None:
 
 def operand_bytes(kwargs: dict[str, Any]) -> int:
     """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
-    a_bytes = kwargs["NUM_BUFFERS"] * rows_of_a_cta(kwargs) * kwargs["BLOCK_K"] * 2
+    a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
     stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
@@ -135,7 +123,7 @@ def operand_bytes(kwargs: dict[str, Any]) -> int:
 def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
     """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
     storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1  # of all rows
-    piece = rows_of_a_cta(kwargs) * kwargs["STORE_N"] * out_bytes
+    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
     return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
 
 
@@ -147,7 +135,7 @@ def deepest_ring(block_m: int, width: int, *, store_bytes: int) -> int:
 def accumulator_registers(config: triton.Config) -> int:
     """Return how many registers of each thread the accumulator takes on Hopper."""
     width = config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"]
-    return int(rows_of_a_cta(config.kwargs) * width // (32 * config.num_warps))
+    return int(config.kwargs["BLOCK_M"] * width // (32 * config.num_warps))
 
 
 NAMES = (*VARIANTS, *PARTS)  # the kernel's argument `wanted` is an index
@@ -183,34 +171,28 @@ def _candidate(
     *args: Any,
     stream_k: int = 0,
     joined: bool = False,
-    ctas: int = 1,
     swap_ab: bool = False,
     **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
     config = gluon_candidate(variant, *args, **options)
-    config.kwargs |= {"STREAM_K": stream_k, "JOINED": joined, "CTAS": ctas, "SWAP_AB": swap_ab}
-    config.num_ctas = ctas
+    config.kwargs |= {"STREAM_K": stream_k, "JOINED": joined, "SWAP_AB": swap_ab}
     return config
 
 
-def _any_width(
-    variant: str, block_m: int, width: int, *, ctas: int = 1, swap_ab: bool = False
-) -> triton.Config:
+def _any_width(variant: str, block_m: int, width: int, *, swap_ab: bool = False) -> triton.Config:
     """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
     block_n, extra_n = in_boxes(width)
     storers = 2 if variant == "pingpong" else 1  # of all rows
-    rows, store_n = block_m // ctas, 64
+    store_n = 64
     return _candidate(
         *(variant, (block_m, block_n, 64)),
-        deepest_ring(rows, width, store_bytes=storers * rows * store_n * 2),
-        warps=4 if variant == "pingpong" or rows == 64 else 8,
+        deepest_ring(block_m, width, store_bytes=storers * block_m * store_n * 2),
+        warps=4 if variant == "pingpong" or block_m == 64 else 8,
         store=(store_n, 1),
         extra_n=extra_n,
         joined=True,
-        ctas=ctas,
         swap_ab=swap_ab,
-        group_m=8 // ctas,
     )
 
 
@@ -276,15 +258,12 @@ GLUON_CANDIDATES = [
     _candidate("pipelined", (64, 64, 128), 4, warps=4, store=(64, 1)),
 ]
 
-if HAS_CLUSTERS_AND_PTX:
+if HAS_INLINE_PTX:
     GLUON_CANDIDATES += [
         # Widths that a tensor cannot have: as many tiles as there are SMs, or a little less than a multiple.
         *(_any_width("cooperative", 64, width) for width in WIDTHS),
         *(_any_width("cooperative", 128, width) for width in WIDTHS),
         *(_any_width("pingpong", 128, width) for width in PINGPONG_WIDTHS),
-        # Two CTAs, which L2 sends the columns once: where rows begin between cache lines.
-        *(_any_width("cooperative", 256, width, ctas=2) for width in WIDTHS if width >= FEWEST_PAIR_COLUMNS),
-        *(_any_width("pingpong", 256, width, ctas=2) for width in (144, 176, 192)),
         # A tile's rows are columns of C: where its columns divide C's rows better.
         *(_any_width("cooperative", 64, width, swap_ab=True) for width in WIDTHS),
         *(_any_width("pingpong", 128, width, swap_ab=True) for width in PINGPONG_WIDTHS),

@@ -6,27 +6,6 @@ therefore (`blocks_of`). The other rows of the slot hold anything; what they are
 columns that C has not, and its stores leave out. (Of a larger matrix, a tile reaches beyond it only if it
 cannot be moved back, see `problem`.)
 
-**Two CTAs a program**, on neighbouring SMs (`CTAS`): they halve a tile's rows, and share its columns.
-
-    CTA 0   rows of A from 0 on             B's columns, loaded once, by CTA 0: TMA writes them to the
-    CTA 1   rows of A from BLOCK_M / 2 on   shared memory of both, and counts the bytes in both (multicast)
-
-So L2 sends B once to two SMs: what counts where rows begin between cache lines. Starting two CTAs at once,
-and their meeting at the end, cost about a microsecond; and a slot is free when the other CTA has said so.
-
-Both run the same program: partitions, visits and steps are the same. Of a ring's mbarriers each CTA has its
-own `full` and `empty`, and there is one more for both:
-
-    empty_in_both   an arrival of the readers of each CTA. CTA 0 waits for it before it loads B into both
-
-**It ends** as one CTA does: CTA 1 loads rows of A when its own readers have given the slot back, CTA 0 rows
-and columns when both CTAs' have; readers need nothing of the other CTA but B. B may arrive in CTA 1 before
-its `full` expects any bytes. They count all the same: the phase cannot complete before its loader's own
-arrival, and it is the right one: CTA 1's readers have seen the one before, or the slot would not be free.
-
-The compiler lets both CTAs meet before the first use of an mbarrier, and at the end: nobody arrives at, or
-loads into, a CTA that is gone.
-
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
 
@@ -41,14 +20,11 @@ from .any_width import SWIZZLED_N
 
 @gluon.jit
 def _load_box(desc, col, inner, bar, ring, FIRST: gl.constexpr):
-    """Start a copy of the descriptor's columns to those of the ring from FIRST on, of each CTA."""
+    """Start a copy of the descriptor's columns to those of the ring from FIRST on."""
     COLUMNS: gl.constexpr = desc.block_type.shape[0]
     box = ring.slice(FIRST // SWIZZLED_N, COLUMNS // SWIZZLED_N, 0)
     box = reinterpret(box, desc.dtype, desc.block_type.shape, desc.layout)
-    if gl.num_ctas() > 1:
-        tma_load(desc, [col, inner], bar, box, multicast=True)
-    else:
-        tma_load(desc, [col, inner], bar, box)
+    tma_load(desc, [col, inner], bar, box)
 
 
 @gluon.jit
@@ -69,19 +45,10 @@ def load_columns(operands, slot, col, inner, bar):
                 _load_box(operands.extra_desc, col + at, inner, bar, operands.b_bufs, s * WIDTH + at)
 
 
-@gluon.constexpr_function
-def _layout(ctas, of_both):
-    """Return which of a row of mbarriers each CTA has: its own, or both the one of CTA 0."""
-    return mbarrier.MBarrierLayout([[0 if of_both else 1]] * (ctas // 2))
-
-
 @gluon.jit
-def allocate_mbarriers(COUNT: gl.constexpr, OF_BOTH: gl.constexpr = False):
-    """Return COUNT mbarriers for each CTA of the program, or for both together."""
-    CTAS: gl.constexpr = gl.num_ctas()
-    gl.static_assert(CTAS <= 2, "only pairs of CTAs have been tried")
-    EACH: gl.constexpr = 1 if OF_BOTH else CTAS
-    return gl.allocate_shared_memory(gl.int64, [COUNT, EACH], _layout(CTAS, OF_BOTH))
+def allocate_mbarriers(COUNT: gl.constexpr):
+    """Return so many mbarriers."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -128,8 +95,6 @@ class Operands:
     two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
     a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie behind the
     others in one ring, for an instruction that reads them all (`any_width`).
-
-    A program of two CTAs divides A's rows among them, and loads B for both.
     """
 
     a_desc: tma.tensor_descriptor
@@ -140,7 +105,6 @@ class Operands:
     extra_bufs: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    empty_in_both: gl.shared_memory_descriptor  # of a pair of CTAs
     config: Config
     NUM_BUFFERS: gl.constexpr
     B_SLOTS: gl.constexpr
@@ -167,27 +131,12 @@ class Operands:
             extra_bufs = allocate_ring(extra_desc, NUM_BUFFERS, EXTRA_N if TRANS_B else BLOCK_K)
         full = allocate_mbarriers(NUM_BUFFERS)
         empty = allocate_mbarriers(NUM_BUFFERS)
-        empty_in_both = empty
-        if gl.num_ctas() > 1:
-            empty_in_both = allocate_mbarriers(NUM_BUFFERS, True)
         for i in gl.static_range(NUM_BUFFERS):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
-            if gl.num_ctas() > 1:
-                mbarrier.init(empty_in_both.index(i), count=1)  # from each CTA
         return Operands(
-            a_desc,
-            b_desc,
-            extra_desc,
-            a_bufs,
-            b_bufs,
-            extra_bufs,
-            full,
-            empty,
-            empty_in_both,
-            config,
-            NUM_BUFFERS,
-            B_SLOTS,
+            *(a_desc, b_desc, extra_desc, a_bufs, b_bufs, extra_bufs),
+            *(full, empty, config, NUM_BUFFERS, B_SLOTS),
         )
 
     @gluon.jit
@@ -199,17 +148,15 @@ class Operands:
         slot = ring_slot(step, self.NUM_BUFFERS)
         bar = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        if gl.num_ctas() > 1:
-            mbarrier.wait(self.empty_in_both.index(slot), ring_phase(step, self.NUM_BUFFERS) ^ 1)
-        rows_of_a: gl.constexpr = self.a_desc.block_type.nbytes // gl.num_ctas()
+        a_nbytes: gl.constexpr = self.a_desc.block_type.nbytes
         inner = k * self.config.BLOCK_K
         b_nbytes: gl.constexpr = self.b_desc.block_type.nbytes
         if self.config.JOINED:
-            mbarrier.expect(bar, rows_of_a + self.joined_nbytes())
+            mbarrier.expect(bar, a_nbytes + self.joined_nbytes())
         elif self.config.EXTRA_N > 0:
-            mbarrier.expect(bar, rows_of_a + b_nbytes + self.extra_desc.block_type.nbytes)
+            mbarrier.expect(bar, a_nbytes + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
-            mbarrier.expect(bar, rows_of_a + b_nbytes)
+            mbarrier.expect(bar, a_nbytes + b_nbytes)
         b_slot = ring_slot(step, self.B_SLOTS)
         a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
         if self.config.TRANS_A:
@@ -237,11 +184,9 @@ class Operands:
 
     @gluon.jit
     def give_back(self, step, pred=True):
-        """Say that this CTA has read the step."""
+        """Say that the step has been read."""
         slot = ring_slot(step, self.NUM_BUFFERS)
         mbarrier.arrive(self.empty.index(slot), count=1, pred=pred)
-        if gl.num_ctas() > 1:
-            mbarrier.arrive(self.empty_in_both.index(slot), count=1, pred=pred)
 
     @gluon.jit
     def empty_bar(self, step):

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import triton
 
-from ..compat import HAS_CLUSTERS_AND_PTX
+from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
-from ..tiles import on_host, tail_share
+from ..tiles import on_host, stream_k_share
 from .configs import (
     CUT_SCHEDULES,
     MOST_ACCUMULATOR_REGISTERS,
@@ -39,7 +39,6 @@ from .configs import (
     as_tiled,
     class_of_rows,
     count_tiles,
-    rows_of_a_cta,
     shared_bytes,
 )
 from .mma import WIDEST_FROM_REGISTERS
@@ -52,7 +51,6 @@ FROM_REGISTERS = 0.95  # times that where the rows of two accumulators pass thro
 MEMORY_BYTES_PER_CLOCK = 2020  # of the GPU: about 4 TB/s
 MEMORY_LATENCY = 3500  # clocks, under load
 START = 2500  # of a kernel with several partitions, over one without
-SECOND_CTA = 2500  # of a program of two, and for them to meet at the end
 FILL = 1500  # from the first load of a tile to its first multiplication
 STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
 # A part of stream-K is written by all SMs at once, and the parts of a tile are read by one.
@@ -70,23 +68,22 @@ MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tell
 def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
     variant, tiles, args = kwargs["VARIANT"], count_tiles(kwargs, args), as_tiled(kwargs, args)
-    programs = max(args["programs"] // kwargs["CTAS"], 1)
+    programs = args["programs"]
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
     k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
-    store = rows_of_a_cta(kwargs) * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
+    store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
     exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
     if kwargs["STREAM_K"]:
         waves, tail = divmod(tiles, programs)
-        share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+        share = on_host(stream_k_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
         busy, cut = programs, share * k_block
         ends = FILL + store + part_clocks(kwargs, triton.cdiv(k_blocks, share))
     else:
         waves, busy, cut = triton.cdiv(tiles, programs), min(tiles, programs), 0.0
         ends = FILL + store
     work = waves * (k_blocks * k_block + exposed) + cut
-    start = STARTS.get(variant, 0) * START + (kwargs["CTAS"] - 1) * SECOND_CTA
-    return start + max(work, memory_clocks(kwargs, args, busy)) + ends
+    return STARTS.get(variant, 0) * START + max(work, memory_clocks(kwargs, args, busy)) + ends
 
 
 def out_bytes(args: dict[str, Any]) -> int:
@@ -99,7 +96,7 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
     widths = [width for width in (kwargs["BLOCK_N"], kwargs["EXTRA_N"]) if width > 0]
     if kwargs["JOINED"]:
         widths = [sum(widths)]
-    rows = rows_of_a_cta(kwargs)
+    rows = kwargs["BLOCK_M"]
     instructions = rows // 64 * kwargs["BLOCK_K"] // 16  # of each width
     read = instructions * sum(64 + width for width in widths) * 16 * 2
     written = (rows + sum(widths)) * kwargs["BLOCK_K"] * 2
@@ -112,10 +109,9 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return what an SM takes to load one k block, whose rows beyond the edges cost nothing."""
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    a_rows = min(rows_of_a_cta(kwargs), args["M"]) * slowed(args["a_alignment"])
-    b_rows = min(width, args["N"]) / kwargs["CTAS"] * slowed(args["b_alignment"])
-    rows = a_rows + b_rows
-    return rows * kwargs["BLOCK_K"] * 2 / L2_BYTES_PER_CLOCK
+    a_rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(args["a_alignment"])
+    b_rows = min(width, args["N"]) * slowed(args["b_alignment"])
+    return (a_rows + b_rows) * kwargs["BLOCK_K"] * 2 / L2_BYTES_PER_CLOCK
 
 
 def slowed(alignment: int) -> float:
@@ -142,7 +138,7 @@ def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> fl
 
 
 # Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
-MOST_TRIALS = 54 if HAS_CLUSTERS_AND_PTX else 30
+MOST_TRIALS = 54 if HAS_INLINE_PTX else 30
 
 
 def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memory: bool) -> bool:
@@ -186,7 +182,7 @@ def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: i
         return False
     tail = count_tiles(kwargs, args) % programs
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
-    share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+    share = on_host(stream_k_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
     parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
     saved_k = (k_blocks - share) * kwargs["BLOCK_K"]
     return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))
@@ -214,7 +210,7 @@ def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) ->
 
 def _kind(config: triton.Config) -> tuple[Any, ...]:
     """Return what tiles of any width have in common that differ in it alone."""
-    names = ("JOINED", "VARIANT", "BLOCK_M", "CTAS", "SWAP_AB", "GROUP_M", "STORE_N")
+    names = ("JOINED", "VARIANT", "BLOCK_M", "SWAP_AB", "GROUP_M", "STORE_N")
     return tuple(config.kwargs[name] for name in names)
 
 
@@ -227,10 +223,8 @@ def _width(config: triton.Config) -> int:
 
 
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
-    """Return whether a config can run with the call's layouts, schedule and number of programs."""
-    if kwargs["JOINED"] and (args["TRANS_A"] or not args["TRANS_B"]):
-        return False
-    return bool(kwargs["CTAS"] == 1 or (args["SCHEDULE"] != "dynamic" and args["programs"] >= kwargs["CTAS"]))
+    """Return whether a config can run with the call's layouts."""
+    return bool(not kwargs["JOINED"] or (args["TRANS_B"] and not args["TRANS_A"]))
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
@@ -339,8 +333,4 @@ class Shape:
         if meta["STREAM_K"]:
             return self.programs, 1, 1
         tiles = count_tiles(meta, {"M": self.m, "N": self.n})
-        return (
-            (tiles if meta["VARIANT"] == "pipelined" else min(max(self.programs // meta["CTAS"], 1), tiles)),
-            1,
-            1,
-        )
+        return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1

@@ -36,11 +36,8 @@ def candidate(variant: str, **wanted: Any) -> triton.Config:
 
 def descriptor_type(dtype: str, block: Block) -> str:
     """Return the type of a descriptor argument, as Triton spells it."""
-    rows, columns, cga = block
-    layout = gl.NVMMASharedLayout.get_default_for(
-        [rows, columns], LANGUAGE_TYPES[dtype], cga_layout=list(map(list, cga)) or None
-    )
-    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), LANGUAGE_TYPES[dtype])
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
 def compile_gemm(
@@ -75,13 +72,7 @@ def compile_gemm(
     types |= {"parts_ptr": "*fp32"}
     descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
     return compile_for(
-        target,
-        gemm,
-        types,
-        constants,
-        any_value=descriptors_and_sizes,
-        num_warps=config.num_warps,
-        num_ctas=config.num_ctas,
+        target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
     )
 
 
@@ -106,8 +97,11 @@ def describe(config: triton.Config) -> str:
     width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
     stolen = kwargs["STORE_BUFFERS"] == 0
     store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
-    kinds = {"stream-K": kwargs["STREAM_K"], "one MMA": kwargs["JOINED"]}
-    kinds |= {f"{kwargs['CTAS']} CTAs": kwargs["CTAS"] > 1, "A and B swapped": kwargs["SWAP_AB"]}
+    kinds = {
+        "stream-K": kwargs["STREAM_K"],
+        "one MMA": kwargs["JOINED"],
+        "A and B swapped": kwargs["SWAP_AB"],
+    }
     which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
     return (
         f"{kwargs['VARIANT']}{which} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
@@ -140,8 +134,7 @@ INTRODUCTION = """# persistent_matmul, its candidates: compiled, not run
 bf16 in and out, A row-major, B column-major, grouped schedule. Nothing here was measured: registers, spills
 and shared memory are what the compiler and ptxas say. `store`: columns of a piece x its buffers. Registers of
 warp-specialised kernels are what each warp starts with; the loading warp then hands most of its share on.
-`one MMA`: an instruction is as wide as the tile. `2 CTAs`: the tile is
-theirs together, warps and shared memory are those of one. `A and B swapped`: a tile's rows are columns of C.
+`one MMA`: an instruction is as wide as the tile. `A and B swapped`: a tile's rows are columns of C.
 """
 
 

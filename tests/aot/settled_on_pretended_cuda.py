@@ -26,7 +26,6 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from dist_autotune.kernels import launch as launches
-from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
 from dist_autotune.kernels.gemm import body, copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
@@ -100,7 +99,6 @@ class Case:
     n: int = 512
     k: int = 512
     scheduler: str = "auto"
-    ctas: int = 1
     copies: bool = False
 
 
@@ -108,14 +106,13 @@ CASES = {
     "descriptors": Case(),
     "a counter": Case(scheduler="dynamic"),
     "copies": Case(m=250, n=333, k=67, copies=True),
-    "two CTAs": Case(ctas=2),
 }
 
 
 @contextlib.contextmanager
 def taken_for_a_gpu(case: Case) -> Iterator[None]:
     """Have `persistent_matmul` take tensors for the device's, and one config that suits the case."""
-    kwargs = {"VARIANT": "cooperative", "CTAS": case.ctas, "STREAM_K": 0}
+    kwargs = {"VARIANT": "cooperative", "STREAM_K": 0}
     fitting = [config for config in launching.GLUON_CANDIDATES if kwargs.items() <= config.kwargs.items()]
 
     def all_copied(shape: Any, *, out: bool) -> tuple[Any, Any]:
@@ -134,7 +131,7 @@ def taken_for_a_gpu(case: Case) -> Iterator[None]:
             copies.room_for
         )  # the same memory in each call, as torch's for CUDA mostly is
         changes += [
-            (launching, "plan", all_copied),
+            (launching, "plan_copies", all_copied),
             (launching, "room_for", room_for),
             (copies, "room_for", room_for),
         ]
@@ -189,8 +186,7 @@ def main(directory: str) -> None:
     cuda = PretendedCuda(Path(directory))
     cuda.install()
     for name, case in CASES.items():
-        if case.ctas == 1 or HAS_CLUSTERS_AND_PTX:
-            print(json.dumps({"case": name, **compare(cuda, case)}))
+        print(json.dumps({"case": name, **compare(cuda, case)}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from gluon_memory import (
     Barriers,
     Buffer,
     Descriptor,
-    Layout,
     Pointer,
     Scalar,
     Tensor,
@@ -22,38 +21,30 @@ from gluon_memory import (
 TURN_NS = 10_000  # of the clock, so that there is time for the polls between two looks at it
 
 
-def allocate(dtype: object, shape: list[int], layout: Layout | None) -> Any:
-    cta = now().cta
-    if isinstance(layout, BarrierLayout):
-        return cta.allocate(lambda: Barriers(shape[0], layout))
-    each = (layout or Layout()).share(shape)
-    return Buffer(cta.allocate(lambda: np.full([len(cta.program.ctas), *each], np.nan)), cta.rank)
+def allocate(dtype: object, shape: list[int], layout: object) -> Any:
+    return Barriers(shape[0]) if isinstance(layout, BarrierLayout) else Buffer(np.full(shape, np.nan))
 
 
-def zeros(shape: tuple[int, ...], dtype: object, layout: Layout | None) -> Tensor:
-    return Tensor(np.zeros((layout or Layout()).share(shape)))
+def zeros(shape: tuple[int, ...], dtype: object, layout: object) -> Tensor:
+    return Tensor(np.zeros(shape))
 
 
 def wait(bar: Barrier, parity: int, pred: bool = True) -> None:
-    now().cta.program.begin()
-    if pred and bar.cta is now().cta:
+    if pred:
         now().pause(lambda: bar.phase % 2 != parity, f"parity {parity} of an mbarrier in phase {bar.phase}")
 
 
 def init(bar: Barrier, count: int) -> None:
-    """Begin with a count from each CTA that has no mbarrier of its own."""
-    bar.count = bar.pending = count * bar.everywhere.count(bar)
+    bar.count = bar.pending = count
 
 
 def arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
-    now().cta.program.begin()
     if pred:
         bar.arrive(count)
     now().pause()
 
 
 def expect(bar: Barrier, nbytes: int, pred: bool = True) -> None:
-    now().cta.program.begin()
     if pred:
         bar.bytes += nbytes
         bar.arrive(1)
@@ -64,38 +55,24 @@ def _must_be_fenced(buf: Buffer, what: str) -> None:
     assert fenced, f"a {what} needs a proxy fence first"
 
 
-def tma_load(
-    desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer, *, multicast: bool = False
-) -> None:
-    now().cta.program.begin()
+def tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
     desc.may_load(coord)
-    if not multicast:
-        _copy(desc, coord, bar, buf)
-    elif now().cta.rank == 0:
-        for rank, of_cta in enumerate(bar.everywhere):  # there is no saying in which it arrives first
-            _copy(desc, coord, of_cta, buf.in_cta(rank))
-    now().pause()
-
-
-def _copy(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> None:
-    """Start a load."""
     _must_be_fenced(buf, "load")
-    assert buf.array.shape == tuple(desc.layout.share(desc.block_type.shape)), "it fills another buffer"
-    begin = desc.start_of(coord)
+    assert buf.array.shape == tuple(desc.block_type.shape), "it fills another buffer"
 
     def copy() -> None:
-        bar.cta.must_be_there()
-        desc.read(begin, buf.array)
+        machine().must_be_running(bar.program)
+        desc.read(coord, buf.array)
         bar.transfer(-2 * buf.array.size)
 
     buf.array[...] = np.nan  # from now on nobody may count on what was there
     machine().copies.append(copy)
+    now().pause()
 
 
 def tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
     _must_be_fenced(buf, "store")
-    begin = desc.start_of(coord)
-    now().storing.append(lambda: desc.write(begin, buf.array))
+    now().storing.append(lambda: desc.write(coord, buf.array))
     now().pause()
 
 
@@ -127,21 +104,20 @@ def tcgen05(a: Buffer, b: Buffer, acc: TensorMemory, *, use_acc: bool) -> None:
     def finish() -> None:
         acc.array[...] = a.array @ b.array + (acc.array if use_acc else 0)
 
-    machine().queues.setdefault(now().cta, []).append(finish)
+    machine().queues.setdefault(now().program, []).append(finish)
     now().pause()
 
 
 def commit(bar: Barrier) -> None:
-    machine().queues.setdefault(now().cta, []).append(lambda: bar.arrive(1))
+    machine().queues.setdefault(now().program, []).append(lambda: bar.arrive(1))
     now().pause()
 
 
 def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
     parent = now()
-    parent.cta.program.begin()
     for (body, arguments), count in zip(partitions[1:], warps, strict=True):
         name = f"{parent.name}/{body.__name__}{len(machine().tasks)}"
-        machine().start(name, parent.cta, count, lambda body=body, arguments=arguments: body(*arguments))
+        machine().start(name, parent.program, count, lambda body=body, arguments=arguments: body(*arguments))
     body, arguments = partitions[0]
     body(*arguments)
 

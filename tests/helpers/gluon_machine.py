@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,54 +18,11 @@ class Aborted(BaseException):
     """Ends the tasks that are left when one has failed."""
 
 
-class Program:
-    """The CTAs of one program, which have the same memory at the same places, and where they meet."""
-
-    def __init__(self, number: int, ctas: int = 1) -> None:
-        self.number, self.ctas = number, [Cta(self, rank) for rank in range(ctas)]
-        self.memory: list[Any] = []  # of all CTAs, in the order in which each allocates it
-
-    def begin(self) -> None:
-        """Let all CTAs meet, once, before the first mbarrier is used: as the compiler does."""
-        cta = now().cta
-        if len(self.ctas) > 1 and not cta.has_begun:
-            cta.has_begun = True
-            now().pause(lambda: all(other.has_begun for other in self.ctas), "the other CTA's beginning")
-
-    def end(self) -> None:
-        """Let all CTAs meet when all partitions have ended, as the compiler does."""
-        if len(self.ctas) > 1:
-            now().has_ended = True
-            tasks = [task for cta in self.ctas for task in cta.tasks]
-            now().pause(lambda: all(task.done or task.has_ended for task in tasks), "the other CTA's end")
-
-
-class Cta:
-    """One CTA, the `rank`-th one of its program."""
-
-    def __init__(self, program: Program, rank: int) -> None:
-        self.program, self.rank = program, rank
-        self.tasks: list[Task] = []
-        self.allocations = 0
-        self.has_begun = False
-
-    def allocate(self, make: Callable[[], Any]) -> Any:
-        """Return the next piece of memory; the CTA that is the first to ask for it makes it, for all."""
-        memory = self.program.memory
-        if self.allocations == len(memory):
-            memory.append(make())
-        self.allocations += 1
-        return memory[self.allocations - 1]
-
-    def must_be_there(self) -> None:
-        assert not all(task.done for task in self.tasks), "the memory of a CTA is used that is gone"
-
-
 class Task:
-    def __init__(self, machine: Machine, name: str, cta: Cta, warps: int, body: Callable[[], None]) -> None:
-        self.machine, self.name, self.cta, self.warps = machine, name, cta, warps
-        self.program = cta.program.number
-        self.has_ended = False  # but for its meeting other CTAs
+    def __init__(
+        self, machine: Machine, name: str, program: int, warps: int, body: Callable[[], None]
+    ) -> None:
+        self.machine, self.name, self.program, self.warps = machine, name, program, warps
         self.waits_for: Callable[[], bool] | None = None
         self.where = ""
         self.done = False
@@ -130,7 +87,7 @@ class Machine:
         self.haste = haste  # how likely the hardware goes on before a task; None: each thing is as likely
         self.tasks: list[Task] = []
         self.copies: list[Callable[[], None]] = []  # TMA loads in flight
-        self.queues: dict[Cta, list[Callable[[], None]]] = {}  # tcgen05 of each CTA, in order
+        self.queues: dict[int, list[Callable[[], None]]] = {}  # tcgen05 of each program, in order
         self.failure: BaseException | None = None
         self.back = threading.Semaphore(0)
         self.now: Task | None = None
@@ -138,12 +95,14 @@ class Machine:
         self.turns = 0  # the clock
         self.published: dict[int, np.ndarray] = {}  # of shared arrays, when each element was
 
-    def start(self, name: str, cta: Cta, warps: int, body: Callable[[], None]) -> Task:
-        task = Task(self, name, cta, warps, body)
+    def start(self, name: str, program: int, warps: int, body: Callable[[], None]) -> None:
+        task = Task(self, name, program, warps, body)
         self.tasks.append(task)
-        cta.tasks.append(task)
         task.thread.start()
-        return task
+
+    def must_be_running(self, program: int) -> None:
+        ended = all(task.done for task in self.tasks if task.program == program)
+        assert not ended, "the memory of a program is used that has ended"
 
     def run(self) -> None:
         while not self.failure and not all(task.done for task in self.tasks):

@@ -1,8 +1,5 @@
 """Registers, shared and global memory, and mbarriers, for `gluon_model`.
 
-The CTAs of a program allocate the same. A buffer and an mbarrier are one CTA's, and know those at the same
-place in the others, where a load that several CTAs receive writes and counts, too.
-
 What a task writes to global memory through tensors of pointers (`Pointers`) others may read once it has been
 published: behind a barrier of the writer's warps, by an atomic operation with release semantics, which the
 reader has followed by one with acquire semantics.
@@ -14,40 +11,21 @@ import types
 from collections.abc import Sequence
 
 import numpy as np
-from gluon_machine import Cta, machine, now
+from gluon_machine import machine, now
 
 
-class Layout:
-    """Of registers or shared memory: which side of a tensor the CTAs of a program halve, see `Block`."""
-
-    def __init__(self, cga_layout: Sequence[Sequence[int]] = ()) -> None:
-        self.halved = [tuple(sides) for sides in cga_layout]  # by each bit of a CTA's rank
-
-    def parts(self, dimensions: int) -> list[int]:
-        """Return among how many CTAs each side is divided."""
-        assert 2 ** len(self.halved) == len(now().cta.program.ctas), "a layout for more or for fewer CTAs"
-        sides = [2 ** sum(sides) for sides in zip(*self.halved, strict=True)]
-        return [1] * (dimensions - len(sides)) + sides
-
-    def share(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of what each CTA has."""
-        return [size // parts for size, parts in zip(shape, self.parts(len(shape)), strict=True)]
-
-    def first(self, shape: Sequence[int]) -> list[int]:
-        """Return where that of the CTA begins whose turn it is."""
-        parts = self.parts(len(shape))
-        return [now().cta.rank * size // p if p > 1 else 0 for size, p in zip(shape, parts, strict=True)]
+class BarrierLayout:
+    """Of shared memory for mbarriers."""
 
 
 class Barrier:
-    def __init__(self, cta: Cta) -> None:
-        self.cta = cta
-        self.everywhere = [self]  # those at the same place in all CTAs
+    def __init__(self) -> None:
+        self.program = now().program
         self.count = self.pending = self.bytes = self.phase = 0
 
     def must_be_ready(self) -> None:
         assert self.count, "an mbarrier is used before it is initialised"
-        self.cta.must_be_there()
+        machine().must_be_running(self.program)
 
     def arrive(self, count: int) -> None:
         self.must_be_ready()
@@ -65,44 +43,21 @@ class Barrier:
             self.phase, self.pending = self.phase + 1, self.count
 
 
-class BarrierLayout(Layout):
-    @property
-    def of_both(self) -> bool:
-        """Whether there is only CTA 0's, for all."""
-        return (0,) in self.halved
-
-
 class Barriers:
-    def __init__(self, count: int, layout: BarrierLayout) -> None:
-        ctas = now().cta.program.ctas
-        assert 2 ** len(layout.halved) == len(ctas), "a layout for more or for fewer CTAs"
-        self.all = [[Barrier(cta) for cta in ctas] for _ in range(count)]
-        if layout.of_both:
-            self.all = [[barriers[0]] * len(ctas) for barriers in self.all]
-        for barriers in self.all:
-            for barrier in barriers:
-                barrier.everywhere = barriers
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
 
     def index(self, i: int) -> Barrier:
-        return self.all[i][now().cta.rank]
+        return self.all[i]
 
 
 class Buffer:
-    """A view of a CTA's shared memory. `memory` names what it is a view of, for the proxy fences."""
+    """A view of shared memory. `memory` names what it is a view of, for the proxy fences."""
 
     dtype = None
 
-    def __init__(self, everywhere: np.ndarray, rank: int, slice_of: Buffer | None = None) -> None:
-        self.everywhere = everywhere  # the same view in each CTA
-        self.rank, self.slice_of = rank, slice_of
-
-    @property
-    def array(self) -> np.ndarray:
-        return self.everywhere[self.rank]
-
-    def in_cta(self, rank: int) -> Buffer:
-        """Return what is at the same place in another CTA."""
-        return Buffer(self.everywhere, rank, self.slice_of and self.slice_of.in_cta(rank))
+    def __init__(self, array: np.ndarray, slice_of: Buffer | None = None) -> None:
+        self.array, self.slice_of = array, slice_of
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,15 +68,14 @@ class Buffer:
         return self.slice_of.memory if self.slice_of else self.array.__array_interface__["data"][0]
 
     def index(self, i: int) -> Buffer:
-        return Buffer(self.everywhere[:, i], self.rank)
+        return Buffer(self.array[i])
 
     def slice(self, start: int, length: int, dim: int) -> Buffer:
         assert start + length <= self.shape[dim], "a slice reaches beyond its buffer"
-        of_all = (slice(None),) * (1 + dim)
-        return Buffer(self.everywhere[(*of_all, slice(start, start + length))], self.rank, self)
+        return Buffer(self.array[(*(slice(None),) * dim, slice(start, start + length))], self)
 
     def permute(self, order: tuple[int, ...]) -> Buffer:
-        return Buffer(self.everywhere.transpose((0, *(1 + side for side in order))), self.rank)
+        return Buffer(self.array.transpose(order))
 
     def store(self, tensor: Tensor) -> None:
         tensor.must_be_complete()
@@ -133,20 +87,16 @@ class Buffer:
         now().unfenced.add(self.memory)
         return Tensor(self.array.copy())
 
-    def reinterpret(self, dtype: object, shape: list[int], layout: Layout) -> Buffer:
-        ctas, shape = len(self.everywhere), layout.share(shape)
-        flat = self.everywhere.reshape(ctas, -1)[:, : int(np.prod(shape))]
-        return Buffer(flat.reshape(ctas, *shape), self.rank)
+    def reinterpret(self, dtype: object, shape: list[int], layout: object) -> Buffer:
+        return Buffer(self.array.reshape(-1)[: int(np.prod(shape))].reshape(shape))
 
 
 class TensorMemory(Buffer):
-    """Of a program's only CTA."""
-
     def slice(self, start: int, length: int) -> TensorMemory:  # type: ignore[override]
-        return TensorMemory(self.everywhere[:, :, start : start + length], 0)
+        return TensorMemory(self.array[:, start : start + length])
 
     def index(self, i: int) -> TensorMemory:
-        return TensorMemory(self.everywhere[:, i], 0)
+        return TensorMemory(self.array[i])
 
 
 class Tensor:
@@ -197,19 +147,14 @@ class Tensor:
 
 
 class Descriptor:
-    """A host tensor and the shape of what one TMA operation moves, in all CTAs of a program together."""
+    """A host tensor and the shape of what one TMA operation moves."""
 
-    dtype = None
+    dtype = layout = None
 
-    def __init__(self, array: np.ndarray, block: list[int], cga_layout: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, array: np.ndarray, block: list[int]) -> None:
         self.array, self.writes = array, np.zeros(array.shape, dtype=int)
         self.block_type = types.SimpleNamespace(shape=block, nbytes=2 * int(np.prod(block)))
-        self.shape, self.layout = array.shape, Layout(cga_layout)
-
-    def start_of(self, coord: list[int]) -> list[int]:
-        """Return where that part of a block begins which the CTA has whose turn it is."""
-        first = self.layout.first(self.block_type.shape)
-        return [at + further for at, further in zip(coord, first, strict=True)]
+        self.shape = array.shape
 
     def _inside(self, coord: list[int], shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return where a block of that shape lies in the tensor, and which part of the block that is."""

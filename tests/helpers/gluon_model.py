@@ -11,19 +11,16 @@ early or as much out of turn as it may be:
     PTX of wgmma     the same; see `gluon_ptx`
     tcgen05          the same, in order; `commit` arrives behind what was started before
     mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
-    several CTAs     each has tasks and memory of its own; what all receive arrives in each at some time
 
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
 read that it overwrites without one, is an error of its own, and so is a read of what another program has
 written and not published. Words in global memory are read and written at once; what a task has acquired and
 fenced is known, so a test can say what it may load (`may_load`), and can let others change memory beside the
-launch. What the compiler makes of a program of several CTAs is done as it does it: layouts say what each CTA
-has of a tensor, CTA 0 starts the loads that all receive, and alone waits for an mbarrier that is of all; they
-meet before the first use of an mbarrier and at the end, and memory of a CTA that is gone must not be used.
+launch. The memory of a program that has ended must not be used.
 
-Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts otherwise, and
-integers that wrap around.
+Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts, and integers that
+wrap around.
 """
 
 from __future__ import annotations
@@ -38,12 +35,11 @@ from typing import Any
 
 import gluon_instructions as instructions
 import numpy as np
-from gluon_machine import Deadlock, Machine, Program, machine, now
+from gluon_machine import Deadlock, Machine, machine, now
 from gluon_memory import (
     BarrierLayout,
     Buffer,
     Descriptor,
-    Layout,
     Pointer,
     Tensor,
     TensorMemory,
@@ -53,7 +49,6 @@ from gluon_ptx import inline_asm
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-LATE_TURNS = 30  # of a CTA's start, behind that of the other one
 
 
 def _same(value: Any) -> Any:
@@ -128,7 +123,6 @@ def _fakes() -> dict[str, types.ModuleType]:
         full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value)),
         max=lambda tensor, axis: int(tensor.array.max()),
         num_warps=lambda: now().warps,
-        num_ctas=lambda: len(now().cta.program.ctas),
         program_id=lambda axis: now().program,
         num_programs=lambda axis: machine().programs,
         allocate_shared_memory=instructions.allocate,
@@ -136,7 +130,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         BlockedLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
-        NVMMADistributedLayout=lambda cga_layout=(), **options: Layout(cga_layout),
+        NVMMADistributedLayout=nothing,
         DotOperandLayout=nothing,
         join=Tensor.join,
         convert_layout=lambda tensor, layout: tensor,
@@ -161,7 +155,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     blackwell = module(
         "blackwell",
         TensorMemoryLayout=nothing,
-        allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full([1, *shape], np.nan), 0),
+        allocate_tensor_memory=lambda dtype, shape, layout: TensorMemory(np.full(shape, np.nan)),
         tcgen05_commit=instructions.commit,
         tcgen05_mma=instructions.tcgen05,
         tensor_memory_descriptor=None,
@@ -242,7 +236,6 @@ def launch(
     *args: Any,
     seed: int,
     warps: int = 4,
-    ctas: int = 1,
     haste: float | None = None,
     beside: Sequence[Callable[[], None]] = (),
     **options: Any,
@@ -254,17 +247,8 @@ def launch(
     Machine.running = Machine(seed, haste)
     machine().programs = programs
     for body in beside:
-        machine().start(getattr(body, "__name__", "other"), Program(-1).ctas[0], 1, body)
-
-    def program() -> None:
-        late = machine().random.choice([0, LATE_TURNS]) if ctas > 1 else 0
-        for _ in range(late):
-            now().pause()
-        kernel(*args, **options)
-        now().cta.program.end()
+        machine().start(getattr(body, "__name__", "other"), -1, 1, body)
 
     for number in range(programs):
-        for cta in Program(number, ctas).ctas:
-            name = f"program {number}" + (f", CTA {cta.rank}" if ctas > 1 else "")
-            machine().start(name, cta, warps, program)
+        machine().start(f"program {number}", number, warps, lambda: kernel(*args, **options))
     machine().run()

@@ -13,7 +13,6 @@ from gluon_model import Deadlock, Descriptor, Pointer
 from dist_autotune.kernels.gemm.configs import box_of
 
 BODY = gluon_model.load_kernel_module("gemm.body")
-ROWS, NEITHER = (1, 0), (0, 0)  # what two CTAs halve of a descriptor's block
 
 
 def multiply(
@@ -32,7 +31,6 @@ def multiply(
     tensor_memory: bool = False,
     stream_k: int = 0,
     joined: bool = False,
-    ctas: int = 1,
     swap_ab: bool = False,
     loaded: tuple[int, int, int] | None = None,
     warps: int = 4,
@@ -40,8 +38,7 @@ def multiply(
 ) -> None:
     """Check one launch: that it ends, writes a @ b everywhere, and puts the counter back.
 
-    blocks: of a program, whatever its CTAs. loaded: how many rows of A, of B and of B's further columns come
-    of a block, if not all.
+    loaded: how many rows of A, of B and of B's further columns come of a block, if not all.
     """
     (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
     numbers = np.random.default_rng(seed)
@@ -54,30 +51,24 @@ def multiply(
         loaded = (block_m, box_of(block_n), box_of(extra_n or block_n))
     a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
 
-    def descriptor(array: np.ndarray, block: list[int], halved: tuple[int, int]) -> Descriptor:
-        return Descriptor(array, block, (halved,) * (ctas // 2))
-
-    if transposed[0]:
-        a_desc = Descriptor(a.T.copy(), [block_k, block_m])
-    else:
-        a_desc = descriptor(a, [a_rows, block_k], ROWS)
+    a_memory, a_block = (a.T.copy(), [block_k, block_m]) if transposed[0] else (a, [a_rows, block_k])
     b_rows = b.T.copy() if transposed[1] else b
 
     def b_descriptor(width: int, loaded: int) -> Descriptor:
-        return descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], NEITHER)
+        return Descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width])
 
-    c_desc = descriptor(c, [block_m, store_n], ROWS)
+    c_desc = Descriptor(c, [block_m, store_n])
     operands = [
-        a_desc,
+        Descriptor(a_memory, a_block),
         b_descriptor(block_n, b_rows_loaded),
         b_descriptor(extra_n or block_n, extra_rows),
     ]
     if swap_ab:
         c_desc = Descriptor(c, [store_n, block_m])
         operands = [
-            descriptor(a, [b_rows_loaded, block_k], NEITHER),
-            descriptor(b_rows, [a_rows, block_k], ROWS),
-            descriptor(a, [extra_rows, block_k], NEITHER),
+            Descriptor(a, [b_rows_loaded, block_k]),
+            Descriptor(b_rows, [a_rows, block_k]),
+            Descriptor(a, [extra_rows, block_k]),
         ]
     tiles = -(-sides[0] // block_m) * -(-sides[1] // (block_n + extra_n))
     gluon_model.launch(
@@ -99,7 +90,6 @@ def multiply(
         seed=seed,
         haste=(None, 0.05, 0.9)[seed % 3],
         warps=warps,
-        ctas=ctas,
         TRANS_A=transposed[0],
         TRANS_B=transposed[1],
         TENSOR_MEMORY=tensor_memory,
@@ -117,7 +107,6 @@ def multiply(
         GROUP_M=2,
         STREAM_K=stream_k,
         JOINED=joined,
-        CTAS=ctas,
         SWAP_AB=swap_ab,
     )
     np.testing.assert_array_equal(c, a @ b if k else np.full((m, n), np.nan))

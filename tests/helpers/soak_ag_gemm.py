@@ -1,7 +1,7 @@
 """Call AllGatherGemm thousands of times, as unkindly as is legal, and check every result.
 
-    ./launch.sh tests/helpers/soak_ag_gemm.py --calls 10000 [--backend torch|nvshmem] [--graph-share 0.5]
-        [--seed N]
+    ./launch.sh tests/helpers/soak_ag_gemm.py [--calls 10000 | --seconds 150] [--backend torch|nvshmem]
+        [--graph-share 0.5] [--seed N]
 
 Shapes, candidates, delays, what each rank chooses in each call (who multiplies, in how many pieces it
 copies, how many programs run) and the order of eager calls and graph replays are random; two operations take
@@ -140,9 +140,10 @@ class Soak:
     def run(self) -> None:
         """Make all calls; raise PeerTimeout if a peer was lost."""
         began = time.monotonic()
-        while self.calls < self._options.calls:
+        while self._is_left(began):
             faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-            batch = [self._call() for _ in range(min(BATCH, self._options.calls - self.calls))]
+            left = BATCH if self._options.seconds else self._options.calls - self.calls
+            batch = [self._call() for _ in range(min(BATCH, left))]
             for op in self._ops:
                 op.check()
             for call in batch:
@@ -157,6 +158,14 @@ class Soak:
             if self.rank == 0:
                 seconds = time.monotonic() - began
                 print(f"closed {number} of {len(self._ops)} in {seconds:.1f} s", flush=True)
+
+    def _is_left(self, began: float) -> bool:
+        """Return the same on all ranks: whether calls, or seconds by the clock of rank 0, are left."""
+        if self._options.seconds is None:
+            return self.calls < self._options.calls
+        is_left = [time.monotonic() - began < self._options.seconds]
+        dist.broadcast_object_list(is_left, device=torch.device("cpu"))
+        return is_left[0]
 
     def _call(self) -> Call:
         """Enqueue one call and wait for nothing."""
@@ -222,6 +231,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calls", type=int, default=10_000 if ON_GPU else 60)
+    parser.add_argument("--seconds", type=float, help="of calls, instead of their number")
     parser.add_argument("--backend", default="auto", help="symmetric memory: auto, torch, nvshmem, shm")
     parser.add_argument("--graph-share", type=float, default=0.5, help="how many of the calls are replays")
     parser.add_argument("--seed", type=int, default=0)

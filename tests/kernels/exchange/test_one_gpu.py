@@ -64,7 +64,7 @@ class HostAsPeer(CudaMemory):
     def __init__(self) -> None:
         super().__init__(TwoRanks(), torch.device(DEVICE, 0), "one GPU")
         self.gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.holds, self._held = False, 0
+        self.holds, self._copies = False, 0
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         here = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -75,8 +75,8 @@ class HostAsPeer(CudaMemory):
 
     def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
         if self.holds:  # each copy until the host has opened the gate for it
-            self._held += 1
-            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._held, 0))
+            self._copies += 1
+            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._copies, 0))
         super()._copy_bytes(dst, src, size, handle)
 
 
@@ -197,13 +197,13 @@ def pieces_apart(rank: int) -> tuple[list[float], list[float]]:
         peer, weight = Peer(memory), torch.randn(n, k, device=DEVICE).to(DTYPE)
         for holds in (False, True):  # the first call compiles
             memory.holds = holds
-            _, stamps = op.trace(op.shard, weight)
+            _, trace = op.trace(op.shard, weight)
             peer.be_fetched_from(op, rows)
             for piece in range(1, 5):
                 time.sleep(LATE_S)
                 memory.gate[0] = piece if holds else 0
             op.check()
-    tiles = stamps[16:32].reshape(4, 4, 4).cpu()  # of the peer's chunk: columns, rows, stamps
+    tiles = trace[16:32].reshape(4, 4, 4).cpu()  # of the peer's chunk: columns, rows, words
     let_through, stored = (tiles[:, :, place].double() / 1e6 for place in (1, 2))
     first = float(let_through.min())
     return (let_through.min(dim=0).values - first).tolist(), (stored.max(dim=0).values - first).tolist()

@@ -45,8 +45,7 @@ def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
 def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
     """Return the kwargs of a config."""
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
-    kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "JOINED": False, "CTAS": 1}
-    kwargs |= {"SWAP_AB": False}
+    kwargs |= {"NUM_BUFFERS": 4, "STREAM_K": 0, "JOINED": False, "SWAP_AB": False}
     return kwargs | changed
 
 
@@ -55,7 +54,7 @@ def is_among(winner: str, configs: list[Any]) -> bool:
 
     Without those that the body had then, and nobody uses any more.
     """
-    for gone in (", STAGGER: False", ", SPREAD: False", ", TEAMS: 1"):
+    for gone in (", STAGGER: False", ", SPREAD: False", ", TEAMS: 1", ", CTAS: 1"):
         winner = winner.replace(gone, "")
     return any(set(winner.split(", ")) <= set(str(config).split(", ")) for config in configs)
 
@@ -143,15 +142,6 @@ def test_as_many_columns_are_loaded_as_a_tile_has():
         assert load_clocks(tile(128, 128, extra_n, JOINED=True), args) == loaded(128 + 128 + extra_n)
 
 
-def test_each_of_two_ctas_multiplies_half_the_rows_and_its_sm_gets_half_the_columns_from_l2():
-    args = call(4096, 4096, 4096)
-    pair, one = tile(256, 256, CTAS=2), tile(128, 256)
-    assert multiply_clocks(pair) == multiply_clocks(one)
-    assert load_clocks(pair, args) == loaded(128 + 128)
-    between = args | dict.fromkeys(ALIGNMENTS, 16)
-    assert load_clocks(pair, between) == loaded(BETWEEN_SECTORS * (128 + 128))
-
-
 def test_memory_is_as_fast_as_there_are_bytes_in_flight():
     args = call(16, 8192, 8192)
     slow, fast = memory_clocks(tile(64, 64), args, 30), memory_clocks(tile(64, 64), args, 60)
@@ -174,10 +164,6 @@ def test_memory_is_as_fast_as_there_are_bytes_in_flight():
         pytest.param(
             (8192, 8192, 512), tile(128, 128), tile(128, 128, VARIANT="persistent"), id="loads are hidden"
         ),
-        pytest.param(
-            (8200, 8200, 8200), tile(256, 256, CTAS=2), tile(128, 256), id="rows between lines, two CTAs"
-        ),
-        pytest.param((256, 256, 512), tile(128, 256), tile(256, 256, CTAS=2), id="a second CTA costs time"),
         pytest.param(
             (2112, 2112, 2112), tile(128, 128, 48, JOINED=True), tile(128, 128), id="two waves, not three"
         ),

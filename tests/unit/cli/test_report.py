@@ -175,7 +175,7 @@ def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path)
             log.write(record)
     history = load(tmp_path)
     assert history.sessions == ()
-    assert history.skipped == {"rank-0.jsonl": {"of a session whose opening is lost": 3}}
+    assert history.skipped == {"rank-0.jsonl": "skipped 3 lines: 3 x of a session whose opening is lost"}
 
 
 def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_pat
     with SessionLog(tmp_path, 0) as log:  # everything from the cache: nothing to look at
         log.write(session_records("s4", 0, "layer", "EventClock")[0])
     loaded = load(tmp_path)
-    assert [session.name for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
-    assert [session.name for session in loaded.newest()] == ["s2", "s3"]
+    assert [session.opened.session for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
+    assert [session.opened.session for session in loaded.newest()] == ["s2", "s3"]
 
 
 # ---- the report in the program and that of the command line

@@ -1,4 +1,4 @@
-"""Which calls are offered tiles of any width (`JOINED`) and pairs of CTAs (`CTAS`), and their blocks."""
+"""Which calls are offered tiles of any width (`JOINED`), and their blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+from dist_autotune.kernels.compat import HAS_INLINE_PTX
 from dist_autotune.kernels.gemm import configs, pruning
 from dist_autotune.kernels.gemm.configs import (
     GLUON_CANDIDATES,
@@ -17,19 +17,15 @@ from dist_autotune.kernels.gemm.configs import (
     deepest_ring,
     in_boxes,
     operand_bytes,
-    rows_of_a_cta,
     set_blocks,
     shared_bytes,
 )
 from dist_autotune.kernels.gemm.pruning import Shape, fits, no_wider_than_need_be, prune, saves_tiles, suits
-from dist_autotune.kernels.matrices import Block, Matrix, describe, set_block
+from dist_autotune.kernels.matrices import Block, Matrix, describe
 
 LIMIT = 232448
 KIB = 1024
-NEEDS_39 = pytest.mark.skipif(not HAS_CLUSTERS_AND_PTX, reason="such candidates are there since Triton 3.9")
-
-# The halves of two CTAs: of the rows, or of nothing, as both have all.
-ROWS, ALL = ((1, 0),), ((0, 0),)
+NEEDS_39 = pytest.mark.skipif(not HAS_INLINE_PTX, reason="such candidates are there since Triton 3.9")
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +34,16 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(
-    blocks: tuple[int, int, int], extra_n: int = 0, *, warps: int = 8, ctas: int = 1, **changed: Any
+    blocks: tuple[int, int, int], extra_n: int = 0, *, warps: int = 8, **changed: Any
 ) -> triton.Config:
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
     kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
-    kwargs |= {"STREAM_K": 0, "JOINED": False, "CTAS": ctas, "SWAP_AB": False}
-    return triton.Config(kwargs | changed, num_warps=warps, num_stages=1, num_ctas=ctas)
+    kwargs |= {"STREAM_K": 0, "JOINED": False, "SWAP_AB": False}
+    return triton.Config(kwargs | changed, num_warps=warps, num_stages=1)
 
 
 SWAPPED = config_of((128, 128, 64), 48, warps=4, JOINED=True, VARIANT="pingpong", SWAP_AB=True)
 JOINED = config_of((128, 128, 64), 48, JOINED=True)
-PAIR = config_of((256, 128, 64), 48, ctas=2, JOINED=True)
 
 
 def call(**changed: Any) -> dict[str, Any]:
@@ -69,18 +64,7 @@ def new_of(configs: list[triton.Config]) -> list[triton.Config]:
 def test_an_instruction_of_any_width_reads_both_operands_along_k(trans_a, trans_b):
     args = call(TRANS_A=trans_a, TRANS_B=trans_b)
     assert not suits(JOINED.kwargs, args)
-    assert not suits(PAIR.kwargs, args)
     assert suits(JOINED.kwargs, call())
-
-
-def test_two_ctas_need_a_schedule_that_both_know_and_two_sms():
-    assert suits(PAIR.kwargs, call())
-    assert suits(PAIR.kwargs, call(programs=2))
-    assert not suits(PAIR.kwargs, call(programs=1))
-    assert not suits(PAIR.kwargs, call(SCHEDULE="dynamic"))
-    for schedule in ("grouped", "contiguous", "strided", "chiplet"):
-        assert suits(PAIR.kwargs, call(SCHEDULE=schedule))
-    assert suits(JOINED.kwargs, call(SCHEDULE="dynamic", programs=1))
 
 
 def test_swapped_tiles_are_of_one_product_of_two_operands_along_k():
@@ -106,31 +90,30 @@ def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
 
 
 @pytest.mark.parametrize(
-    ("changed", "joined", "pairs"),
+    ("changed", "joined"),
     [
-        pytest.param({}, True, True, id="A by rows, a weight"),
-        pytest.param({"TRANS_A": True}, False, False, id="A by columns"),
-        pytest.param({"TRANS_B": False}, False, False, id="B by rows"),
-        pytest.param({"SCHEDULE": "dynamic"}, True, False, id="dynamic"),
-        pytest.param({"programs": 1}, True, False, id="one program"),
-        pytest.param({"TENSOR_MEMORY": True}, False, False, id="Blackwell"),
+        pytest.param({}, True, id="A by rows, a weight"),
+        pytest.param({"TRANS_A": True}, False, id="A by columns"),
+        pytest.param({"TRANS_B": False}, False, id="B by rows"),
+        pytest.param({"SCHEDULE": "dynamic"}, True, id="dynamic"),
+        pytest.param({"programs": 1}, True, id="one program"),
+        pytest.param({"TENSOR_MEMORY": True}, False, id="Blackwell"),
     ],
 )
 @NEEDS_39
-def test_the_candidates_of_a_call(changed, joined, pairs, monkeypatch):
+def test_the_candidates_of_a_call(changed, joined, monkeypatch):
     monkeypatch.setattr(pruning, "MOST_TRIALS", len(GLUON_CANDIDATES))
     tried = prune(GLUON_CANDIDATES, call(**changed))
     assert any(config.kwargs["JOINED"] for config in tried) == joined
-    assert any(config.num_ctas > 1 for config in tried) == pairs
     assert len(tried) > len(new_of(tried))
 
 
 def test_before_triton_3_9_there_are_none():
-    assert bool(new_of(GLUON_CANDIDATES)) == HAS_CLUSTERS_AND_PTX
+    assert bool(new_of(GLUON_CANDIDATES)) == HAS_INLINE_PTX
 
 
-def test_tensor_memory_has_neither():
-    for config in (JOINED, PAIR, config_of((128, 192, 64), JOINED=True)):
+def test_tensor_memory_has_none():
+    for config in (JOINED, config_of((128, 192, 64), JOINED=True)):
         assert not fits(config, 2, LIMIT, tensor_memory=True)
         assert fits(config, 2, LIMIT, tensor_memory=False)
 
@@ -140,10 +123,9 @@ def test_every_candidate_fits_hopper_and_is_what_the_kernel_can_run():
     for config in new_of(GLUON_CANDIDATES):
         kwargs = config.kwargs
         assert fits(config, 2, LIMIT, tensor_memory=False)
-        assert config.num_ctas == kwargs["CTAS"]  # what the kernel is compiled for, and what it reads
         assert kwargs["STREAM_K"] == 0
-        assert rows_of_a_cta(kwargs) % (64 * consumers(config)) == 0
-        assert rows_of_a_cta(kwargs) >= 16 * config.num_warps
+        assert kwargs["BLOCK_M"] % (64 * consumers(config)) == 0
+        assert kwargs["BLOCK_M"] >= 16 * config.num_warps
         if kwargs["JOINED"]:
             width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
             assert width % 8 == 0
@@ -159,28 +141,9 @@ def consumers(config: triton.Config) -> int:
 # ---- blocks
 
 
-def test_two_ctas_divide_rows_of_a_and_c_and_both_have_all_columns():
-    blocks = blocks_of({**PAIR.kwargs, "TRANS_A": False, "TRANS_B": True})
-    assert blocks == {
-        "a_desc": Block(256, 64, ROWS),
-        "b_desc": Block(128, 64, ALL),
-        "extra_desc": Block(16, 64, ALL),
-        "c_desc": Block(256, 64, ROWS),
-    }
-
-
-@pytest.mark.parametrize(("trans_a", "trans_b"), [(False, True), (True, True), (False, False), (True, False)])
-def test_one_cta_divides_nothing(trans_a, trans_b):
-    kwargs = config_of((128, 128, 64), 64).kwargs
-    blocks = blocks_of({**kwargs, "TRANS_A": trans_a, "TRANS_B": trans_b})
-    assert all(block.cga == () for block in blocks.values())
-
-
-def test_two_ctas_load_whole_blocks_of_a_however_few_rows_there_are():
+def test_of_fewer_rows_than_a_block_only_those_are_loaded():
     sizes = {"TRANS_A": False, "TRANS_B": True, "M": 16, "N": 4096}
-    assert blocks_of({**PAIR.kwargs, **sizes})["a_desc"] == Block(256, 64, ROWS)
-    alone = config_of((256, 128, 64)).kwargs
-    assert blocks_of({**alone, **sizes})["a_desc"] == Block(16, 64)
+    assert blocks_of({**config_of((256, 128, 64)).kwargs, **sizes})["a_desc"] == Block(16, 64)
 
 
 @pytest.mark.parametrize("width", range(72, 257, 8))
@@ -234,7 +197,7 @@ def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_conf
         assert [args[name].block_shape for name in names] == [list(blocks[name][:2]) for name in names]
 
 
-def test_a_kernel_that_knows_no_clusters_has_the_blocks_it_had():
+def test_a_kernel_without_sizes_loads_whole_blocks():
     kwargs = {"BLOCK_M": 128, "BLOCK_N": 128, "EXTRA_N": 64, "BLOCK_K": 64, "STORE_N": 64}
     assert blocks_of(kwargs) == {
         "a_desc": Block(128, 64),
@@ -242,26 +205,15 @@ def test_a_kernel_that_knows_no_clusters_has_the_blocks_it_had():
         "extra_desc": Block(64, 64),
         "c_desc": Block(128, 64),
     }
-    assert rows_of_a_cta(kwargs) == 128
-
-
-def test_a_descriptor_has_the_layout_of_its_block():
-    matrix = Matrix(4096, 512, 512, 512, torch.bfloat16, transposed=False)
-    descriptor = describe(matrix, Block(8, 64))
-    assert (descriptor.block_shape, list(descriptor.layout.cga_layout or [])) == ([8, 64], [])
-    for block in (Block(256, 64, ROWS), Block(128, 64, ALL), Block(64, 64)):
-        set_block(descriptor, block)
-        assert descriptor.block_shape == [block.rows, block.columns]
-        assert [tuple(basis) for basis in descriptor.layout.cga_layout or []] == list(block.cga)
 
 
 # ---- shared memory, registers, the grid
 
 
-def test_bytes_and_registers_are_those_of_one_cta():
-    assert operand_bytes(PAIR.kwargs) == operand_bytes(JOINED.kwargs) == 4 * (128 + 176) * 64 * 2
-    assert shared_bytes(PAIR.kwargs, 2, tensor_memory=False) == 152 * KIB + 128 * 64 * 2 + KIB
-    assert accumulator_registers(PAIR) == accumulator_registers(JOINED) == 88
+def test_bytes_and_registers_of_a_config():
+    assert operand_bytes(JOINED.kwargs) == 4 * (128 + 176) * 64 * 2
+    assert shared_bytes(JOINED.kwargs, 2, tensor_memory=False) == 152 * KIB + 128 * 64 * 2 + KIB
+    assert accumulator_registers(JOINED) == 88
     assert accumulator_registers(config_of((128, 128, 64))) == 64
 
 
@@ -303,7 +255,6 @@ def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
     others = [
         config_of((128, 64, 64), 32, JOINED=True, VARIANT="pingpong"),
         config_of((256, 64, 64), 32, JOINED=True),
-        config_of((128, 64, 64), 32, ctas=2, JOINED=True),
         config_of((128, 64, 64), 32, JOINED=True, STORE_N=32),
         config_of((128, 64, 64), 32, JOINED=True, SWAP_AB=True),
         config_of((128, 64, 64), 32),
@@ -333,20 +284,8 @@ def shape(m: int, n: int, programs: int = 132) -> Shape:
     )
 
 
-def test_half_as_many_programs_of_two_ctas_run_and_none_without_a_tile():
-    assert shape(8192, 8192).grid(PAIR.kwargs) == (66, 1, 1)
-    assert shape(8192, 8192, programs=131).grid(PAIR.kwargs) == (65, 1, 1)
-    assert shape(512, 352).grid(PAIR.kwargs) == (4, 1, 1)
+def test_no_more_programs_run_than_there_are_tiles():
     assert shape(8192, 8192).grid(JOINED.kwargs) == (132, 1, 1)
     assert shape(128, 352).grid(JOINED.kwargs) == (2, 1, 1)
-    assert shape(257, 177).grid(PAIR.kwargs) == (4, 1, 1)
     assert shape(2040, 4104).grid(SWAPPED.kwargs) == (132, 1, 1)
     assert shape(177, 385).grid(SWAPPED.kwargs) == (8, 1, 1)
-
-
-@NEEDS_39
-def test_the_tuner_hands_the_number_of_ctas_to_triton_with_each_config():
-    for config in GLUON_CANDIDATES:
-        assert config.all_kwargs()["num_ctas"] == config.kwargs["CTAS"]
-    (pair, *_) = [config for config in GLUON_CANDIDATES if config.num_ctas == 2]
-    assert "num_ctas: 2" in str(pair)  # caches and journals tell it from a config of one

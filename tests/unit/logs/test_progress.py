@@ -13,9 +13,8 @@ import pytest
 from kernels_for_tests import Bench, launch, numbers
 from rich.cells import cell_len
 
-from dist_autotune.search.budget import Forecast
-from dist_autotune.tuner.progress import Progress
-from dist_autotune.tuner.report import StepTimes
+from dist_autotune.logs.progress import Progress
+from dist_autotune.search.budget import Forecast, StepTimes
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..formatting import counted
-from ..search.budget import Forecast
-from .report import StepTimes
+from ..search.budget import Forecast, StepTimes
 
 BAR_EVERY_S = 0.1
 LINE_EVERY_S = 5.0

@@ -1,7 +1,7 @@
-"""Tiles of any width (`JOINED`) and programs of two CTAs (`CTAS`), compiled for a GPU that is not here.
+"""Tiles of any width (`JOINED`), compiled for a GPU that is not here.
 
 Each is compiled once, with the next of OPTIONS. All candidates with all types would take minutes, so each
-width is compiled, the widest of each kind, which has the fewest registers left, and all pairs.
+width is compiled, and the widest of each kind, which has the fewest registers left.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 import triton
 from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
-from gluon_route import multiply
+from gluon_plan import multiply
 from launch_path import arguments, only_compiling
 
 from dist_autotune.compilation import pre_hooks
-from dist_autotune.kernels.compat import HAS_CLUSTERS_AND_PTX
+from dist_autotune.kernels.compat import HAS_INLINE_PTX
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, shared_bytes
 from dist_autotune.kernels.gemm.pruning import fits
@@ -29,9 +29,7 @@ from dist_autotune.triton_api.launch import Launch
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(
-        not HAS_CLUSTERS_AND_PTX, reason="no inline PTX with shared memory and no multicast before Triton 3.9"
-    ),
+    pytest.mark.skipif(not HAS_INLINE_PTX, reason="no inline PTX with shared memory before Triton 3.9"),
 ]
 
 OPTIONS = [
@@ -51,8 +49,7 @@ def chosen() -> dict[str, tuple[triton.Config, dict[str, str]]]:
     widest = {_kind(config): width_of(config) for config in sorted(joined, key=width_of)}
     widths = set()
     for config in joined:
-        new = width_of(config) not in widths or width_of(config) == widest[_kind(config)]
-        if new or config.num_ctas > 1:
+        if width_of(config) not in widths or width_of(config) == widest[_kind(config)]:
             widths.add(width_of(config))
             found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
     return found
@@ -63,7 +60,7 @@ def width_of(config: triton.Config) -> int:
 
 
 def _kind(config: triton.Config) -> tuple[Any, ...]:
-    return config.kwargs["VARIANT"], config.kwargs["BLOCK_M"], config.num_ctas, config.kwargs["SWAP_AB"]
+    return config.kwargs["VARIANT"], config.kwargs["BLOCK_M"], config.kwargs["SWAP_AB"]
 
 
 def _code(config: triton.Config) -> str:
@@ -76,7 +73,6 @@ def _fits(config: triton.Config, out: str) -> bool:
 
 
 CHOSEN = chosen()
-PAIRS = [code for code, (config, _) in CHOSEN.items() if config.num_ctas > 1]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +93,7 @@ STEPS = (4, 1, 2, 4)  # of 16 along K: in the loop, and of the last k block, whi
 
 def products(kwargs: dict[str, Any], warps: int) -> int:
     """Return how many instructions a warpgroup needs for a k block."""
-    rows_of_a_warpgroup = kwargs["BLOCK_M"] // kwargs["CTAS"] * 4 // warps
+    rows_of_a_warpgroup = kwargs["BLOCK_M"] * 4 // warps
     return rows_of_a_warpgroup // 64 * kwargs["BLOCK_K"] // 16
 
 
@@ -112,21 +108,19 @@ def test_it_fits_the_device_without_spills_and_takes_what_is_said_of_it(kernels,
     used = resources(compiled, HOPPER)
     assert used["spilled"] == 0
     assert used["registers"] <= REGISTERS[HOPPER]
-    assert used["shared_bytes"] <= SHARED_BYTES[HOPPER]  # of each CTA
+    assert used["shared_bytes"] <= SHARED_BYTES[HOPPER]
     estimate = shared_bytes(config.kwargs, OUT_BYTES[types["out"]], tensor_memory=False)
     assert 0 <= estimate - used["shared_bytes"] <= 1024
-    assert compiled.metadata.num_ctas == config.kwargs["CTAS"]
     assert compiled.metadata.global_scratch_size == 0  # descriptors come from the host
 
 
-def test_all_types_are_compiled_for_both_kinds():
-    for codes in (CHOSEN, PAIRS):
-        types = [CHOSEN[code][1] for code in codes]
-        assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16"}
-        assert {kinds["out"] for kinds in types} == {"bf16", "fp16", "fp32"}
+def test_all_types_are_compiled():
+    types = [kinds for _, kinds in CHOSEN.values()]
+    assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16"}
+    assert {kinds["out"] for kinds in types} == {"bf16", "fp16", "fp32"}
 
 
-# ---- tiles of any width
+# ---- what they are compiled to
 
 
 @pytest.mark.parametrize("code", CHOSEN)
@@ -207,93 +201,11 @@ def test_all_columns_of_a_k_block_are_waited_for_on_one_mbarrier(kernels, code):
     assert len(set(loads)) == 1
     (expected,) = re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);", ptx)
     width = width_of(CHOSEN[code][0])
-    rows = int(expected) / (2 * kwargs["BLOCK_K"]) - kwargs["BLOCK_M"] // kwargs["CTAS"]
+    rows = int(expected) / (2 * kwargs["BLOCK_K"]) - kwargs["BLOCK_M"]
     assert width <= rows <= width + 64
 
 
-# ---- programs of two CTAs
-
-
-@pytest.mark.parametrize("code", PAIRS)
-def test_two_ctas_are_launched_as_one_cluster(kernels, code):
-    ptx = kernels[code].asm["ptx"]
-    assert ".reqnctapercluster 2" in ptx
-    assert kernels[code].metadata.num_ctas == 2
-
-
-@pytest.mark.parametrize("code", PAIRS)
-def test_only_columns_are_loaded_into_both_and_by_one_of_them(kernels, code):
-    kwargs = CHOSEN[code][0].kwargs
-    ptx, sass = kernels[code].asm["ptx"], kernels[code].asm["sass"]
-    loads = re.findall(r"(@%p\d+)? *cp\.async\.bulk\.tensor\.2d\.(shared::\w+)\.global(\S*)", ptx)
-    own = [guard for guard, space, kind in loads if (space, "multicast" in kind) == ("shared::cta", False)]
-    for_both = [
-        guard for guard, space, kind in loads if (space, "multicast" in kind) == ("shared::cluster", True)
-    ]
-    assert len(own) + len(for_both) == len(loads)
-    assert own
-    assert for_both
-    assert all(guard.startswith("@") for guard in own + for_both)
-    assert not set(own) & set(for_both)  # of one thread of CTA 0, not of one thread of each
-    assert sass.count("UTMALDG.2D.MULTICAST") == len(for_both)
-    rows = kwargs["BLOCK_M"] // 2
-    expected = {
-        int(number) for number in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);", ptx)
-    }
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    assert expected == {2 * kwargs["BLOCK_K"] * (rows + width)}  # half of A, all of B: what arrives in each
-
-
-@pytest.mark.parametrize("code", PAIRS)
-def test_readers_give_a_slot_back_to_their_own_cta_and_to_the_one_that_loads_for_both(kernels, code):
-    kwargs = CHOSEN[code][0].kwargs
-    ptx = kernels[code].asm["ptx"]
-    given_back = re.findall(r"mbarrier\.arrive\.shared::(\w+)\.b64", ptx)
-    both = given_back.count("cluster")
-    in_loops_and_behind = 2 * consumers(kwargs)
-    assert both >= in_loops_and_behind
-    turns = given_back.count("cta") - both  # of ping-pong, within a CTA
-    assert (turns > 0) == (kwargs["VARIANT"] == "pingpong")
-    counts = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\S+\], (\d+);", ptx)
-    assert counts.count("2") == kwargs["NUM_BUFFERS"]  # `empty_in_both`
-
-
-@pytest.mark.parametrize("code", PAIRS)
-def test_mbarriers_are_there_before_the_other_cta_uses_them_and_nobody_leaves_before_the_other(kernels, code):
-    ptx = kernels[code].asm["ptx"]
-    marks = (
-        r"(mbarrier\.init|fence\.mbarrier_init\.release\.cluster|barrier\.cluster\.\w+|mbarrier\.arrive|ret;)"
-    )
-    order = re.findall(marks, ptx[: ptx.index("ret;") + len("ret;")])
-    meeting = ["barrier.cluster.arrive", "barrier.cluster.wait"]
-    last_init = max(at for at, mark in enumerate(order) if mark == "mbarrier.init")
-    assert order[last_init + 1 : last_init + 4] == ["fence.mbarrier_init.release.cluster", *meeting]
-    assert "mbarrier.arrive" not in order[:last_init]
-    assert order[-3:] == [*meeting, "ret;"]
-    # All threads of a CTA are waited for: the warps that load meet the others' at a place of their own.
-    assert order.count("barrier.cluster.arrive") == order.count("barrier.cluster.wait") == 2 * 2
-    assert len(re.findall(r"UCGABAR_WAIT", kernels[code].asm["sass"])) == 2 * 2
-
-
 # ---- the path to a launch
-
-
-@pytest.mark.parametrize(("m", "n", "programs"), [(1024, 2048, 33), (16, 4096, 132)])
-def test_a_config_of_two_ctas_reaches_triton_as_a_cluster(m, n, programs, monkeypatch):
-    pair, _ = CHOSEN[PAIRS[0]]
-    tiles = -(-m // pair.kwargs["BLOCK_M"]) * -(-n // width_of(pair))
-    a, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((m, 64), (n, 64), (m, n)))
-    with only_compiling(monkeypatch, launching, launching.tuned_gemm, pair) as device:
-        for _ in range(2):  # asked of the tuner, then the short way
-            assert multiply(a, weight.T, out, programs=programs)
-    first, settled = device.launched
-    assert arguments(first) == arguments(settled)
-    for launched in (first, settled):
-        assert launched[:3] == (min(programs // 2, tiles), 1, 1)
-        assert launched[5][1] == 2  # CTAs of a cluster: in what Triton packs for its launcher
-    halves = "cga_layout=[[1, 0]]"
-    assert [halves in arguments(first)[i][-1] for i in range(4)] == [True, False, False, True]  # A and C
-    assert arguments(first)[0][5] == pair.kwargs["BLOCK_M"]  # whole blocks of A, however few rows it has
 
 
 def test_swapped_tiles_are_launched_with_a_as_the_further_columns(monkeypatch):
