@@ -73,7 +73,7 @@ def _session(shown: SessionReport) -> Iterator[Html]:
     yield element("p", f"{heading}, started {session.opened.started_at}")
     for note in tables.session_notes(session):
         yield element("p", note, class_="note")
-    spans = {rank: spans_of(session, rank) for rank in session.ranks}
+    spans = spans_of(session)
     cards = [] if report.step is None else [_step_card(report.step)]
     first = session.ranks[0]
     if runs := [span for span in spans[first] if span.kind == RUN]:

@@ -40,7 +40,7 @@ def _session_events(
     session: SessionHistory, begin_s: float, rows: dict[tuple[int, str], int]
 ) -> Iterator[Event]:
     """Yield the events of all ranks; their clocks meet at the end of the exchange that opens the session."""
-    spans = {rank: spans_of(session, rank) for rank in session.ranks}
+    spans = spans_of(session)
     opened_s = {rank: next((s.end_s for s in own if s.kind == EXCHANGE), 0.0) for rank, own in spans.items()}
     latest_s = max(opened_s.values(), default=0.0)
     for rank, own in spans.items():

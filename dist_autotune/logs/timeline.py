@@ -30,13 +30,20 @@ class Span:
         return self.end_s - self.begin_s
 
 
-def spans_of(session: SessionHistory, rank: int) -> list[Span]:
-    """Return what one rank did, in order; what lies within a run lies within its span.
+def spans_of(session: SessionHistory) -> dict[int, list[Span]]:
+    """Return rank -> what it did, in order; what lies within a run lies within its span.
 
     A run ends with the last record that it leaves. A trial fills its run up to compilations and the exchange:
     the log does not say when in the run its launches were; their time is in the facts.
     """
-    own = [r for r in session.records if r.rank == rank and 0 <= r.elapsed_s < math.inf]
+    records: dict[int, list[Record]] = {rank: [] for rank in session.ranks}
+    for record in session.records:
+        if 0 <= record.elapsed_s < math.inf:
+            records[record.rank].append(record)
+    return {rank: _rank_spans(own) for rank, own in records.items()}
+
+
+def _rank_spans(own: Sequence[Record]) -> list[Span]:
     starts = [place for place, record in enumerate(own) if isinstance(record, RunStarted)]
     spans = [_exchange(record, 0.0) for record in of_kind(own[: starts[0] if starts else None], Exchanged)]
     for start, end in pairwise([*starts, len(own)]):

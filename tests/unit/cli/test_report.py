@@ -23,6 +23,7 @@ from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
 from dist_autotune.logs import records
 from dist_autotune.logs.history import ContextHistory, SessionHistory, load
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.search.budget import Forecast
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
 
@@ -48,6 +49,8 @@ def shown(directory: Path) -> list[Table]:
     of_contexts = [table for context in report.contexts for table in tables.context_tables(context)]
     return [*tables.session_tables(report), *of_contexts]
 
+
+ROOT = Path(records.__file__).parents[2]
 
 # ---- TuningReport
 
@@ -296,6 +299,15 @@ def test_a_candidate_that_only_some_ranks_have_is_banned_in_both() -> None:
     (context,) = zero["contexts"]
     assert set(context["banned"].values()) == {"rank 0: not a candidate on every rank"}
     assert zero == reported_in_logs()
+
+
+def test_every_figure_is_documented() -> None:
+    empty = TuningReport(runs=0, contexts=(TunedContext("matmul", (), None),), outlook=Forecast(0, 0, 1, 0))
+    data = empty.to_dict()
+    names = {*data, *data["spent"], *data["outlook"], *data["contexts"][0], "before_ms", "after_ms"}
+    page = (ROOT / "docs" / "reports.md").read_text()
+    assert {name for name in names if f"`{name}`" not in page} == set()
+    assert {name for name in names if name not in (TuningReport.to_dict.__doc__ or "")} == set()
 
 
 def test_what_a_report_says_can_be_computed_from_its_figures(bench: Bench) -> None:

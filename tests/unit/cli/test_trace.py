@@ -80,7 +80,7 @@ def test_a_real_session_nests_and_fills_its_time(bench: Bench) -> None:
     directory = Path(".autotune_logs")
     assert_nested(trace_of(directory))
     (session,) = load(directory).sessions
-    spans = spans_of(session, 0)
+    spans = spans_of(session)[0]
     runs = [span for span in spans if span.kind == RUN]
     assert len(runs) == tuned.report.runs
     assert any(span.name.startswith("whole run") for span in spans)
@@ -100,7 +100,7 @@ def test_compilations_lie_before_the_exchange_of_their_run(tmp_path: Path) -> No
         exchange = {"sent_bytes": 1, "received_bytes": 2, "ms": 500.0}
         log.write(records.Exchanged(session="s1", run=0, elapsed_s=5.0, **exchange))
     (session,) = load(tmp_path).sessions
-    found = [(span.kind, span.begin_s, span.end_s) for span in spans_of(session, 0)]
+    found = [(span.kind, span.begin_s, span.end_s) for span in spans_of(session)[0]]
     assert found == [(RUN, 1.0, 5.0), (COMPILING, 2.0, 4.0), (EXCHANGE, 4.5, 5.0)]
 
 
