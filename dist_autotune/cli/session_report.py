@@ -12,9 +12,10 @@ from ..logs.history import (
     ContextHistory,
     History,
     SessionHistory,
+    of_kind,
     percent_over,
 )
-from ..logs.records import Trial
+from ..logs.records import ContextAdmitted, Trial
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 from ..tuner.report import TunedContext, TuningReport, time_order
@@ -94,7 +95,6 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
     banned = settled.banned or {each.config: each.banned for each in context.candidates if each.banned}
     timed = {each.config: each.agreed_ms for each in context.candidates if each.agreed_ms is not None}
     config = None if settled is NOT_SETTLED else settled.config
-    default = next((each for each in context.candidates if not each.banned), None)
     tuned = TunedContext(
         kernel=first.kernel,
         key=first.key,
@@ -114,11 +114,19 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
     if settled is NOT_SETTLED:
         launches = [record.launches for record in context.records if isinstance(record, Trial)]
         tuned = replace(tuned, launches=launches[-1] if launches else 0)
-    if tuned.default_ms is None and default is not None:
-        tuned = replace(tuned, default_ms=default.agreed_ms)
+    if tuned.default_ms is None:
+        tuned = replace(tuned, default_ms=_default_ms(context))
     if tuned.fastest_rank_ms is None and winner is not None and tuned.judge == BY_LAUNCH:
         tuned = replace(tuned, fastest_rank_ms=min(winner.rank_ms.values(), default=None))
     return tuned
+
+
+def _default_ms(context: ContextHistory) -> float | None:
+    """Return the time of the candidate that is launched untuned; if it is banned, of the first that works."""
+    default = next((each.default for each in of_kind(context.records, ContextAdmitted)), 0)
+    usable = [each for each in context.candidates if not each.banned]
+    usable.sort(key=lambda each: each.config_id != default)
+    return usable[0].agreed_ms if usable else None
 
 
 def cost_alone_percent(context: ContextHistory) -> float | None:

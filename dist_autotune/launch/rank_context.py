@@ -56,6 +56,10 @@ class RankContext:
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
+    default: str = ""  # the candidate that is launched untuned, by digest
+
+    def __post_init__(self) -> None:
+        self.default = next(iter(self.texts), "")
 
     @property
     def title(self) -> str:

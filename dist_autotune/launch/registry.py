@@ -209,6 +209,7 @@ class Registry:
             place=place,
             slot=context.slot,
             claim=context.claim,
+            default=context.default,
         )
 
     def reported(self) -> list[RankContext]:

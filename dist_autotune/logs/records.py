@@ -83,6 +83,7 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
+    default: int = 0  # the candidate that is launched untuned
 
 
 class RunStarted(Record, event="run_started"):
@@ -160,7 +161,7 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
     fastest_rank_ms: float | None = None
-    default_ms: float | None = None  # agreed, of the first candidate that works
+    default_ms: float | None = None  # agreed, of the candidate that is launched untuned
     banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
     judge: str = ""  # what `ms` is the time of: one "launch", or the whole "run"; older logs do not say
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it

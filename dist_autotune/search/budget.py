@@ -46,7 +46,7 @@ class StepTimes:
     """What one run of the function takes, untuned and tuned, in measured milliseconds.
 
     judge "launch": all launches of the contexts that have both times. "run": the whole run; `before_ms` is
-    then the slowest of the plans that keep a first candidate, `after_ms` the fastest plan.
+    then the slowest of the plans that keep an untuned candidate, `after_ms` the fastest plan.
     """
 
     before_ms: float

@@ -52,6 +52,7 @@ class Context:
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
+        self._default = self.index_of(announcement.default) or 0
         self.narrow(announcement)
 
     @property
@@ -145,10 +146,14 @@ class Context:
         return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
 
     @property
+    def default(self) -> int:
+        """Return the candidate that is launched untuned; if it is banned, the first that works."""
+        order = (self._default, *range(len(self.digests)))
+        return next((index for index in order if index not in self.banned), self._default)
+
+    @property
     def default_ms(self) -> float | None:
-        """Return the agreed ms of the first candidate that works: what is launched without tuning."""
-        default = next((index for index in range(len(self.digests)) if index not in self.banned), None)
-        return dict(self.known_ms()).get(default) if default is not None else None
+        return dict(self.known_ms()).get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the candidate that ranks call so; None: it is none of this context."""

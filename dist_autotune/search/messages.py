@@ -86,6 +86,7 @@ class Announcement:
     place: int = 0  # in the order in which `rank` has met its contexts
     slot: str = ""  # what makes the context's name of `kernel_id`
     claim: Claim | None = None  # a result it already has
+    default: str = ""  # the candidate that `rank` launches untuned; "": the first
 
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)

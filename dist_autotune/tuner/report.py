@@ -30,7 +30,7 @@ class TunedContext:
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
     launch_bound: bool = False  # the device waited for the host, whose part is in the times
-    default_ms: float | None = None  # agreed, of the first candidate that works: what is launched untuned
+    default_ms: float | None = None  # agreed, of the candidate that is launched untuned
     judge: str = BY_LAUNCH  # what the times are of: one "launch", or the whole "run" of the function
     launches: int = 1  # on this rank in one run
     key_text: str = ""  # as in the log; empty: made from `key`
@@ -55,7 +55,7 @@ class TunedContext:
 
     @property
     def gain_percent(self) -> float | None:
-        """How much less time the winner takes than the first candidate; None: one has no time."""
+        """How much less time the winner takes than what is launched untuned; None: one has no time."""
         return None if self.ms is None or not self.default_ms else 100 * (1 - self.ms / self.default_ms)
 
     @property

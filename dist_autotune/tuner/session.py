@@ -282,10 +282,10 @@ class Session:
             state.guard.close()
         contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
         counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
-        self._recorder.write(SessionClosed(outcome=outcome, warning=self.warning, **counts))
-        self._recorder.close()
         ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
         self._progress.close(ended if step is None else f"{ended}: {step}")
+        self._recorder.write(SessionClosed(outcome=outcome, warning=self.warning, **counts))
+        self._recorder.close()
 
     def report(self) -> TuningReport:
         """Return what the session has found so far."""
