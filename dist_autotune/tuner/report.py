@@ -170,9 +170,14 @@ def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
     """Return what one run takes without and with tuning; None where no context has both times."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for context in contexts:
-        if context.ms is not None and context.default_ms:
+        best_ms = context.ms
+        if (
+            context.status == "tuning" and context.judge == BY_LAUNCH
+        ):  # launched is what was first, until then
+            best_ms = min(context.timings.values(), default=None)
+        if best_ms is not None and context.default_ms:
             factor = context.launches if context.judge == BY_LAUNCH else 1
-            pair = context.default_ms * factor, context.ms * factor
+            pair = context.default_ms * factor, best_ms * factor
             pairs.setdefault(context.judge, []).append(pair)
     for judge, known in sorted(pairs.items(), reverse=True):  # "run" before "launch": it holds the launches
         before, after = zip(*known, strict=True)

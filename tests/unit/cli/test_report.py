@@ -345,3 +345,5 @@ def test_a_session_under_way_reports_what_is_left(bench: Bench) -> None:
     (context,) = data["contexts"]
     assert (data["outlook"]["contexts"], data["outlook"]["settled"], context["status"]) == (1, 0, "tuning")
     assert data["outlook"]["more_runs"] > 0
+    tuned()
+    assert (tuned.report.step.before_ms, tuned.report.step.after_ms) == (3.0, 1.0)  # the best so far
