@@ -16,7 +16,8 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    fields = {**fields_of(run, context), "candidates": context.texts, "default": context.default}
+    texts = {"candidates": context.texts, "default": context.default, "like": context.like}
+    fields = {**fields_of(run, context), **texts}
     return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
 

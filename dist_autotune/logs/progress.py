@@ -49,7 +49,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=forecast.runs, total=max(planned, forecast.runs))
             if is_due:
-                gain = f"{-times.gain_percent:+.0f} %" if (times := step()) is not None else ""
+                gain = f"{round(-times.gain_percent):+d} %" if (times := step()) is not None else ""
                 parts = f"{forecast.settled}/{forecast.contexts} contexts", self._time_left(forecast), gain
                 self._bar.update(self._task, detail="  ".join(filter(None, parts)), refresh=True)
         elif is_due:

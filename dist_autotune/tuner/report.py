@@ -171,9 +171,7 @@ def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
     pairs: dict[str, list[tuple[float, float]]] = {}
     for context in contexts:
         best_ms = context.ms
-        if (
-            context.status == "tuning" and context.judge == BY_LAUNCH
-        ):  # launched is what was first, until then
+        if context.status == "tuning" and context.judge == BY_LAUNCH:  # known, though not launched yet
             best_ms = min(context.timings.values(), default=None)
         if best_ms is not None and context.default_ms:
             factor = context.launches if context.judge == BY_LAUNCH else 1

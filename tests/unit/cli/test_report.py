@@ -301,6 +301,16 @@ def test_a_candidate_that_only_some_ranks_have_is_banned_in_both() -> None:
     assert zero == reported_in_logs()
 
 
+def test_a_gain_is_over_the_first_config_though_another_was_tried_first(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    tuned(128)  # begins with 32, which won
+    (context,) = tuned.report.contexts
+    assert (next(iter(context.timings)).partition(",")[0], context.default_ms) == ("BLOCK: 32", 3.0)
+    assert tuned.report.to_dict() == reported_in_logs()
+
+
 def test_every_figure_is_documented() -> None:
     empty = TuningReport(runs=0, contexts=(TunedContext("matmul", (), None),), outlook=Forecast(0, 0, 1, 0))
     data = empty.to_dict()
