@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from ..compilation.pool import Terms
+from ..compilation.pool import Tally, Terms
+from ..launch.backlog import Backlog
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import RunStarted
 from ..ranks.watchdog import PATIENCE
@@ -25,7 +28,7 @@ T = TypeVar("T")
 
 
 class RankRun:
-    """This rank's runs, one after the other: `begin`, `make`, `report`, `apply_outcomes`; or `abandon`."""
+    """This rank's runs: `begin`, `make`, `report`, `apply_outcomes`, or `abandon`; at last `close`."""
 
     def __init__(self, state: FunctionState, log: Recorder) -> None:
         options, clock = state.function.options, state.function.clock
@@ -39,6 +42,7 @@ class RankRun:
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
         self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
+        self._backlog: Backlog | None = None  # online: made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> None:
@@ -73,15 +77,12 @@ class RankRun:
     def report(self, elapsed_s: float) -> RunReport:
         """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
 
-        elapsed_s: since the session's first call.
+        Online, it is compiled while the next runs go on. elapsed_s: since the session's first call.
         """
         state, function = self._state, self._state.function
-        if state.dispatcher.to_preflight:
-            position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
-            patience_s = PATIENCE * function.timeout_s if count > 1 else math.inf
-            terms = Terms.agreed(self._log.session, position, count, patience_s)
+        if state.dispatcher.to_preflight or self._backlog:
             with state.compiling(), state.guard.paused():
-                for rank_context, tally in state.dispatcher.preflight(terms):
+                for rank_context, tally in self._preflight():
                     self._log.record_preflight(state.search.runs, rank_context, tally)
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
@@ -97,6 +98,22 @@ class RankRun:
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
         return state.results.with_offers(report, state.registry.announced_now())
+
+    def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
+        """Compile the candidates of new contexts; yield those of which this rank has all."""
+        dispatcher, function = self._state.dispatcher, self._state.function
+        position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
+        patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
+        jobs = function.options.resolved_compile_jobs()
+        terms = Terms.agreed(
+            self._log.session, position, count, patience_s, jobs=jobs, is_behind=not self._waits
+        )
+        if self._waits:
+            return dispatcher.preflight(terms)
+        if self._backlog is None:
+            loading = functools.partial(self._state.guard.launching, loads=True)
+            self._backlog = Backlog(terms, self._state.registry.ban, loading)
+        return dispatcher.preflight_behind(self._backlog)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""
@@ -126,3 +143,10 @@ class RankRun:
         """Drop what the run under way has measured and reported: no rank counts it."""
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()
+        if self._backlog is not None:
+            self._backlog.drop_unannounced()
+
+    def close(self) -> None:
+        """End what compiles behind the runs."""
+        if self._backlog is not None:
+            self._backlog.close()

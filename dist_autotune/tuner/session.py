@@ -267,6 +267,10 @@ class Session:
         self.state.drop_searches()
         self.close(error, outcome)
 
+    def stop_compiling(self) -> None:
+        """End what compiles candidates behind the runs, as nobody goes on with the session."""
+        self._run.close()
+
     # -- the end -------------------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
@@ -277,6 +281,7 @@ class Session:
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
+        self.stop_compiling()
         # Online the next session would be the next call, see `Context.stands`.
         self.wants_another = self.has_failed or (
             search.rules.tunes
