@@ -36,10 +36,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with its line ends as ` | `: an error of a compiler often has several lines.
-
-    Other control characters, which a terminal would obey, are written as Python writes them.
-    """
+    """Return `text` with its line ends as ` | `, and what a terminal would obey as Python writes it."""
     line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
 

@@ -57,26 +57,22 @@ class CompileClaim:
     @property
     def verdict(self) -> str:
         """Why it cannot be compiled, as a process of this session found out; empty: not known."""
-        # An empty file, or what a dying process wrote: no verdict.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            written = json.loads(os.pread(self._descriptor, 1 << 16, 0))
-            return str(written["reason"]) if written["session"] == self._session else ""
-        return ""
+        session, _, reason = os.pread(self._descriptor, 1 << 16, 0).decode(errors="replace").partition("\n")
+        return reason if session == self._session else ""
 
     def condemn(self, reason: str) -> None:
         """Tell the other processes of this session that it cannot be compiled."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps({"session": self._session, "reason": reason}).encode(), 0)
+            os.pwrite(self._descriptor, f"{self._session}\n{reason}".encode(errors="replace"), 0)
 
     def release(self, *, is_compiled: bool = False) -> None:
         """Let others claim it; the file of a binary that is there goes."""
         with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # not by closing alone: forked children have copies
             if is_compiled:
                 # Who has it open and locks it next finds the binary, so two files of one name do no harm.
                 self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not by closing alone: forked children have copies
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 

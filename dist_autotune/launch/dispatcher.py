@@ -48,11 +48,8 @@ class Dispatcher:
         # A launch of each context that is new: their arguments are held no longer than the run.
         self.to_preflight: dict[RankContext, tuple[Binding, Launch]] = {}
         self._known_choices = KnownChoices()
-        self._registry = registry
-        self._clock = clock
-        self._guard = guard
-        self._compiling = compiling
-        self._is_frozen = is_frozen
+        self._registry, self._clock, self._guard = registry, clock, guard
+        self._compiling, self._is_frozen = compiling, is_frozen
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""One rank's part in one exchange: through the hub of its group, or through the store where the hub is lost.
-
-Every rank sends its payload to the hub, which merges them on the first rank of the group.
-"""
+"""One rank's part in one exchange: through the hub of its group, or the store where the hub is lost."""
 
 from __future__ import annotations
 
@@ -33,15 +30,11 @@ class Exchange:
     """One rank's part in one exchange."""
 
     def __init__(self, members: Members, sequence: int, timeout_s: float, what: str) -> None:
-        self._members = members
-        self._store = members.store
-        self._sequence = sequence
-        self._timeout_s = timeout_s
-        self._what = what
-        self._began = time.monotonic()
+        self._members, self._store = members, members.store
+        self._sequence, self._timeout_s, self._what = sequence, timeout_s, what
+        self._began = self._answered_at = time.monotonic()  # the second: when the hub last answered
         self._deadline = self._began + timeout_s
         self._look_s = min(LOOK_S, timeout_s / 8)
-        self._answered_at = self._began  # when the hub last answered
         self._arrived_at = 0.0  # when this rank recorded its arrival in the store
         self._store_error: StoreLost | None = None
         self._merge_error: Exception | None = None
@@ -54,19 +47,15 @@ class Exchange:
             host = 0 if self._members.client is None else self._members.ranks[0]
             return {**self._missing([host]), "is_lost": True}
 
-    # -- through the hub -----------------------------------------------------------------------------------
-
     def _through_hub(self, payload: bytes, merge: Merge) -> End | None:
         """Return the end that the hub gives the exchange; None: there is no hub, or it is lost or stuck."""
         members = self._members
         try:
-            client = None if members.is_lost else self._find_client()
-            if client is None:
+            if members.is_lost or (client := self._find_client()) is None:
                 return None
             client.send_s = min(SEND_S, self._timeout_s)
             if members.hub is not None:
-                merging = functools.partial(self._merge, members.hub, merge)
-                members.hub.state.merges[self._sequence] = merging
+                members.hub.state.merges[self._sequence] = functools.partial(self._merge, members.hub, merge)
             return self._settled(self._post(client, payload))
         except HubLost:
             members.is_lost = True
@@ -98,11 +87,8 @@ class Exchange:
             return failure(self._members.rank, error)
 
     def _post(self, client: Client, payload: bytes) -> End:
-        """Return the end of the exchange, or when the time is up the end that the hub makes of it.
-
-        A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
-        """
-        for _ in range(CONNECTIONS):
+        """Return the end of the exchange, or when the time is up the end that the hub makes of it."""
+        for _ in range(CONNECTIONS):  # it hangs up on a rank that was stopped; to ask twice changes nothing
             with contextlib.suppress(HubLost):
                 return self._receive(client, client.send("post", self._sequence, payload=payload))
         raise HubLost("the hub closes every connection")
@@ -123,10 +109,9 @@ class Exchange:
         return dict(reply["end"])
 
     def _receive_in_time(self, client: Client, request: int) -> Message | None:
-        """Return the reply, or None when the time is up.
+        """Return the reply, or None when the time is up; see meanwhile whether the hub still answers.
 
-        Meanwhile a rank looks whether the hub still answers, so as to know by then; if it does not, the rank
-        records its arrival in the store, so that the others know that it is there.
+        If it does not, this rank records its arrival in the store, where the others look for it.
         """
         hub, look = self._members.hub, None
         pauses = _pauses(self._look_s)
@@ -146,8 +131,6 @@ class Exchange:
             elif not self._arrived_at:
                 self._try_store(self._record_arrival)
         return None
-
-    # -- through the store ---------------------------------------------------------------------------------
 
     def _through_store(self) -> End:
         """Agree without the hub on how the exchange ends: whose failure, or who is missing."""

@@ -17,20 +17,15 @@ DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 
 class FinalComparison(PlanTrial):
-    """Compares plans in rounds, each in an order of its own, so that no period of the caller's favours one.
-
-    It outlives its session: what one leaves undecided the next one goes on with.
-    """
+    """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
         self.is_over = True
-        self.remark = ""  # for the log, where the tuned plan is not kept
         self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
         self._all, self._rules = contexts, rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
         self._ms: dict[str, float] = {}
-        self._sides: list[str] = []  # of all runs
         self._run = 0
         self._compared_defaults: dict[str, int] = {}  # outlive the plan before the next session's search
         self._is_left = False  # an earlier session has not finished it
@@ -59,13 +54,13 @@ class FinalComparison(PlanTrial):
         """Compare the plans of what was searched, where they differ."""
         if self._rules.objective != "thunk" or not self.defaults:
             return
-        self._set_plans(resumes=self._is_left)
+        self._set_plans()
         self._is_left, self.defaults = False, {}
         for context in self._all.values():
             context.began = None
 
-    def _set_plans(self, *, resumes: bool) -> None:
-        """Set the plans; `resumes`: go on where a comparison of the same plans was left."""
+    def _set_plans(self) -> None:
+        """Set the plans; go on where a comparison of the same plans was left."""
         self._contexts = {context.name: context for context in self.undecided}
         tuned = {name: context.incumbent for name, context in self._contexts.items()}
         winners = {name: context.launch_winner for name, context in self._contexts.items()}
@@ -76,22 +71,19 @@ class FinalComparison(PlanTrial):
         ):
             if plan not in plans.values():
                 plans[side] = plan
-        if not resumes or plans != self._plans:
+        if not self._is_left or plans != self._plans:
             self._plans, self._run, self._ms = plans, 0, dict.fromkeys(plans, math.nan)
-        self._sides = [side for number in range(ROUNDS) for side in self._round(number)]
         self._compared_defaults, self.remark = dict(self.defaults), ""
         self.waiting, self._was_launched, self._idle_runs = False, True, 0
         self._ask()
 
-    def _round(self, number: int) -> list[str]:
+    def _ask(self) -> None:
         sides = list(self._plans)
+        number, place = divmod(self._run, len(sides))
         if number:
             random.Random(f"round {number}").shuffle(sides)
-        return sides if len(sides) > 1 else []
-
-    def _ask(self) -> None:
-        self.is_over, self.is_warmup = self._run >= len(self._sides), self._run < len(self._plans)
-        self.label = "" if self.is_over else self._sides[self._run]
+        self.is_over, self.is_warmup = len(sides) < 2 or number >= ROUNDS, number == 0
+        self.label = "" if self.is_over else sides[place]
         self.plan = {} if self.is_over else self._plans[self.label]
         self._apply_plan()
 
@@ -121,7 +113,7 @@ class FinalComparison(PlanTrial):
         if not self.undecided:
             return
         if self.is_over:
-            self._set_plans(resumes=False)
+            self._set_plans()
         self.defaults.update(self._compared_defaults)
         winner = TUNED if any(map(math.isnan, self._ms.values())) else self._winner
         for name, context in self._contexts.items():

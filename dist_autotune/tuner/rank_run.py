@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from ..compilation.pool import Tally, Terms
 from ..launch.backlog import Backlog
 from ..launch.rank_context import RankContext
 from ..logs import decisions
-from ..logs.records import RunStarted
+from ..logs.records import Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
@@ -82,8 +82,9 @@ class RankRun:
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight or self._backlog:
             with state.compiling(), state.guard.paused():
-                for rank_context, tally in self._preflight():
-                    self._log.record_preflight(state.search.runs, rank_context, tally)
+                for context, tally in self._preflight():
+                    kernel, key, run = context.source.short_name, context.key_text, state.search.runs
+                    self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(tally)))
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
         if judged is not None or self._whole.report is not None:

@@ -149,14 +149,6 @@ class StreamK:
         return blocks
 
     @gluon.jit
-    def first_blocks(self):
-        return self.blocks_of(gl.program_id(0))
-
-    @gluon.jit
-    def blocks_behind(self, number):
-        return self.blocks_of(number + gl.num_programs(0))
-
-    @gluon.jit
     def await_rows(self, number, known):
         """All of A is there."""
         return known
@@ -202,10 +194,6 @@ class StreamK:
         if last:
             gl.atomic_xchg(self.arrivals_ptr + tile, 0, sem="relaxed", scope="gpu")
         return last
-
-    @gluon.jit
-    def stored(self, number):
-        """Nobody waits for that."""
 
 
 # Sizes only count tiles: one binary serves all shapes.
