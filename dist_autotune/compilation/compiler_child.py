@@ -6,8 +6,8 @@ libraries may hang before the child has begun (`Ending.has_begun`).
 
 The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
 the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
-One that yields leaves the cores to whoever else wants them; what it computes counts against its limit, and
-only ten times that is what it may last.
+One that yields takes a tenth of a core that another thread wants; its limit is of seconds that it computes,
+and it may last ten times as long.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
 SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
 STARVED = 10  # times its limit that a yielding child may last: other work may leave it little of a core
-LEAST_PRIORITY = 19  # nice(2)
+LOW_PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -230,11 +230,11 @@ def leave_job(parent: int, dies_by: signal.Signals) -> None:
 
 
 def yield_cores() -> None:
-    """Let whoever else wants a core have it."""
-    os.nice(LEAST_PRIORITY)
-    # Where sessions share cores evenly, `nice` counts inside of one only, and this process has its own.
+    """Leave nine tenths of a core to a thread of the rank that wants it too."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
+    # Where Linux shares cores out by sessions, that counts inside of one only, and this process has its own.
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
-        autogroup.write(str(LEAST_PRIORITY))
+        autogroup.write(str(LOW_PRIORITY))
 
 
 def _cut_off(reporting: int) -> None:

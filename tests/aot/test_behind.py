@@ -20,7 +20,7 @@ from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, HELPED, TOO_LARGE, Compi
 
 from dist_autotune import AgreementTimeout, contextual_autotune
 from dist_autotune.codec import from_json
-from dist_autotune.compilation.compiler_child import LEAST_PRIORITY
+from dist_autotune.compilation.compiler_child import LOW_PRIORITY
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from ranks import assert_all_ok, assert_killed, run_ranks
 
@@ -193,7 +193,7 @@ def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_ste
     children = compiler.pids() - {os.getpid()}
     assert len(children) == 2
     nice = 16  # the place of it from the state on
-    assert {int(status_of(child)[nice]) for child in children} == {LEAST_PRIORITY}
+    assert {int(status_of(child)[nice]) for child in children} == {LOW_PRIORITY}
     assert int(status_of(os.getpid())[nice]) == 0
     compiler.let_go()
     steps_until(lambda: step.settled, step)
