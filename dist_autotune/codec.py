@@ -50,7 +50,7 @@ def escaped(value: object) -> object:
 
 
 def from_json(kind: type[D], data: object) -> D:
-    """Return parsed JSON as a dataclass; a bad or missing field is a ValueError, others are dropped."""
+    """Return parsed JSON as a dataclass, unknown fields dropped; a bad or missing one is a ValueError."""
     if not isinstance(data, dict):
         raise ValueError(f"expected an object, found {type(data).__name__}")
     values = {}

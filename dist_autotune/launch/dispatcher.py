@@ -80,8 +80,7 @@ class Dispatcher:
 
     def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
         """Answer `tunable`: return the option that this run plans."""
-        known = self._known_choices.find(name, options, key)
-        if known is not None:
+        if (known := self._known_choices.find(name, options, key)) is not None:
             return options[known]
         texts = texts_of(name, options)
         with self._lock:
@@ -157,13 +156,11 @@ class Dispatcher:
 
     def _binding(self, launch: Launch) -> Binding:
         """Return what the launch belongs to, which may be new."""
-        binding = self._registry.find(launch)
-        if binding is not None:
+        if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
         with self._lock:
-            binding = self._registry.find(launch)
-            if binding is None:
+            if (binding := self._registry.find(launch)) is None:
                 for known in self._fast_path.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)

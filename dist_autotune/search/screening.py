@@ -112,13 +112,11 @@ class _Model:
                     continue
                 together_ms = statistics.median(self._left[number] for number in numbers)
                 error_ms = 1.25 * self._noise_ms / math.sqrt(len(numbers))
-                apart_ms = sum(
-                    self._added_ms(name, index) - self._added_ms(name, base[name])
-                    for name, index in ((one, a), (other, b))
-                )
+                pair = (one, a), (other, b)
+                apart_ms = sum(self._added_ms(n, i) - self._added_ms(n, base[n]) for n, i in pair)
                 gain_ms = -(together_ms + apart_ms)
                 if min(-together_ms, gain_ms) > PAIR_ERRORS * error_ms:
-                    found.append((gain_ms, {one: a, other: b}))
+                    found.append((gain_ms, dict(pair)))
         found.sort(key=lambda pair: -pair[0])
         return [plan for _, plan in found]
 

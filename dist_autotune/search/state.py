@@ -212,9 +212,8 @@ class SearchState:
         if part.ran is not None:
             context.last_run = self.runs
         by_launch = context.judge == BY_LAUNCH
-        outcome = context.advance(
-            part, part if by_launch else merged.run, counts=by_launch or self._is_judging
-        )
+        judged = part if by_launch else merged.run
+        outcome = context.advance(part, judged, counts=by_launch or self._is_judging)
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
@@ -337,8 +336,7 @@ class Turns:
 
 def _with_late_hosts(merged: RunReport) -> RunReport:
     """Return the report with a late host's time in every sample: peers may have waited for its data."""
-    late_ms = merged.late_ms
-    if not late_ms:
+    if not (late_ms := merged.late_ms):
         return merged
 
     def widened(part: Part) -> Part:

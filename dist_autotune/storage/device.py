@@ -28,8 +28,6 @@ class Device:
         if interception.is_interpreted() or not torch.cuda.is_available():
             return cls("interpreter", "", "")
         major, minor = torch.cuda.get_device_capability()
-        module = Path(
-            "/proc/driver/nvidia/version"
-        )  # where NVIDIA's kernel module states the driver's version
+        module = Path("/proc/driver/nvidia/version")  # where the kernel module states the driver's version
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", module.read_text() if module.exists() else "")
         return cls(torch.cuda.get_device_name(), f"{major}.{minor}", found.group(0) if found else "")

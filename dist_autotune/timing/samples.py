@@ -125,10 +125,8 @@ class Samples:
         usable = [(float(ms), gap) for ms, gap in times if ms is not None and math.isfinite(ms) and ms > 0]
         if not usable or ran == MIXED:
             return None
-        return Sample(
-            ms=statistics.fmean(ms for ms, _ in usable),
-            gap_ms=statistics.fmean(min(float(gap_ms), ms) for ms, gap_ms in usable),
-        )
+        gap_ms = statistics.fmean(min(float(gap_ms), ms) for ms, gap_ms in usable)
+        return Sample(statistics.fmean(ms for ms, _ in usable), gap_ms)
 
     def _with_statistic(self, report: Part, samples: list[Sample]) -> Part:
         if not samples:

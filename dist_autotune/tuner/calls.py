@@ -79,9 +79,8 @@ class Calls:
         keeps = may_tune and is_replay and self._calls_in_vain < CALLS_THAT_KEEP_STATE
         self._calls_in_vain += 1
         try:
-            result, wants, before = self._run_settled(
-                state, thunk, votes=votes, preserved=options.preserve if keeps else None
-            )
+            preserved = options.preserve if keeps else None
+            result, wants, before = self._run_settled(state, thunk, votes=votes, preserved=preserved)
         except RankMismatch as error:
             self._wants_session = error.starts_anew
             raise
@@ -131,10 +130,8 @@ class Calls:
         except BaseException as error:
             function.group.fail(error)
             raise
-        merged = checked(
-            decode(function.group.exchange(vote.encode(), merge, function.timeout_s, what)), Vote
-        )
-        return result, merged.wants_session, before
+        answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
+        return result, checked(decode(answer), Vote).wants_session, before
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank

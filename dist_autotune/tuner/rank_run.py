@@ -93,12 +93,13 @@ class RankRun:
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         rank, facts = function.group.rank, function.facts(sources)
-        report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        offers = state.results.offered_after(state.registry.announced_now())
+        report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return state.results.with_offers(report, state.registry.announced_now())
+        return report
 
     def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
         """Compile the candidates of new contexts; yield those of which this rank has all."""

@@ -30,7 +30,6 @@ from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
-OPENING = "the opening of a session"
 T = TypeVar("T")
 
 
@@ -111,7 +110,7 @@ class Session:
             opening = self.state.opening_with_results()
             if group.rank == group.ranks[0]:
                 opening.facts["session"] = {uuid.uuid4().hex[:12]: group.rank}
-            merged = check_opening(self._exchange(opening, OPENING))
+            merged = check_opening(self._exchange(opening, Opening.sent_at))
             if set(merged.facts[SESSION_STATE]) == {""}:
                 return merged
             # Some would have gone on with one, and know now that not all would: next time none has any.
@@ -124,7 +123,7 @@ class Session:
             return
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
-            received = self._exchange(self.state.opening(point), OPENING)
+            received = self._exchange(self.state.opening(point), Opening.sent_at)
             with self._dropping_searches():
                 merged = check_opening(received)
         if set(merged.facts[SESSION_STATE]) == {point}:
@@ -247,10 +246,8 @@ class Session:
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
         unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
-        self._dropped = tuple(
-            replace(context, **unfinished) if context.status == "tuning" else context
-            for context in self._contexts()
-        )
+        contexts = self._contexts()
+        self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
         self.state.drop_searches()
         self.close(error, outcome)
 
@@ -267,13 +264,10 @@ class Session:
         state, search = self.state, self.state.search
         state.results.close()
         self.stop_compiling()
+        is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.
-        self.wants_another = self.has_failed or (
-            search.rules.tunes
-            and search.rules.mode == "replay"
-            and search.closing
-            and any(context.status == "partial" for context in search.contexts.values())
-        )
+        may_go_on = search.rules.tunes and search.rules.mode == "replay"
+        self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         self._progress.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [context for context in launched if context.provisional and not context.is_unasked]
