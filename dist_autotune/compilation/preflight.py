@@ -50,6 +50,11 @@ def current_device() -> int:
     return -1 if interception.is_interpreted() else torch.cuda.current_device()
 
 
+def on_device(device: int) -> AbstractContextManager[Any]:
+    """Return a block in which Triton loads on a device of `current_device`."""
+    return nullcontext() if device == current_device() else torch.cuda.device(device)
+
+
 def preflight(
     launch: Launch,
     configs: Mapping[str, Any],

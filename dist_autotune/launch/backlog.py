@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compilation import preflight
-from ..compilation.binaries import has_binary
 from ..compilation.compiler_child import START_S
-from ..compilation.pool import CACHED, COMPILED, Compilation, Tally, Terms, why_no_child
+from ..compilation.pool import COMPILED, Compilation, Tally, Terms, why_no_child
 from ..compilation.pool_process import Compiled, PoolProcess
 from ..compilation.preflight import keeping_reason
 from ..triton_api.launch import Launch, load
@@ -28,6 +27,7 @@ class _Entry:
     tally: Tally
     began: float
     launches: int  # in the run that brought it
+    device: int  # which that run has launched it on
     to_compile: dict[str, Compilation] = field(default_factory=dict)  # by candidate
     to_load: dict[str, Compilation] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # of what has failed and is not banned yet
@@ -75,15 +75,14 @@ class Backlog:
         """Let `context` wait for `configs`, as they are compiled for a launch, which is not held."""
         planned = preflight.plan(launch, configs, self._terms.limit_s)
         tally = Tally(workers=self._terms.workers, remark=planned.remark)
-        entry = self._entries[context] = _Entry(tally, time.monotonic(), context.launches)
+        entry = self._entries[context] = _Entry(
+            tally, time.monotonic(), context.launches, preflight.current_device()
+        )
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
                 load(kernel)
         entry.to_compile.update(self._terms.in_turn(list(planned.compilations.items())))
-        for candidate, compilation in planned.compilations.items():
-            if not self._why_here and has_binary(compilation.key):
-                entry.end(candidate, Compiled(0, CACHED, ""))
 
     def advance(self) -> Iterator[tuple[RankContext, Tally]]:
         """Take up what is compiled, load some of it, ban what failed; yield the contexts that are done.
@@ -133,7 +132,7 @@ class Backlog:
     def _load(self, context: RankContext, entry: _Entry) -> None:
         candidate = next(iter(entry.to_load))
         compilation = entry.to_load.pop(candidate)
-        with keeping_reason(entry.reasons, candidate):
+        with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.compile()
             compilation.keep(kernel)
             with self._loading(context.name, candidate):

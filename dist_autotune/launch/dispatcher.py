@@ -198,7 +198,8 @@ class Dispatcher:
     def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, Tally]]:
         """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
         for context, launch, configs in self._untried():
-            backlog.add(context, launch, configs)
+            if configs:
+                backlog.add(context, launch, configs)
         yield from backlog.advance()
 
     def _untried(self) -> Iterator[tuple[RankContext, Launch, dict[str, Any]]]:

@@ -103,19 +103,21 @@ class RankRun:
 
     def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
         """Compile the candidates of new contexts; yield those of which this rank has all."""
-        dispatcher, function = self._state.dispatcher, self._state.function
+        dispatcher = self._state.dispatcher
+        if self._waits:
+            return dispatcher.preflight(self._terms())
+        if self._backlog is None:
+            loading = functools.partial(self._state.guard.launching, loads=True)
+            self._backlog = Backlog(self._terms(), self._state.registry.ban, loading)
+        return dispatcher.preflight_behind(self._backlog)
+
+    def _terms(self) -> Terms:
+        """Return the terms on which this rank compiles; online nobody waits for it."""
+        function, session = self._state.function, self._log.session
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
         patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
         jobs = function.options.resolved_compile_jobs()
-        terms = Terms.agreed(
-            self._log.session, position, count, patience_s, jobs=jobs, is_behind=not self._waits
-        )
-        if self._waits:
-            return dispatcher.preflight(terms)
-        if self._backlog is None:
-            loading = functools.partial(self._state.guard.launching, loads=True)
-            self._backlog = Backlog(terms, self._state.registry.ban, loading)
-        return dispatcher.preflight_behind(self._backlog)
+        return Terms.agreed(session, position, count, patience_s, jobs=jobs, is_behind=not self._waits)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""

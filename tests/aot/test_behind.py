@@ -19,8 +19,10 @@ import torch
 from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
 
 from dist_autotune import AgreementTimeout, contextual_autotune
+from dist_autotune.cli import replay
 from dist_autotune.codec import from_json
 from dist_autotune.compilation.compiler_child import LOW_PRIORITY
+from dist_autotune.logs.history import load
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from ranks import assert_all_ok, assert_killed, run_ranks
 
@@ -209,7 +211,9 @@ def test_the_kernel_that_takes_most_of_a_step_is_compiled_and_tuned_first(device
     steps_until(lambda: step.settled, step)
 
 
-def test_log_says_where_the_binaries_came_from_and_when_a_context_has_all(device, compiler, tmp_path):
+def test_the_log_says_when_a_context_has_all_its_binaries_and_replays_to_the_same_plans(
+    device, compiler, tmp_path
+):
     step = stepping(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"), compile_jobs=1)
     steps_until(lambda: step.settled, step)
     records = [json.loads(line) for line in (tmp_path / "logs" / "rank-0.jsonl").read_text().splitlines()]
@@ -217,6 +221,8 @@ def test_log_says_where_the_binaries_came_from_and_when_a_context_has_all(device
     record = from_json(RECORD_TYPES[Preflighted.event], written)
     assert (record.compiled, record.failed, record.workers) == (1, 1, 1)
     assert record.run >= 1
+    (verdict,) = replay.verify(load(tmp_path / "logs").sessions)
+    assert verdict.differences == []
 
 
 # ---- what is asked no more ends

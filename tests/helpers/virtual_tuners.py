@@ -365,7 +365,6 @@ def virtual_world() -> Iterator[None]:
             (dist_autotune.compilation.preflight, "preflight", preflight),
             (dist_autotune.compilation.preflight, "plan", plan),
             (backlog, "PoolProcess", VirtualPoolProcess),
-            (backlog, "has_binary", lambda key: False),
             (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

@@ -60,12 +60,11 @@ class World:
         self.processes: list[FakeProcess] = []
         self.events: list[str] = []
         self.bans: dict[str, dict[str, str]] = {}
-        self.cached: set[str] = set()
         self.seconds = 0.0
         self.backlog = Backlog(Terms(is_behind=True, jobs=2), self._ban, self._loading)
         monkeypatch.setattr(backlog, "PoolProcess", self._make)
-        monkeypatch.setattr(backlog, "has_binary", self.cached.__contains__)
         monkeypatch.setattr(backlog.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(preflight, "current_device", lambda: 0)
         monkeypatch.setattr(preflight, "plan", lambda launch, configs, hooks_s: Planned(configs))
 
     @property
@@ -152,14 +151,6 @@ def test_compiling_begins_when_the_times_of_the_first_runs_are_known(world, sear
     assert world.process.keys == ["a1"]
 
 
-def test_binaries_that_are_there_cost_no_process(world):
-    world.cached.update({"a1", "a2"})
-    world.add("a", "a1", "a2")
-    world.advance()
-    ((_, tally),) = world.advance()
-    assert (tally.cached, tally.compiled, world.processes) == (2, 0, [])
-
-
 def test_what_comes_later_joins_the_rest_of_what_came_before(world):
     world.add("a", "a1", "a2")
     world.advance()
@@ -200,10 +191,12 @@ def test_closing_ends_the_process_and_drops_all(world):
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):
-    world.cached.update("abcdefgh")
     context = world.add("a", *"abcdefgh", load_s=0.01)
     world.advance()
-    assert context.compiling == 7  # no run has lasted yet
+    for key in "abcdefgh":
+        world.process.tell(key)
+    world.advance()
+    assert context.compiling == 7  # no time has passed
     world.seconds += 0.1
     world.advance()
     assert context.compiling == 4  # 25 ms, of which the third was the last to begin
