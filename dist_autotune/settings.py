@@ -28,7 +28,7 @@ OTHERS_VARIABLES = (
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "NVSHMEM_DISABLE_NVLS",
 )
-MODES = ("tune", "cached", "off")
+MODES = ("tune", "cached", "strict", "off")
 NO_HOME = f"this user has no home directory. Set HOME, or {CACHE_DIR} to a directory that can be written"
 
 

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure
@@ -28,7 +28,7 @@ class Dispatcher:
 
     compiling: entered while this rank compiles, so that its peers wait on. passes_single: a kernel with one
     config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
-    settled now will never be.
+    settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Dispatcher:
         *,
         passes_single: bool,
         is_frozen: bool,
+        refuse: Callable[[RankContext], NoReturn] | None,
     ) -> None:
         self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
         self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
@@ -49,7 +50,7 @@ class Dispatcher:
         self.to_preflight: dict[RankContext, tuple[Binding, Launch]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
-        self._compiling, self._is_frozen = compiling, is_frozen
+        self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Dispatcher:
         if launch.kwargs.get("warmup"):
             return launch.run(self._quiet_config(launch))
         if interception.is_capturing() or interception.is_async_compiling():
-            config = self._quiet_config(launch)
+            config = self._quiet_config(launch, runs=True)
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(launch)
@@ -67,6 +68,7 @@ class Dispatcher:
             self.to_preflight.setdefault(binding.rank_context, (binding, launch))
         candidate = self._candidate(binding)
         while True:
+            self._check_tuned(binding.rank_context, candidate)
             config = binding.configs[candidate]
             try:
                 result = self._launch(launch, binding, candidate)
@@ -87,6 +89,7 @@ class Dispatcher:
             context = self._registry.choice(name, key, dict(zip(texts, options, strict=True)))
         is_capturing = interception.is_capturing()
         candidate = context.stand_in() if is_capturing else self._candidate(context.bindings[0])
+        self._check_tuned(context, candidate)
         place = texts.index(context.texts[candidate])
         if not is_capturing:
             context.ran.add(candidate)
@@ -149,10 +152,17 @@ class Dispatcher:
             self.to_tune.add(context.name)
         return True
 
-    def _quiet_config(self, launch: Launch) -> Any:
-        """Return the incumbent's config without admitting a context."""
+    def _quiet_config(self, launch: Launch, *, runs: bool = False) -> Any:
+        """Return the incumbent's config without admitting a context; `runs`: it is to be launched."""
         binding = self._registry.find(launch) or self._registry.look(launch)
-        return binding.configs[binding.rank_context.stand_in(binding.configs)]
+        candidate = binding.rank_context.stand_in(binding.configs)
+        if runs:
+            self._check_tuned(binding.rank_context, candidate)
+        return binding.configs[candidate]
+
+    def _check_tuned(self, context: RankContext, candidate: str) -> None:
+        if self._refuse is not None and candidate != context.tuned:
+            self._refuse(context)
 
     def _binding(self, launch: Launch) -> Binding:
         """Return what the launch belongs to, which may be new."""

@@ -83,6 +83,7 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
+    like: str = ""  # the nearest tuned key: its winner is the first candidate; "": there was none
 
 
 class RunStarted(Record, event="run_started"):

@@ -32,6 +32,7 @@ class Context:
         self.name = name
         self.kernel = announcement.kernel
         self.key = announcement.key
+        self.kernel_id, self.like = announcement.kernel_id, announcement.like
         self.is_choice = announcement.is_choice
         self.digests = tuple(digest for digest, _ in announcement.order)
         self.texts = tuple(text for _, text in announcement.order)

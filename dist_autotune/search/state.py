@@ -114,6 +114,17 @@ class SearchState:
         is_searched = self.rules.races and context.began is not None and not context.is_decided
         return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
 
+    def tuned_keys(self, kernel_id: str) -> dict[str, str]:
+        """Return the tuned keys of a kernel, each with the digest of its winner."""
+        aliases = self.kernels.aliases
+        return {
+            context.key: context.digests[context.incumbent]
+            for context in self.contexts.values()
+            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
+            and self.is_final(context)
+            and not (context.provisional or context.is_spent)
+        }
+
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result stands and is new since this was last asked."""
         new = []

@@ -136,7 +136,7 @@ def test_every_public_name_is_exported_once():
     documented = {
         "contextual_autotune", "ContextualAutotuner", "is_tuning", "TuningReport", "TunedContext", "Clock",
         "EventClock", "WallClock", "tunable", "TuningError", "NoValidConfig", "RankMismatch",
-        "AgreementTimeout", "PeerFailed", "CacheWarning", "__version__",
+        "AgreementTimeout", "PeerFailed", "NotTuned", "CacheWarning", "__version__",
     }  # fmt: skip
     assert set(dist_autotune.__all__) == documented
     assert len(dist_autotune.__all__) == len(documented)
@@ -326,7 +326,7 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch, 
     assert all(known in str(caught.value) for known in KNOWN_VARIABLES)
 
 
-@pytest.mark.parametrize("mode", ["tune", "cached", "off"])
+@pytest.mark.parametrize("mode", ["tune", "cached", "strict", "off"])
 def test_the_mode_is_read_at_every_call(monkeypatch, mode):
     decorated = contextual_autotune(thunk)
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
@@ -337,7 +337,9 @@ def test_the_mode_is_read_at_every_call(monkeypatch, mode):
 def test_an_unknown_mode_is_an_error(monkeypatch):
     decorated = contextual_autotune(thunk)
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "fast")
-    with pytest.raises(TuningError, match="DIST_AUTOTUNE_MODE='fast': expected one of tune, cached, off"):
+    with pytest.raises(
+        TuningError, match="DIST_AUTOTUNE_MODE='fast': expected one of tune, cached, strict, off"
+    ):
         decorated()
 
 
