@@ -9,16 +9,16 @@ from typing import Any
 
 from ..codec import to_json
 from ..logs.history import SessionHistory
-from ..logs.timeline import EXCHANGE, TRIAL, Span, spans_of
+from ..logs.timeline import BEHIND, COMPILING, EXCHANGE, TRIAL, Span, spans_of
 
 Event = dict[str, Any]
-SESSION_ROW, RUN_ROW, FIRST_TRIAL_ROW = 0, 1, 2
+SESSION = "session"
 
 
 def write_trace(path: Path, sessions: Iterable[SessionHistory]) -> None:
     """Write one trace of the sessions, one after the other as they were started."""
     events: list[Event] = []
-    rows: dict[tuple[int, str], int] = {}  # of (rank, context): the same in every session
+    rows: dict[tuple[int, str], int] = {}  # of (rank, name): the same in every session
     origin, end_s = None, 0.0
     for session in sessions:
         started = _started_s(session)
@@ -46,22 +46,24 @@ def _session_events(
     for rank, own in spans.items():
         offset_s = begin_s + latest_s - opened_s[rank]
         yield _named(rank, "process_name", f"rank {rank}")
-        yield _named(rank, "thread_name", "session", SESSION_ROW)
-        yield _named(rank, "thread_name", "runs, compiling, exchanges", RUN_ROW)
-        facts = {
-            "session": session.opened.session,
-            "outcome": session.closed.outcome,
-            "runs": session.closed.runs,
-        }
-        whole = Span("session", session.opened.thunk, 0.0, max((s.end_s for s in own), default=0.0), facts)
-        yield _event(whole, rank, SESSION_ROW, offset_s)
-        for span in own:
-            row = RUN_ROW
-            if span.kind == TRIAL:
-                context = span.name.rpartition(" #")[0]
-                row = rows.setdefault((rank, context), FIRST_TRIAL_ROW + len(rows))
-                yield _named(rank, "thread_name", f"trials {context}", row)
-            yield _event(span, rank, row, offset_s)
+        closed = session.closed
+        facts = {"session": session.opened.session, "outcome": closed.outcome, "runs": closed.runs}
+        whole = Span(SESSION, session.opened.thunk, 0.0, max((s.end_s for s in own), default=0.0), facts)
+        for span in (whole, *own):
+            place = rank, _row(span)
+            if place not in rows:
+                rows[place] = len(rows)
+                yield _named(rank, "thread_name", place[1], rows[place])
+            yield _event(span, rank, rows[place], offset_s)
+
+
+def _row(span: Span) -> str:
+    """Return the row on which a span is drawn: those on one row nest."""
+    if span.kind == TRIAL:
+        return f"trials {span.name.rpartition(' #')[0]}"
+    if span.kind in (COMPILING, BEHIND):
+        return f"compiling {span.name}"
+    return "session" if span.kind == SESSION else "runs and exchanges"
 
 
 def _named(rank: int, what: str, name: str, row: int = 0) -> Event:

@@ -56,6 +56,8 @@ class RankContext:
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
+    is_preflighted: bool = False  # its candidates are compiled, or a backlog has them
+    compiling: int = 0  # candidates that a backlog has still to compile or load
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
@@ -97,6 +99,13 @@ class RankContext:
         if self.search is None:
             return self.claim is None and not self.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
+
+    @property
+    def is_to_preflight(self) -> bool:
+        """Return whether its candidates are to be compiled before they are tried, and nobody does it yet."""
+        if self.is_preflighted:
+            return False
+        return self.claim is None if self.search is None else self.search.is_tuned_by_launches
 
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""

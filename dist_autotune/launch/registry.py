@@ -185,7 +185,7 @@ class Registry:
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
             }
             is_repeated = context.samples.report is not None
-            if not (context.ran or is_repeated or bans or earlier is not None):
+            if not (context.ran or is_repeated or bans or context.compiling or earlier is not None):
                 continue
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
@@ -195,7 +195,9 @@ class Registry:
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
-            context.report = reports[context.name] = replace(part, bans=bans, announcement=announcement)
+            context.report = reports[context.name] = replace(
+                part, bans=bans, announcement=announcement, compiling=context.compiling
+            )
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:

@@ -50,7 +50,9 @@ class Progress:
             self._bar.update(self._task, completed=forecast.runs, total=max(planned, forecast.runs))
             if is_due:
                 gain = f"{round(-times.gain_percent):+d} %" if (times := step()) is not None else ""
-                parts = f"{forecast.settled}/{forecast.contexts} contexts", self._time_left(forecast), gain
+                compiling = f"{forecast.compiling} compiling" if forecast.compiling else ""
+                contexts = f"{forecast.settled}/{forecast.contexts} contexts"
+                parts = contexts, compiling or self._time_left(forecast), gain
                 self._bar.update(self._task, detail="  ".join(filter(None, parts)), refresh=True)
         elif is_due:
             self._write(self._line(forecast, step()))
@@ -69,6 +71,7 @@ class Progress:
         parts = [
             f"{forecast.settled} of {counted(forecast.contexts, 'context')} settled",
             f"step {forecast.runs}",
+            f"{counted(forecast.compiling, 'candidate')} compiling" if forecast.compiling else "",
             f"at most {counted(left, 'trial')} left",
             self._time_left(forecast),
             "" if times is None else f"so far: {times}",

@@ -135,7 +135,7 @@ class Banned(ConfigRecord, event="banned", level=logging.INFO):
 
 
 class Preflighted(Record, event="preflighted", level=logging.INFO):
-    """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
+    """How this rank compiled and loaded the candidates of one (kernel, key), all by the end of `run`."""
 
     run: int
     kernel: str

@@ -12,7 +12,8 @@ from ..formatting import config_label, context_label
 from .history import SessionHistory, of_kind
 from .records import Exchanged, Preflighted, Record, RunStarted, RunTimed, Trial
 
-RUN, TRIAL, COMPILING, EXCHANGE = "run", "trial", "compiling", "exchange"
+RUN, TRIAL, EXCHANGE, COMPILING = "run", "trial", "exchange", "compiling"
+BEHIND = "compiling behind"  # while runs went on
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Span:
 
 
 def spans_of(session: SessionHistory) -> dict[int, list[Span]]:
-    """Return rank -> what it did, in order; what lies within a run lies within its span.
+    """Return rank -> what it did; what lies within a run lies within its span.
 
     A run ends with the last record that it leaves. A trial fills its run up to compilations and the exchange:
     the log does not say when in the run its launches were; their time is in the facts.
@@ -66,7 +67,7 @@ def _run_spans(records: Sequence[Record]) -> Iterator[Span]:
     trials = [trial for trial in of_kind(of_run, Trial) if trial.kind != "incumbent"]
     plans = [] if trials else of_kind(of_run, RunTimed)
     yield Span(RUN, f"run {started.run}", begin_s, end_s, {"trials": len(trials) or len(plans)})
-    worked_s = min((span.begin_s for span in inner), default=end_s)
+    worked_s = min((span.begin_s for span in inner if span.kind != BEHIND), default=end_s)
     for trial in trials:
         name = f"{context_label(trial.kernel, trial.key)} #{trial.config_id}"
         facts = {
@@ -84,9 +85,9 @@ def _compiling(record: Preflighted, begin_s: float) -> Span:
     facts = {
         name: getattr(record, name) for name in ("compiled", "from_peers", "cached", "failed", "workers")
     }
-    began_s = max(begin_s, record.elapsed_s - record.seconds)
-    label = context_label(record.kernel, record.key)
-    return Span(COMPILING, label, began_s, max(began_s, record.elapsed_s), facts)
+    began_s = max(record.elapsed_s - record.seconds, 0.0)
+    kind = BEHIND if began_s < begin_s else COMPILING
+    return Span(kind, context_label(record.kernel, record.key), began_s, record.elapsed_s, facts)
 
 
 def _exchange(record: Exchanged, begin_s: float) -> Span:

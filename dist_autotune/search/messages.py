@@ -139,6 +139,7 @@ class Part(Mergeable):
     bans: Bans = field(default_factory=dict)
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
     gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
+    compiling: Annotated[int, max] = 0  # online: candidates that some rank has still to compile or load
 
     def agreed_ms(self, rank_reduce: str) -> float | None:
         """Return the statistic reduced over the ranks; None where a rank that launched it has none."""

@@ -194,5 +194,7 @@ class Calls:
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise
+            if self._session is not None:
+                self._session.stop_compiling()
             self.state, self._session, self._wants_session = known, None, True
         return known

@@ -15,7 +15,7 @@ from dist_autotune import tunable
 from dist_autotune.cli.trace import write_trace
 from dist_autotune.logs import records
 from dist_autotune.logs.history import load
-from dist_autotune.logs.timeline import COMPILING, EXCHANGE, RUN, TRIAL, spans_of
+from dist_autotune.logs.timeline import BEHIND, COMPILING, EXCHANGE, RUN, TRIAL, spans_of
 from dist_autotune.logs.writer import SessionLog
 
 
@@ -102,6 +102,22 @@ def test_compilations_lie_before_the_exchange_of_their_run(tmp_path: Path) -> No
     (session,) = load(tmp_path).sessions
     found = [(span.kind, span.begin_s, span.end_s) for span in spans_of(session)[0]]
     assert found == [(RUN, 1.0, 5.0), (COMPILING, 2.0, 4.0), (EXCHANGE, 4.5, 5.0)]
+
+
+def test_compilations_behind_several_runs_have_rows_of_their_own(tmp_path: Path) -> None:
+    counts = {"compiled": 3, "from_peers": 0, "cached": 1, "failed": 0, "workers": 2}
+    with SessionLog(tmp_path, 0) as log:
+        log.write(session_records("s1", 0, "layer", "EventClock")[0])
+        for run in range(3):
+            log.write(records.RunStarted(session="s1", run=run, plan={}, elapsed_s=run + 1.0))
+        for key, seconds in (("1", 2.5), ("2", 1.5)):
+            behind = {"run": 2, "kernel": "matmul", "key": key, "seconds": seconds, **counts}
+            log.write(records.Preflighted(session="s1", elapsed_s=3.5 + seconds / 10, **behind))
+    events = trace_of(tmp_path)
+    assert_nested(events)
+    behind = [e for e in events if e.get("cat") == BEHIND]
+    assert [round(e["dur"] / 1e6, 3) for e in behind] == [2.5, 1.5]
+    assert len({e["tid"] for e in behind}) == 2
 
 
 @pytest.mark.parametrize("elapsed", ["inf", "nan", -1e30])
