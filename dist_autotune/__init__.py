@@ -1,6 +1,14 @@
 """Tune Triton kernels where they run: in their function, on every rank, to one agreed config."""
 
-from .errors import AgreementTimeout, CacheWarning, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from .errors import (
+    AgreementTimeout,
+    CacheWarning,
+    NotTuned,
+    NoValidConfig,
+    PeerFailed,
+    RankMismatch,
+    TuningError,
+)
 from .launch.tunable import tunable
 from .timing.clock import Clock, EventClock, WallClock
 from .tuner.decorator import ContextualAutotuner, contextual_autotune, is_tuning
@@ -14,6 +22,7 @@ __all__ = [
     "ContextualAutotuner",
     "EventClock",
     "NoValidConfig",
+    "NotTuned",
     "PeerFailed",
     "RankMismatch",
     "TunedContext",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import RankMismatch
+from ..errors import NotTuned, RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
@@ -55,13 +55,13 @@ class Calls:
         return self._session is None and not (self._wants_session or self.retunes)
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
-        """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
+        """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
         if self.retunes:
             if self._session is not None:
                 self._session.close()
                 self._keep_if_over()
             self._wants_session, self._forgets, self.retunes = True, True, False
-        state = self._current_state(tunes=mode == "tune")
+        state = self._current_state(mode)
         if interception.is_capturing():
             if not self._forgets:
                 state.results.looks_on_disk |= state.function.is_alone
@@ -88,7 +88,7 @@ class Calls:
             return result
         self._calls_in_vain = 0
         if not may_tune:
-            self._note_new(state, "keeps its first config (watch=False)")
+            self._note_new(state, "keeps the config it began with (watch=False)")
             return result
         if is_replay and (before is not None or not options.preserve):
             del result  # the function's outputs must not add to the memory of the next run
@@ -109,12 +109,13 @@ class Calls:
         """Run `thunk` with what is settled; return its result, whether some rank wants a session, a snapshot.
 
         `votes`: ask the peers. A rank that raises reports that instead, so that they do not wait for it.
+        The strict mode has no vote, but reports NotTuned: peers may wait for this rank in a collective.
         `preserved`: what the snapshot of the state before the run is to hold; None: none is made.
         """
         dispatcher, function = state.dispatcher, state.function
         dispatcher.begin_run(tunes=False)
         dispatcher.to_tune.clear()
-        if not votes:
+        if not (votes or (function.is_strict and not function.is_alone)):
             before = None if preserved is None else Snapshot(preserved)
             with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
                 return thunk(), bool(dispatcher.to_tune), before
@@ -126,10 +127,15 @@ class Calls:
                 INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
             ):
                 result = thunk()
-            vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
+            wants_session = bool(dispatcher.to_tune)
+            vote = Vote(function.group.rank, function.facts({}), wants_session=wants_session)
         except BaseException as error:
-            function.group.fail(error)
+            if votes or (isinstance(error, NotTuned) and not state.has_refused):
+                state.has_refused |= not votes  # once: each time costs the peers an exchange
+                function.group.fail(error)
             raise
+        if not votes:
+            return result, wants_session, before
         answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
         return result, checked(decode(answer), Vote).wants_session, before
 
@@ -177,16 +183,18 @@ class Calls:
             self._wants_session = session.wants_another
             self._forgets = self._forgets and (session.has_failed or not session.state.results.ignores_known)
 
-    def _current_state(self, *, tunes: bool) -> FunctionState:
+    def _current_state(self, mode: str) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
         options, known = self._options, self.state
         group = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
-        if known is None or known.function.group is not group or known.function.tunes != tunes:
+        if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = identity.function_digest(self._function)
-                known = FunctionState(TunedFunction(options, self._name, source, group, tunes=tunes))
+                known = FunctionState(TunedFunction(options, self._name, source, group, mode=mode))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise
+            if self._session is not None:
+                self._session.stop_compiling()
             self.state, self._session, self._wants_session = known, None, True
         return known

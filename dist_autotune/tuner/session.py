@@ -251,6 +251,10 @@ class Session:
         self.state.drop_searches()
         self.close(error, outcome)
 
+    def stop_compiling(self) -> None:
+        """End what compiles candidates behind the runs, as nobody goes on with the session."""
+        self._run.close()
+
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
@@ -259,6 +263,7 @@ class Session:
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
+        self.stop_compiling()
         is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
