@@ -119,7 +119,7 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
-        if claim is None and context.search is None:
+        if claim is None and context.search is None and len(texts) > 1:
             context.begin_with(self._find_winners(context))
         self.ban(context, bans)
         return context

@@ -134,7 +134,8 @@ class LogLines:
                 context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
                 where = "" if record.local else ", launched on other ranks only"
                 candidates = f"{counted(context.candidates, 'candidate')}, incumbent #{record.incumbent}"
-                return f"admitted in run {record.run}: {candidates}{where}"
+                like = f", as with the key {record.like}" if record.like else ""
+                return f"admitted in run {record.run}: {candidates}{like}{where}"
             case records.RunStarted():
                 tried = [f"{self._label(context)} #{config_id}" for context, config_id in record.plan.items()]
                 return f"tries {', '.join(tried) or 'nothing'}"
