@@ -88,7 +88,7 @@ class Calls:
             return result
         self._calls_in_vain = 0
         if not may_tune:
-            self._note_new(state, "keeps the config it began with (watch=False)")
+            self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
             return result
         if is_replay and (before is not None or not options.preserve):
             del result  # the function's outputs must not add to the memory of the next run
