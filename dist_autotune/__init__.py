@@ -5,6 +5,7 @@ from .launch.tunable import tunable
 from .timing.clock import Clock, EventClock, WallClock
 from .tuner.decorator import ContextualAutotuner, contextual_autotune, is_tuning
 from .tuner.report import TunedContext, TuningReport
+from .tuner.step_tuner import StepTuner
 from .version import __version__
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "NoValidConfig",
     "PeerFailed",
     "RankMismatch",
+    "StepTuner",
     "TunedContext",
     "TuningError",
     "TuningReport",

@@ -74,7 +74,8 @@ class Session:
             if before is not None:
                 snapshot.restore()
             while True:
-                result = self._run_once(thunk)
+                with self._one_run():
+                    result = thunk()
                 if self.state.search.done:
                     self.close()
                     return result
@@ -83,13 +84,14 @@ class Session:
                 del result  # a trial's outputs must not add to the memory of the next
                 snapshot.restore()
 
-    def online(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk` once, as one trial of the session."""
+    @contextlib.contextmanager
+    def online(self) -> Iterator[None]:
+        """Make the block one run, a trial of the session."""
         with self._reporting_failures():
-            result = self._run_once(thunk)
+            with self._one_run():
+                yield
             if not self.state.search.has_work:
                 self.close()
-            return result
 
     # -- opening -------------------------------------------------------------------------------------------
 
@@ -142,8 +144,9 @@ class Session:
 
     # -- one run -------------------------------------------------------------------------------------------
 
-    def _run_once(self, thunk: Callable[[], T]) -> T:
-        """Make one run and agree on what follows from it."""
+    @contextlib.contextmanager
+    def _one_run(self) -> Iterator[None]:
+        """Make the block one run, and agree on what follows from it."""
         state = self.state
         self._run.begin()
         self.executions += 1
@@ -154,12 +157,12 @@ class Session:
             state.time_spent.adding("runs_s"),
         ):
             self._is_in_function = True
-            result = self._run.make(thunk)
+            with self._run.timed():
+                yield
             self._is_in_function = False
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, watch.what))
-        return result
 
     def _step(self, received: Message) -> None:
         """Apply what all ranks reported of the run, publish what is settled by it, and write both down."""
