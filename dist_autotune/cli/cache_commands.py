@@ -10,7 +10,7 @@ import typer
 from .. import settings
 from ..codec import to_json
 from ..formatting import Table, counted, format_ms
-from ..storage import crash_guard
+from ..storage.crash_guard import remove_abandoned
 from ..storage.winners import Winners
 from . import terminal
 
@@ -61,7 +61,7 @@ def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] 
     if not yes:
         typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
     assert cache.directory is not None
-    count = crash_guard.remove_abandoned(cache.directory / crash_guard.FOLDER)
+    count = remove_abandoned(cache.directory)
     guards = f" and {counted(count, 'crash guard')}" if count else ""
     typer.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
 

@@ -45,9 +45,9 @@ def _plot(session: SessionHistory, context: ContextHistory) -> str:
         axes.set_xlabel("run")
         axes.set_ylabel("best agreed ms" + (" (wall clock)" if session.is_wall_clock else ""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(f"{session.name}  {context.label}", fontsize=9, loc="left", parse_math=False)
+        axes.set_title(f"{session.opened.session}  {context.label}", fontsize=9, loc="left", parse_math=False)
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     plot = svg.getvalue()[svg.getvalue().index("<svg") :]  # without the XML prolog: it is part of a page
     # Ids must be unique in the document: two sessions may have the same context.
-    prefix = re.sub(r"[^A-Za-z0-9-]", "-", f"{session.name}-{context.records[0].context}-")
+    prefix = re.sub(r"[^A-Za-z0-9-]", "-", f"{session.opened.session}-{context.records[0].context}-")
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", plot)

@@ -63,11 +63,11 @@ def verify(sessions: Iterable[SessionHistory]) -> list[Verdict]:
     verdicts = []
     for session in sessions:
         opened = session.opened
-        verdicts.append(verdict := Verdict(session.name, opened.thunk, opened.search))
+        verdicts.append(verdict := Verdict(opened.session, opened.thunk, opened.search))
         for rank in session.missing_ranks:
             verdict.compare(None, f"rank {rank}", "records", "none", f"rank-{rank}.jsonl")
         if opened.search in STRATEGIES and not opened.own_search:
-            state = states[session.name] = states.get(opened.continues) or SearchState(rules_of(opened))
+            state = states[opened.session] = states.get(opened.continues) or SearchState(rules_of(opened))
             _recompute(verdict, session, state)
     return verdicts
 
@@ -84,8 +84,8 @@ def _recompute(verdict: Verdict, session: SessionHistory, state: SearchState) ->
     for record in session.records:
         if isinstance(record, RunStarted | Merged | ContextSettled):
             records[record.run].append(record)
-    closed = session.of_kind(SessionClosed)
-    verdict.runs = max((each.run for each in session.of_kind(Merged)), default=0 if records else -1) + 1
+    closed, merges = of_kind(session.records, SessionClosed), of_kind(session.records, Merged)
+    verdict.runs = max((each.run for each in merges), default=0 if records else -1) + 1
     state.open()
     for run in range(verdict.runs):
         plan, merged = decisions.plan_of(state), of_kind(records[run], Merged)
@@ -108,7 +108,7 @@ def _recompute(verdict: Verdict, session: SessionHistory, state: SearchState) ->
             _compare_result(verdict, settled, results.get(settled.context))
     if any(each.outcome not in ("settled", "partial") for each in closed):
         state.drop_unsettled()  # as all ranks did
-    elif closed and verdict.runs and state.rules.mode == "replay" and not session.of_kind(RunFailed):
+    elif closed and verdict.runs and state.rules.mode == "replay" and not of_kind(session.records, RunFailed):
         verdict.compare(None, "session", "session_closed: nothing left to try", True, state.done)
 
 
@@ -169,7 +169,7 @@ def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed
     for session in sessions:
         opened = replace(session.opened, **{**options, **named})
         if opened.search not in STRATEGIES:
-            raise InvalidOption(f"{opened.search} of session {session.name} is in no log: give --search")
+            raise InvalidOption(f"{opened.search} of session {opened.session} is in no log: give --search")
         for context in session.contexts:
             usable = [each for each in context.candidates if not each.banned]
             if len(usable) > 1 and any(each.samples for each in usable):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..formatting import LAUNCH_BOUND_NOTE, WALL_CLOCK_NOTE, Table, counted, format_ms, one_line, status_label
-from ..logs.history import ContextHistory, SessionHistory, percent_over
+from ..logs.history import ContextHistory, SessionHistory, of_kind, percent_over
 from ..logs.records import Preflighted
 
 
@@ -22,7 +22,7 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
         opened, closed = each.opened, each.closed
         search = f"{opened.search}, {opened.mode}"
         counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
-        rows.append((each.name, opened.thunk, opened.started_at, search, *counts, closed.outcome))
+        rows.append((opened.session, opened.thunk, opened.started_at, search, *counts, closed.outcome))
     return Table("Sessions", names, rows)
 
 
@@ -31,7 +31,7 @@ def session_heading(session: SessionHistory) -> str:
     opened = session.opened
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
-    return f"{opened.thunk}: session {session.name}, {where}, {ended}"
+    return f"{opened.thunk}: session {opened.session}, {where}, {ended}"
 
 
 def session_notes(session: SessionHistory) -> list[str]:
@@ -89,7 +89,7 @@ def _stragglers_table(session: SessionHistory) -> Table:
 
 def _compiling_table(session: SessionHistory) -> Table:
     names = ("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
-    records = session.of_kind(Preflighted)
+    records = of_kind(session.records, Preflighted)
     rows = []
     for rank in sorted({record.rank for record in records}):
         own = [(r.compiled, r.from_peers, r.cached, r.failed, r.seconds) for r in records if r.rank == rank]

@@ -1,8 +1,4 @@
-"""What `dist-autotune doctor` looks at. Whatever could crash or hang is tried in helper processes.
-
-A helper is a new interpreter that runs a probe of `dist_autotune.doctor.probes`. It reports each stage:
-what came before a crash or a hang is known.
-"""
+"""What `dist-autotune doctor` looks at: what could crash or hang runs in helper processes, as a probe."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import triton
 
@@ -42,14 +37,7 @@ CUT_OFF = "cut off after"
 STARTUP = "the start"  # the stage before the first
 REPORT = "dist_autotune doctor: "  # begins a line of JSON: the report so far
 CACHE, LOGS = "cache directory", "log directory"
-PACKAGES = {  # name for people -> distributions; the first that is installed counts
-    "filelock": ("filelock",),
-    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
-    "libnvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
-    "cuda-bindings": ("cuda-bindings",),
-    "cuda-core": ("cuda-core",),
-    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-}
+PACKAGES = ("numpy", "filelock", "nvshmem4py", "nvidia-nvshmem", "cuda-bindings", "cuda-core", "nvidia-nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +53,7 @@ class Trial:
 class Examination:
     """The facts, as they were found."""
 
-    versions: dict[str, str | None]  # None: not installed, or not known without a GPU
+    versions: dict[str, str | None]  # None: not known without a GPU
     variables: dict[str, str]
     setting_error: str
     directories: dict[str, str]
@@ -79,23 +67,9 @@ class Examination:
         return list(self.host.facts.get("names", []))
 
     @property
-    def links(self) -> list[dict[str, Any]]:
-        return list(self.host.facts.get("links", []))
-
-    @property
     def world(self) -> str:
         """Return where kernels run: "gpu" or "interpreter"."""
         return "gpu" if self.gpus and not self.is_interpreted else "interpreter"
-
-    def backends(self) -> dict[str, dict[str, Any]]:
-        """Return for each backend of symmetric memory whether it works, and what was seen."""
-        found = {"shm": self.ranks}
-        if self.memory is not None:
-            found[self.memory.facts.get("backend", "auto")] = self.memory
-        return {
-            name: {"works": not trial.problem, "seen": trial.problem or trial.facts["seen"]}
-            for name, trial in found.items()
-        }
 
 
 def examine() -> Examination:
@@ -128,19 +102,18 @@ def directories_in_force() -> tuple[dict[str, str], str]:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
+    """Return the versions of what is imported here, then of other packages that are installed."""
+    imported = {
         "python": platform.python_version(),
         "dist_autotune": __version__,
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda,
-        "ROCm": torch.version.hip,
         "triton": triton.__version__,
-        "numpy": numpy.__version__,
     }
-    installed = {each.name: each.version for each in importlib.metadata.distributions()}
-    for name, distributions in PACKAGES.items():
-        found[name] = next((installed[each] for each in distributions if each in installed), None)
-    return found
+    installed = importlib.metadata.distributions()
+    return imported | {
+        each.name: each.version for each in installed if (each.name or "").startswith(PACKAGES)
+    }
 
 
 def run_helpers(
@@ -196,9 +169,8 @@ def _ending(code: int | None, after_s: float) -> str:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(REAP_S)
 
 

@@ -1,7 +1,4 @@
-"""What an examination of this machine means: what works, what does not, and the next step.
-
-`judge` is a pure function of the facts, so it can be tested for machines that are not here.
-"""
+"""What an examination of a machine means: what works, what does not, and the next step."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from .. import settings
 from ..formatting import Table, counted
 from .examination import STARTUP, Examination
 
-SCHEMA_VERSION = 3  # of the JSON form
+SCHEMA_VERSION = 4  # of the JSON form
 OLDEST_TRITON = TorchVersion("3.6")
-GPU_STEP = "See CUDA_VISIBLE_DEVICES, whether torch is a CPU build, and if `nvidia-smi` has as new a CUDA"
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
 STEPS = {  # by the stage at which a trial failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
     "directories": f"Set {settings.CACHE_DIR} and {settings.LOG_DIR} to local directories that you can write",
-    "devices": GPU_STEP,
+    "devices": "See CUDA_VISIBLE_DEVICES, if torch is a CPU build, and if `nvidia-smi` shows as new a CUDA",
     "gloo": "Set GLOO_SOCKET_IFNAME=lo, or add this host's name to /etc/hosts",
     "exchange": "Two processes of this host cannot talk over TCP: look for a firewall on localhost",
     "shm": "Give /dev/shm space (docker: --shm-size=1g or --ipc=host) and run all ranks in one container",
@@ -65,14 +61,14 @@ def _judge_gpus(seen: Examination) -> Iterator[Finding]:
     if not seen.gpus and devices.get("device_files"):
         is_wanted = seen.versions["CUDA"] and "CUDA_VISIBLE_DEVICES" not in seen.variables
         text = f"{counted(devices['device_files'], 'device')} in /dev, none for torch: {devices['why_none']}"
-        yield Finding("problem" if is_wanted else "remark", "GPUs", text, GPU_STEP)
-    if without := [f"{link['from']} to {link['to']}" for link in seen.links if not link["peer_access"]]:
+        yield Finding("problem" if is_wanted else "remark", "GPUs", text, STEPS["devices"])
+    if without := devices.get("without_peer_access"):
         step = "The workloads need it; `nvidia-smi topo -p2p r` says why"
         yield Finding("remark", "peer access", f"not from GPU {', '.join(without)}", step)
 
 
 def _judge_versions(seen: Examination) -> Iterator[Finding]:
-    triton, numpy = (TorchVersion(seen.versions[name] or "0") for name in ("triton", "numpy"))
+    triton, numpy = (TorchVersion(seen.versions.get(name) or "0") for name in ("triton", "numpy"))
     if triton < OLDEST_TRITON:
         text = f"{triton}; {OLDEST_TRITON} is the oldest that works"
         yield Finding("problem", "triton", text, "pip install --upgrade triton")
@@ -96,37 +92,21 @@ def _judge_trials(seen: Examination) -> Iterator[Finding]:
     for check, trial in trials.items():
         if trial is not None and trial.problem:
             yield Finding("problem", check, trial.problem, STEPS[trial.stage])
-    if median_ms := seen.ranks.facts.get("median_ms"):
-        yield Finding("ok", "exchange", f"two CPU ranks agree in {median_ms:.2f} ms")
-    for name, backend in seen.backends().items():
-        if backend["works"]:
-            yield Finding("ok", "symmetric memory", f"{name}: {backend['seen']}")
+        elif trial is not None and "memory" in trial.facts:
+            yield Finding("ok", check, trial.facts["memory"])
 
 
 def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the JSON-representable form of everything."""
-    why_not, directories = seen.host.facts.get("directories", {}), seen.directories.items()
-    return {
-        "schema": SCHEMA_VERSION,
-        "ok": is_healthy(findings),
-        "world": seen.world,
-        "versions": seen.versions,
-        "variables": seen.variables,
-        "directories": {name: {"path": path, "problem": why_not.get(name)} for name, path in directories},
-        "gpus": seen.gpus,
-        "links": seen.links,
-        "exchange_ms": seen.ranks.facts.get("median_ms"),
-        "symmetric_memory": seen.backends(),
-        "findings": [asdict(finding) for finding in findings],
-    }
+    summary = {"schema": SCHEMA_VERSION, "ok": is_healthy(findings), "world": seen.world, "gpus": seen.gpus}
+    return {**summary, **asdict(seen), "findings": [asdict(finding) for finding in findings]}
 
 
 def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Table]:
     """Yield what there is, then what it means."""
     versions = tuple((name, text or "none") for name, text in seen.versions.items())
     yield Table("Versions", ("what", "version"), versions)
-    if seen.variables:
-        yield Table("Variables", ("variable", "value"), tuple(sorted(seen.variables.items())))
+    yield Table("Variables", ("variable", "value"), tuple(sorted(seen.variables.items())))
     checks = tuple((finding.level, finding.check, finding.seen) for finding in findings)
     yield Table("Findings", ("", "what", "seen"), checks)
 

@@ -5,12 +5,10 @@ A probe is a sequence of stages, functions that return facts. One may crash, han
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +25,6 @@ from ..search.messages import Vote, merge
 from ..storage.device import Device
 from .examination import REPORT
 
-EXCHANGES = 20
 EXCHANGE_LIMIT_S = 20.0
 LOCK_LIMIT_S = 5.0
 WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetric memory
@@ -44,14 +41,15 @@ class Place:
     directories: dict[str, str] = field(default_factory=dict)
 
 
-def main(probe: str, place: dict[str, Any]) -> None:
+def main(probe: str, about: dict[str, Any]) -> None:
     """Run one probe and leave the process without any tear-down that could wait for a peer."""
-    signal.alarm(int(place["limit_s"]) + 30)  # should the process that started this one be killed
+    place = Place(**about)
+    signal.alarm(int(place.limit_s) + 30)  # should the process that started this one be killed
     facts, code = dict[str, Any](), 1
     try:
         for stage, run_stage in PROBES[probe].items():
             print(f"\n{REPORT}{json.dumps({'stage': stage, 'facts': facts})}", flush=True)
-            facts |= run_stage(Place(**place))
+            facts |= run_stage(place) or {}
         print(f"\n{REPORT}{json.dumps({'facts': facts})}", flush=True)
         code = 0
     except BaseException:
@@ -76,58 +74,47 @@ def why_unwritable(directory: Path) -> str:
     return ""
 
 
-def _join(place: Place, backend: str = "gloo") -> dict[str, Any]:
+def _join(place: Place) -> None:
+    if has_gpu := torch.cuda.is_available():
+        torch.cuda.set_device(place.rank)
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         init_method=f"file://{place.directory}/store",
         rank=place.rank,
         world_size=place.world_size,
-        timeout=datetime.timedelta(seconds=place.limit_s),
     )
-    return {}
 
 
-def _exchange(place: Place) -> dict[str, Any]:
-    group, times_ms = ProcessGroup(dist.group.WORLD), []
-    for _ in range(EXCHANGES):
-        began = time.perf_counter()
-        group.exchange(Vote(place.rank).encode(), merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
-        times_ms.append((time.perf_counter() - began) * 1e3)
-    return {"median_ms": sorted(times_ms)[EXCHANGES // 2]}
+def _exchange(place: Place) -> None:
+    vote = Vote(place.rank).encode()
+    ProcessGroup(dist.group.WORLD).exchange(vote, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
 
 
 def _describe_devices(place: Place) -> dict[str, Any]:
     """Return the GPUs that torch sees or why there are none, and which can read which."""
-    every, why_none = range(torch.cuda.device_count() if torch.cuda.is_available() else 0), ""
-    if not every:
-        try:
-            torch.cuda.init()
-            why_none = "torch counts no devices"
-        except (RuntimeError, AssertionError) as error:  # the latter: a build of torch for the CPU
-            why_none = str(error).strip().splitlines()[0]
+    every, why_none = range(torch.cuda.device_count()), "torch counts no devices"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter: a build of torch for the CPU
+        every, why_none = range(0), str(error).strip().splitlines()[0]
     access = torch.cuda.can_device_access_peer
+    links = [(a, b) for a in every for b in every if a != b]
     return {
         "names": [torch.cuda.get_device_name(device) for device in every],
         "why_none": why_none,
         "device_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),
         "driver": Device.current().driver,
-        "links": [{"from": a, "to": b, "peer_access": access(a, b)} for a in every for b in every if a != b],
+        "without_peer_access": [f"{a} to {b}" for a, b in links if not access(a, b)],
     }
 
 
-def _join_gpus(place: Place) -> dict[str, Any]:
-    torch.cuda.set_device(place.rank)
-    return _join(place, "cpu:gloo,cuda:nccl")
-
-
-def _try_memory(place: Place, backend: str = "auto") -> dict[str, Any]:
-    """Return the backend and why "auto" takes it, after each rank has written to each."""
+def _try_memory(place: Place) -> dict[str, Any]:
+    """Return the backend that "auto" takes, and why, after each rank has written to each."""
     try:  # the tuner does without the workloads, and so does an installation of it
         from dist_autotune.kernels.symm import open_symmetric_memory
     except ImportError as error:
-        return {"seen": f"not tried: {error}"}
-    device = "cpu" if backend == "shm" else None
-    with open_symmetric_memory(None, backend, device, timeout_s=EXCHANGE_LIMIT_S) as opened:
+        return {"memory": f"not tried: {error}"}
+    with open_symmetric_memory(timeout_s=EXCHANGE_LIMIT_S) as opened:
         box = opened.allocate((place.world_size, WORDS), torch.int32)
         mine = torch.full((WORDS,), place.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
@@ -139,15 +126,11 @@ def _try_memory(place: Place, backend: str = "auto") -> dict[str, Any]:
         if any(set(row.tolist()) != {rank + 1} for rank, row in enumerate(box.local)):
             raise RuntimeError(f"rank {place.rank} did not see what its peers wrote")
         seen = f"{counted(place.world_size, 'rank')} wrote to each other"
-        return {"backend": opened.name, "seen": seen if device else f"{opened.reason}; {seen}"}
+        return {"memory": f"{opened.name}: {opened.reason}; {seen}"}
 
 
-PROBES: dict[str, dict[str, Callable[[Place], dict[str, Any]]]] = {
+PROBES: dict[str, dict[str, Callable[[Place], dict[str, Any] | None]]] = {
     "this host": {"directories": _try_directories, "devices": _describe_devices},
-    "two CPU ranks": {
-        "gloo": _join,
-        "exchange": _exchange,
-        "shm": lambda place: _try_memory(place, "shm"),
-    },
-    "symmetric memory": {"gloo and NCCL": _join_gpus, "memory": _try_memory},
+    "two CPU ranks": {"gloo": _join, "exchange": _exchange, "shm": _try_memory},
+    "symmetric memory": {"gloo and NCCL": _join, "memory": _try_memory},
 }

@@ -1,1 +1,1 @@
-"""The events of a session: written to `rank-N.log` and `rank-N.jsonl`, and read back. May import `search`."""
+"""A session's events: written to `rank-N.log` and `rank-N.jsonl`, read back; its bar. May import `search`."""

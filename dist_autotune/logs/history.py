@@ -170,19 +170,12 @@ class SessionHistory:
     records: tuple[Record, ...]  # rank by rank
     contexts: tuple[ContextHistory, ...]  # those with a choice
 
-    def of_kind(self, kind: type[R]) -> list[R]:
-        return of_kind(self.records, kind)
-
     @cached_property
     def closed(self) -> SessionClosed:
         """Return how it closed; `unfinished`: it, or its process, ended without."""
-        runs = max((record.run for record in self.of_kind(RunStarted)), default=-1) + 1
+        runs = max((record.run for record in of_kind(self.records, RunStarted)), default=-1) + 1
         unfinished = SessionClosed(runs=runs, contexts=0, outcome="unfinished")
-        return next(iter(self.of_kind(SessionClosed)), unfinished)
-
-    @property
-    def name(self) -> str:
-        return self.opened.session
+        return next(iter(of_kind(self.records, SessionClosed)), unfinished)
 
     @property
     def ranks(self) -> list[int]:
@@ -215,7 +208,7 @@ class SessionHistory:
     def stragglers(self) -> list[Straggler]:
         """Compare the ranks within each sample: the same context, run and config."""
         samples: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
-        for trial in filter(is_sample, self.of_kind(Trial)):
+        for trial in filter(is_sample, of_kind(self.records, Trial)):
             samples[trial.context, trial.run, trial.config_id][trial.rank] = trial.ms or 0.0
         behind: defaultdict[int, list[float]] = defaultdict(list)
         slowest: Counter[int] = Counter()

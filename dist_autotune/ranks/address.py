@@ -12,15 +12,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Address:
-    """Where a hub listens.
-
-    token: twice `TOKEN_BYTES`. A client shows the first half and is answered the second.
-    """
+    """Where a hub listens. A client shows the first half of `token` and is answered the second."""
 
     host: str  # as `this_host` names it
     port: int  # for ranks on the same host
     outside: tuple[tuple[str, int], ...]  # (name, port) for ranks on other hosts, once one has asked
-    token: str
+    token: str  # twice `TOKEN_BYTES`
 
     def endpoints(self, from_host: str) -> list[tuple[str, int]]:
         """Return what a rank on a host can connect to; nothing: it has to ask."""

@@ -33,9 +33,8 @@ class Client:
 
     def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, rank: int) -> None:
         self.send_s = SEND_S  # how long the hub may take to take a message in
-        self._endpoints = endpoints
+        self._endpoints, self._rank = endpoints, rank
         self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
-        self._rank = rank
         self._numbers = itertools.count()
         self._replies: dict[int, Message] = {}
         self._buffer = bytearray()
@@ -88,8 +87,7 @@ class Client:
         self._replies.clear()
         if self._socket is not None:
             self._socket.close()
-        self._socket = None
-        self._is_answered = False
+        self._socket, self._is_answered = None, False
         self._buffer.clear()
 
     def _read(self, timeout_s: float) -> None:

@@ -1,7 +1,4 @@
-"""One rank's part in one exchange: through the hub of its group, or through the store where the hub is lost.
-
-Every rank sends its payload to the hub, which merges them on the first rank of the group.
-"""
+"""One rank's part in one exchange: through the hub of its group, or the store where the hub is lost."""
 
 from __future__ import annotations
 
@@ -33,15 +30,11 @@ class Exchange:
     """One rank's part in one exchange."""
 
     def __init__(self, members: Members, sequence: int, timeout_s: float, what: str) -> None:
-        self._members = members
-        self._store = members.store
-        self._sequence = sequence
-        self._timeout_s = timeout_s
-        self._what = what
-        self._began = time.monotonic()
+        self._members, self._store = members, members.store
+        self._sequence, self._timeout_s, self._what = sequence, timeout_s, what
+        self._began = self._answered_at = time.monotonic()  # the second: when the hub last answered
         self._deadline = self._began + timeout_s
         self._look_s = min(LOOK_S, timeout_s / 8)
-        self._answered_at = self._began  # when the hub last answered
         self._arrived_at = 0.0  # when this rank recorded its arrival in the store
         self._store_error: StoreLost | None = None
         self._merge_error: Exception | None = None
@@ -54,19 +47,15 @@ class Exchange:
             host = 0 if self._members.client is None else self._members.ranks[0]
             return {**self._missing([host]), "is_lost": True}
 
-    # -- through the hub -----------------------------------------------------------------------------------
-
     def _through_hub(self, payload: bytes, merge: Merge) -> End | None:
         """Return the end that the hub gives the exchange; None: there is no hub, or it is lost or stuck."""
         members = self._members
         try:
-            client = None if members.is_lost else self._find_client()
-            if client is None:
+            if members.is_lost or (client := self._find_client()) is None:
                 return None
             client.send_s = min(SEND_S, self._timeout_s)
             if members.hub is not None:
-                merging = functools.partial(self._merge, members.hub, merge)
-                members.hub.state.merges[self._sequence] = merging
+                members.hub.state.merges[self._sequence] = functools.partial(self._merge, members.hub, merge)
             return self._settled(self._post(client, payload))
         except HubLost:
             members.is_lost = True
@@ -146,8 +135,6 @@ class Exchange:
             elif not self._arrived_at:
                 self._try_store(self._record_arrival)
         return None
-
-    # -- through the store ---------------------------------------------------------------------------------
 
     def _through_store(self) -> End:
         """Agree without the hub on how the exchange ends: whose failure, or who is missing."""

@@ -56,10 +56,7 @@ class _Round:
 
 
 class HubState:
-    """The state of a hub: knows messages and ranks, neither sockets nor threads.
-
-    A message costs the same however many ranks there are, but for the one that ends an exchange.
-    """
+    """The state of a hub, without sockets. Only the end of an exchange costs more with more ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.merges: dict[int, Merging] = {}  # by exchange; the first rank adds each before it posts
@@ -145,8 +142,7 @@ class Hub:
 
     def open_towards(self, host: str) -> None:
         """Listen on the interface towards another host too; on all of them if that is not known."""
-        interface = interface_towards(host)
-        if interface not in self._servers:
+        if (interface := interface_towards(host)) not in self._servers:
             port = self._listen(interface, interface)
             self._outside = (*self._outside, (interface or socket.gethostname(), port))
 

@@ -36,8 +36,7 @@ class Store:
     def __init__(self, group: Any, ranks: tuple[int, ...], rank: int) -> None:
         members = "-".join(map(str, ranks)) if len(ranks) < 17 else str(len(ranks))
         self._name = f"dist_autotune/{group.group_name}/{members}"
-        self._ranks = ranks
-        self._rank = rank
+        self._ranks, self._rank = ranks, rank
         self._mark = os.urandom(8).hex()  # of this object
         self._known_keys: Any = None
         self._is_closed = False
@@ -52,8 +51,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of the default store: the process that serves it must be able to end it."""
-        self._known_keys = None
-        self._is_closed = True
+        self._known_keys, self._is_closed = None, True
 
     def publish_address(self, address: Address) -> None:
         self._run(lambda: self._keys.set("address", json.dumps(vars(address))))
@@ -86,12 +84,8 @@ class Store:
 
     def absent_ranks(self, sequence: int, limit_s: float = OPERATION_S) -> list[int]:
         """Return the ranks that have recorded no arrival at this exchange or a later one."""
-
-        def is_absent(rank: int) -> bool:
-            latest = self._read(f"here/{rank}")
-            return latest is None or int(latest) < sequence
-
-        return self._run(lambda: [rank for rank in self._ranks if is_absent(rank)], limit_s)
+        latest = self._run(lambda: [(rank, self._read(f"here/{rank}")) for rank in self._ranks], limit_s)
+        return [rank for rank, arrival in latest if arrival is None or int(arrival) < sequence]
 
     def _read(self, key: str) -> Any:
         return json.loads(self._keys.get(key)) if self._keys.check([key]) else None

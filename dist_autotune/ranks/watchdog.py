@@ -49,9 +49,7 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, heartbeat_s: float, new_client: Callable[[], Client | None]) -> None:
-        self._rank = rank
-        self._heartbeat_s = heartbeat_s
-        self._new_client = new_client
+        self._rank, self._heartbeat_s, self._new_client = rank, heartbeat_s, new_client
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._compiling: tuple[int, float] | None = None  # the exchange that waits for it, and since when
@@ -100,9 +98,10 @@ class Watchdog:
                 run = None
             if run is not None:
                 self._check_duration(run)
+            if compiling is None and run is None:
+                continue
             try:
-                if compiling is not None or run is not None:
-                    client = client or self._new_client()
+                client = client or self._new_client()
                 if client is not None and compiling is not None:
                     client.notify("beat", compiling[0])
                 if client is not None and run is not None:
@@ -145,16 +144,16 @@ class Watchdog:
 
     def _report(self, watch: Watch, finding: str, condition: str) -> None:
         """Report a finding, what the run is at, and what happens next."""
-        outlook, where = "nothing here can release it (on_stuck='abort' would end its process).", ""
+        outlook, where = "nothing here can release it (on_stuck='abort' would end its process)", ""
         if watch.on_stuck == "abort":
             outlook = (
-                f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')."
+                f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')"
             )
         try:
             where = watch.whereabouts() if watch.whereabouts is not None else ""
         except Exception as error:  # a device that cannot be asked must not end the thread
             where = f"Its position is unknown ({type(error).__name__}: {error}). "
-        watch.report(f"Rank {self._rank} {finding}. {where}{condition}, {outlook}")
+        watch.report(f"Rank {self._rank} {finding}. {where}{condition}, {outlook}.")
 
     def _abort(self, run: _Run) -> None:
         if run.watch.on_stuck != "abort":

@@ -25,7 +25,6 @@ class FinalComparison(PlanTrial):
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
         self.is_over = True
-        self.remark = ""  # for the log, where the tuned plan is not kept
         self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
         self._all, self._rules = contexts, rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
@@ -59,13 +58,13 @@ class FinalComparison(PlanTrial):
         """Compare the plans of what was searched, where they differ."""
         if self._rules.objective != "thunk" or not self.defaults:
             return
-        self._set_plans(resumes=self._is_left)
+        self._set_plans()
         self._is_left, self.defaults = False, {}
         for context in self._all.values():
             context.began = None
 
-    def _set_plans(self, *, resumes: bool) -> None:
-        """Set the plans; `resumes`: go on where a comparison of the same plans was left."""
+    def _set_plans(self) -> None:
+        """Set the plans; go on where a comparison of the same plans was left."""
         self._contexts = {context.name: context for context in self.undecided}
         tuned = {name: context.incumbent for name, context in self._contexts.items()}
         winners = {name: context.launch_winner for name, context in self._contexts.items()}
@@ -76,7 +75,7 @@ class FinalComparison(PlanTrial):
         ):
             if plan not in plans.values():
                 plans[side] = plan
-        if not resumes or plans != self._plans:
+        if not self._is_left or plans != self._plans:
             self._plans, self._run, self._ms = plans, 0, dict.fromkeys(plans, math.nan)
         self._sides = [side for number in range(ROUNDS) for side in self._round(number)]
         self._compared_defaults, self.remark = dict(self.defaults), ""
@@ -121,7 +120,7 @@ class FinalComparison(PlanTrial):
         if not self.undecided:
             return
         if self.is_over:
-            self._set_plans(resumes=False)
+            self._set_plans()
         self.defaults.update(self._compared_defaults)
         winner = TUNED if any(map(math.isnan, self._ms.values())) else self._winner
         for name, context in self._contexts.items():

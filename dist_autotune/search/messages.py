@@ -67,7 +67,7 @@ Bans: TypeAlias = Annotated[dict[str, Ban], _by_key(min)]  # by the candidate's 
 CrashBans: TypeAlias = dict[str, dict[str, Ban]]  # by context; the rank is that whose process ended
 Facts: TypeAlias = dict[str, dict[str, int]]  # name -> value -> lowest rank with it
 Claim: TypeAlias = tuple[int, str, float | None]  # (rank, digest, ms)
-Offers: TypeAlias = Annotated[dict[str, tuple[int, str, float]], _by_key(min)]  # disk entry -> such a claim
+Offers: TypeAlias = Annotated[dict[str, tuple[int, str, float]], _by_key(min)]  # entry's digest -> its claim
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class PlanTrial(abc.ABC):
         self.is_over = False
         self.waiting = False  # online: some rank has not read the last run's time
         self.has_counted = False  # the last run was a sample
+        self.remark = ""  # for the log
         self._contexts = contexts
         self._rank_reduce = rank_reduce
         self._was_launched = True  # the timed run launched a context of the plan

@@ -32,9 +32,9 @@ class RunningFlow:
             raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
 
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
-        """Send the time of what was asked for (None: begin); return the winner once there is one.
+        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more.
 
-        Else it asks for a candidate that is not banned: one that is gets `inf` at once.
+        It never asks for what is banned: the flow gets `inf` for that at once.
         """
         for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
             try:

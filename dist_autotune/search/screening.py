@@ -1,8 +1,7 @@
 """Screens the candidates of many contexts at once, by the time of whole runs, for the few plans worth a race.
 
-In each block of runs every candidate of every context comes up about equally often. The model of a run's time
-has two parts: of each context what its own launches take, times the share of it that shows in the run; and
-what single candidates add beyond that, which is nothing for most. It is fitted by backfitting with a soft
+The model of a run's time: of each context what its launches take, times the share of it that shows in the
+run, and what single candidates add beyond that, nothing for most. It is fitted by backfitting with a soft
 threshold; what it leaves over shows pairs that are faster together than both apart. Sources: docs/search.md.
 """
 
@@ -84,7 +83,10 @@ class _Model:
         self._share = dict.fromkeys(levels, 0.0)  # of a context's own time, in the run's
         self._beyond_ms = dict.fromkeys(self._with, 0.0)
         self._left = _without_drift([ms for _, ms in runs])
-        self._own = {name: self._centred([levels[name][plan[name]] for plan, _ in runs]) for name in levels}
+        self._own: dict[str, list[float]] = {}  # by context and run: what its launches take, less the mean
+        for name in levels:
+            own_ms = [levels[name][plan[name]] for plan, _ in runs]
+            self._own[name] = [ms - statistics.fmean(own_ms) for ms in own_ms]
         active = set(self._with)
         for sweep in range(2 * SWEEPS):
             if sweep == SWEEPS:  # what is left of the effects is fitted without the threshold's pull
@@ -150,11 +152,6 @@ class _Model:
             self._beyond_ms[where] = after_ms
             for number in numbers:
                 self._left[number] -= after_ms - before_ms
-
-    @staticmethod
-    def _centred(values: Sequence[float]) -> list[float]:
-        mean = statistics.fmean(values)
-        return [value - mean for value in values]
 
 
 def _without_drift(times: Sequence[float]) -> list[float]:

@@ -1,9 +1,8 @@
 """How what all ranks said of a run becomes the next plan.
 
-First all kernels advance together, each judged by its own launches. Then what is judged by the whole run's
-time is searched from the winners so far: as plans (`whole_run`), or one context after another (`Turns`) where
-the strategy is not racing. With `objective="thunk"` the plan that results must beat the default plan, and the
-plan by launch times, in a final comparison.
+All kernels advance together, each judged by its launches. Then what the whole run judges is searched from
+these winners: as plans (`whole_run`), or without racing one context after another (`Turns`). Last, with
+`objective="thunk"`, the resulting plan must beat the default plan, and the plan by launch times.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks s
 
 
 class SearchState:
-    """The state of one tuned function: fed the same merged reports, it yields the same plans on all ranks.
-
-    `step(merged)` after each run; `done` ends the session.
-    """
+    """The state of one tuned function: `step` with the same merged reports gives all ranks the same plans."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -52,8 +48,6 @@ class SearchState:
         self._is_judging = True  # the run under way may judge what is judged by the whole run
         self._bringing_runs = 0  # in a row that announced kernels
         self._trials_made = self._waits = 0  # runs of the session
-
-    # -- the next run --------------------------------------------------------------------------------------
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -95,8 +89,7 @@ class SearchState:
         return context.name, context.digests[context.trial]
 
     @property
-    def _searched(self) -> list[Context]:
-        """Return the contexts that this session searches. Any thread may ask."""
+    def _searched(self) -> list[Context]:  # by this session; any thread may ask
         return [context for context in tuple(self.contexts.values()) if context.began is not None]
 
     @property
@@ -111,8 +104,6 @@ class SearchState:
             trials=self._trials_made,
             waits=self._waits,
         )
-
-    # -- results -------------------------------------------------------------------------------------------
 
     def is_final(self, context: Context) -> bool:
         """Return whether the context's result stands: no whole run is still to judge it."""
@@ -135,8 +126,6 @@ class SearchState:
         """Return the settled results as text, to compare between ranks."""
         settled = [(name, c) for name, c in sorted(self.contexts.items()) if c.settled]
         return ";".join(f"{name}={c.status}:{c.digests[c.incumbent]}" for name, c in settled)
-
-    # -- sessions ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
@@ -176,8 +165,6 @@ class SearchState:
             context.settle("partial")
         self._comparison.leave()
 
-    # -- one run -------------------------------------------------------------------------------------------
-
     def step(self, merged: RunReport) -> dict[str, Outcome]:
         """Apply one run of all ranks; return what it was for each context."""
         had_trial, was_closing, plan_trial = self.has_trial, self.closing, self.plan_trial
@@ -192,14 +179,11 @@ class SearchState:
         outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
         patience = STARVED_RUNS[self.rules.mode]
-        if self.whole_run is not None:
-            self.whole_run.apply_run(merged, patience=patience)
-        if not self._comparison.is_over:
-            self._comparison.apply_run(merged, patience=patience)
-            self.remark = self._comparison.remark or self.remark
-        self.has_counted_run = (plan_trial is not None and plan_trial.has_counted) or any(
-            outcome.judge == BY_RUN and outcome.kind == "sample" for outcome in outcomes.values()
-        )
+        self.has_counted_run = any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
+        if plan_trial is not None:
+            plan_trial.apply_run(merged, patience=patience)
+            self.has_counted_run |= plan_trial.has_counted
+            self.remark = plan_trial.remark or self.remark
         self._starve(patience)
         self._close_if_spent(merged.elapsed_s)
         self._begin_next()
@@ -252,8 +236,6 @@ class SearchState:
         others = (other for other in self.contexts.values() if other is not context)
         has_changed = any(o.incumbent != defaults.get(o.name, o.incumbent) for o in others)
         return context.judge == BY_RUN and context is not self._turns.context and has_changed
-
-    # -- searches ------------------------------------------------------------------------------------------
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
         """Return a new context. Raises NoValidConfig when nothing works on every rank."""
@@ -318,8 +300,7 @@ class SearchState:
 class Turns:
     """One context after another: kernels, then choices of the host, each in the order of first launch.
 
-    A context that the run of the best plan so far did not launch waits for a run that does; its candidates
-    would make no difference. If none comes it is starved.
+    A context that the best plan so far does not launch waits for one that does, or starves.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
-"""Search strategies: pure generators that decide which candidate to try next.
+"""Search strategies: pure generators, equal on all ranks, that decide which candidate to try next.
 
-A flow is `strategy(candidates, *, n_warmup, n_repeat)` over a sequence of candidate indices. It yields an
-index (the next run launches that candidate and measures it) or `Warmup(index)` (and measures nothing), and is
-sent that candidate's agreed time so far in milliseconds: `inf` when it was banned or cannot win, `nan` while
-there is no sample of it; after `Warmup` of a candidate without samples, that run's time. It returns the
-winner's index, or a `Winner`. It is the same on all ranks, and so needs no message of its own.
+A flow is `strategy(candidates, *, n_warmup, n_repeat)` over candidate indices. It yields an index (the next
+run measures that candidate) or `Warmup(index)` (that run is no sample), and is sent the candidate's agreed ms
+so far: `inf` when it was banned or cannot win, `nan` while it has no sample, but after a `Warmup` that run's
+time. It returns the winner's index, or a `Winner`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ class Strategy(Protocol):
 
 
 class Winner(int):
-    """The winner's index, and the candidates that the flow cannot tell from it: a tie, in any order.
+    """The winner's index, and those that tie with it. Of a tie, or if hosts may decide, the incumbent wins.
 
-    Of a tie the incumbent wins, and of what hosts may have decided. A flow that returns a bare index has
-    decided itself: that candidate wins unless it is banned, or was launched and has no sample.
+    A bare index instead is final, unless that candidate is banned, or was launched and has no sample.
     """
 
     tied: frozenset[int]
@@ -56,9 +54,6 @@ class AgreedMs(float):
         agreed.least_ms = least_ms
         return agreed
 
-    def __reduce__(self) -> tuple[type[AgreedMs], tuple[float, float]]:
-        return AgreedMs, (float(self), self.least_ms)
-
 
 def interval(ms: float, host_ms: float) -> float:
     """Return an agreed time of which so much may be the host's."""
@@ -71,10 +66,7 @@ def least(ms: float) -> float:
 
 
 def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
-    """Try every candidate in order; return the fastest, the earliest one of equals.
-
-    Each gets `n_warmup` unmeasured and `n_repeat` measured runs; a banned one is left at once.
-    """
+    """Give each candidate in order `n_warmup` unmeasured and `n_repeat` measured runs; return the fastest."""
     agreed_ms: dict[int, float] = {}
     for index in candidates:
         agreed_ms[index] = yield from _measure(index, n_warmup, n_repeat)
@@ -117,11 +109,9 @@ def racing_runs(candidates: int) -> float:
 def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     """Try candidates in interleaved rounds of alternating order; drop each as soon as the samples allow.
 
-    One warm-up run each, then rounds over those that are left, until one is left or the budget is spent. A
-    time that may hold the host's (`AgreedMs`) counts as the least that it may be, and so drops nobody. Of
-    those that are left, all within 1 % of the best are a tie, and the first candidate also within the noise
-    that was measured. `n_warmup` and `n_repeat` are not used. The idea is that of Maron and Moore, "Hoeffding
-    Races" (NIPS 1993); with medians, and thresholds from simulation, because launch times have spikes.
+    One warm-up run each, then rounds until one is left or the budget is spent. A time that may hold the
+    host's (`AgreedMs`) counts as the least that it may be, and so drops nobody. What is left within 1 % of
+    the best is a tie; so is the first candidate within the measured noise. It uses no `n_warmup`, `n_repeat`.
     """
     agreed_ms: dict[int, float] = {}
     for index in candidates:
@@ -190,8 +180,7 @@ def _faster_of_two(first_ms: float, median_ms: float) -> float:
 class _Noise:
     """The noise of a sample, estimated from how the candidates' medians move against each other.
 
-    When a median of n - 2 independent samples becomes one of n, the variance of the move is the sample's
-    times 2 / (n (n - 2)). What moves all candidates alike, as the clock does, is not noise.
+    From n - 2 to n independent samples, a median's move has the sample's variance times 2 / (n (n - 2)).
     """
 
     def __init__(self) -> None:
@@ -200,6 +189,7 @@ class _Noise:
 
     def learn(self, samples: int, agreed_ms: dict[int, float]) -> None:
         """Take in the medians of `samples` each, at least three; of fewer they say more of spikes."""
+        # Only moves against the others count: what moves all alike, as the device's clock does, is no noise.
         now_ms = {i: ms for i, ms in agreed_ms.items() if math.isfinite(ms)}
         both = now_ms.keys() & self._before_ms.keys()
         if len(both) > 1:

@@ -173,7 +173,7 @@ class WholeRun(PlanTrial):
         if not launched:
             return best
         raced = [plan for plan, _ in self._ms.values()]
-        wider = [plan for plan in space.wider(self._near(space))[:MOST_PLANS] if plan != best]
+        wider = [plan for plan in space.wider(self._timed())[:MOST_PLANS] if plan != best]
         if all(plan in raced for plan in wider):
             return best
         return (yield from self._raced([best, *wider]))
@@ -191,15 +191,6 @@ class WholeRun(PlanTrial):
                 index = flow.send(ms)
             except StopIteration as stop:
                 return plans[int(stop.value)]
-
-    def _near(self, space: PlanSpace) -> list[tuple[float, Plan]]:
-        """Return the options that came near to the best plan, each with the time of its best plan."""
-        near: list[tuple[float, Plan]] = []
-        for ms, plan in self._timed():
-            options = space.options_of(plan)
-            if options not in [known for _, known in near] and ms <= NEAR * (near[0][0] if near else ms):
-                near.append((ms, options))
-        return near
 
     def _choices(self) -> list[str]:
         """Return the choices that this search decides on, in the order in which they were met."""
@@ -228,9 +219,6 @@ class PlanSpace:
         kernels = (c for c in contexts.values() if not c.is_choice and c.launch_ms and not c.is_decided)
         self._kernels = [kernel for kernel in kernels if kernel.name in seen]
 
-    def options_of(self, plan: Plan) -> Plan:
-        return {name: index for name, index in plan.items() if self._contexts[name].is_choice}
-
     def plans(self, *, few: bool) -> list[Plan] | None:
         """Return all plans, that of the incumbents first; `few`: with few candidates of each kernel.
 
@@ -244,11 +232,17 @@ class PlanSpace:
                 return plans
         return None
 
-    def wider(self, near: Iterable[tuple[float, Plan]]) -> list[Plan]:
-        """Return plans of these options with more candidates of their kernels, the most promising first.
+    def wider(self, timed: Sequence[tuple[float, Plan]]) -> list[Plan]:
+        """Return plans of the options near to the best, with more candidates, the most promising first.
 
-        A plan promises its options' time, times what its candidates take by launches over the fastest.
+        A plan promises the best time of its options, times what its candidates take by launches over the
+        fastest. timed: the plans that were raced, the fastest first.
         """
+        near: list[tuple[float, Plan]] = []
+        for ms, plan in timed:
+            options: Plan = {n: index for n, index in plan.items() if self._contexts[n].is_choice}
+            if ms <= NEAR * timed[0][0] and options not in [known for _, known in near]:
+                near.append((ms, options))
         promised: list[tuple[float, Plan]] = []
         for options_ms, options in near:
             kernels = self._launched_by(options)

@@ -1,7 +1,8 @@
 """Winners on disk: one JSON file per entry, named after the kernel and a digest of all that must match.
 
 An entry is only ever replaced as a whole (temporary file, `os.replace`), so a reader needs no lock and a
-killed writer leaves nothing visible. The lock makes "compare, then replace" one step among writers.
+killed writer leaves nothing visible. The lock makes "compare, then replace" one step among writers, and one
+temporary file enough: the next writer takes over what a killed one has left.
 Whatever is wrong with a file or with the directory is a `CacheWarning`, and tuning goes on.
 """
 
@@ -25,7 +26,6 @@ from ..errors import CacheWarning
 from ..regular_files import read_bounded
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
-STALE_AFTER_S = 3600.0  # a temporary file this much older than a new one has lost its writer
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
@@ -86,13 +86,10 @@ class Entry:
 class Winners:
     """The entries of one directory; without a directory everything is a miss and nothing is stored."""
 
-    def __init__(self, directory: Path | None, *, lock_timeout_s: float = LOCK_S) -> None:
+    def __init__(self, directory: Path | None) -> None:
         self.directory = directory
-        self._lock_timeout_s = lock_timeout_s
         self._without_lock = ""  # why writes go on without the lock
-        self._has_swept = False
         self._warned: set[str] = set()
-        self._is_unwritable = False  # and the user knows it
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None if there is none that can be used."""
@@ -167,21 +164,17 @@ class Winners:
         return stored is not None and stored.winner == entry.winner
 
     def _replace(self, path: Path, entry: Entry) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+        temporary = path.with_name(f"{os.urandom(4).hex() if self._without_lock else 'entry'}.tmp")
         text = to_json({"schema": SCHEMA_VERSION, **entry.as_dict()}, indent=True) + "\n"
         try:
-            with temporary.open("x", encoding="utf-8") as file:
+            with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())  # or a power failure could leave the name without the contents
-            if not self._has_swept:
-                self._has_swept = True
-                _sweep(path.parent, temporary.stat().st_mtime - STALE_AFTER_S)
             os.replace(temporary, path)
-        except BaseException:
+        finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise
 
     @contextlib.contextmanager
     def _lock(self, directory: Path) -> Iterator[None]:
@@ -190,7 +183,7 @@ class Winners:
             if not self._without_lock:
                 try:
                     lock = FileLock(directory / ".lock")
-                    held.enter_context(lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01))
+                    held.enter_context(lock.acquire(timeout=LOCK_S, poll_interval=0.01))
                 except (OSError, NotImplementedError) as error:  # held for long; a filesystem without locks
                     self._without_lock = getattr(error, "strerror", None) or str(error)
             yield
@@ -209,14 +202,12 @@ class Winners:
 
     def warn_unwritable(self, directory: Path, reason: str) -> None:
         """Warn, once, that the directory or one in it cannot be written."""
-        if not self._is_unwritable:
-            self._is_unwritable = True
-            text = "Winners are not kept on disk, and what kills the process is not banned at its next start."
-            self._warn(f"Cannot write the cache in {directory}: {reason}. {text}")
+        text = "Winners are not kept on disk, and what kills the process is not banned at its next start."
+        self._warn(f"Cannot write the cache in {directory}: {reason}. {text}", about="writing")
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+    def _warn(self, text: str, about: str = "") -> None:
+        if (about or text) not in self._warned:
+            self._warned.add(about or text)
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 
@@ -240,11 +231,3 @@ def parse(content: bytes, schema_version: int = SCHEMA_VERSION) -> dict[str, Any
 def _entry_files(directory: Path | None, kernel: str = "*") -> list[Path]:
     """Return the files that are named like entries: a directory given by mistake loses nothing else."""
     return [] if directory is None else sorted(directory.glob(kernel + _ENTRY_END))
-
-
-def _sweep(directory: Path, before: float) -> None:
-    """Delete temporary files last written `before`, by the clock of the filesystem itself."""
-    for path in directory.glob("*.json.*.tmp"):
-        with contextlib.suppress(OSError):  # another process sweeps too
-            if path.stat().st_mtime < before:
-                path.unlink()

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 
 import torch
 
@@ -35,13 +34,6 @@ def load_filler(device: int) -> None:
         torch.cuda._sleep(0)
 
 
-@dataclass(frozen=True)
-class _Filler:
-    before: torch.cuda.Event
-    behind: torch.cuda.Event
-    cycles: int
-
-
 class StreamFiller:
     """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`."""
 
@@ -50,7 +42,7 @@ class StreamFiller:
         self._longest_ms = longest_ms  # a slower host gets none
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
-        self._last: _Filler | None = None  # the last one, until its rate is known
+        self._last: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # until its rate is known
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
         self._filled_ms = 0.0
         self._began_ns = 0
@@ -75,12 +67,12 @@ class StreamFiller:
         The length is asked for last: it counts from that moment.
         """
         with as_launch_failed():
-            last, is_loaded = self._last, torch.cuda.current_device() in self._fillable
-            if last is not None and last.behind.query():
+            is_loaded = torch.cuda.current_device() in self._fillable
+            if self._last is not None and self._last[1].query():
+                before, behind, cycles = self._last
                 self._last = None
-                took_ms = last.before.elapsed_time(last.behind)
-                if took_ms > 0:
-                    self._rates.append(last.cycles / took_ms)
+                if (took_ms := before.elapsed_time(behind)) > 0:
+                    self._rates.append(cycles / took_ms)
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             is_idle = is_loaded and torch.cuda.current_stream().query()
             wanted_ms = length_ms()
@@ -89,7 +81,7 @@ class StreamFiller:
                 cycles = int(self._filled_ms * (statistics.median(self._rates or [CYCLES_PER_MS])))
                 before.record()
                 torch.cuda._sleep(cycles)
-                self._last = _Filler(before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
+                self._last = (before, behind, cycles) if self._filled_ms >= MEASURED_MS else None
             self._begin, self._began_ns = behind, time.perf_counter_ns()
             behind.record()
 

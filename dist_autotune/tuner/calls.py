@@ -20,8 +20,7 @@ from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
-from .function import TunedFunction
-from .function_state import FunctionState
+from .function_state import FunctionState, TunedFunction
 from .report import TuningReport
 from .session import Session
 from .snapshot import Snapshot
@@ -50,8 +49,8 @@ class Calls:
     def __init__(
         self, function: Callable[..., Any] | None, options: Options, name: str, log_dir: Path | None
     ) -> None:
-        self.state: FunctionState | None = None
         self._function, self._options, self._name, self._log_dir = function, options, name, log_dir
+        self.state: FunctionState | None = None
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
@@ -186,7 +185,7 @@ class Calls:
                 self._session.resume()
         finally:
             self._keep_if_over()
-        session = self._session or self._new_session(state)
+        session = self._session = self._session or self._new_session(state)
         try:
             session.open_once()
             INTERCEPTION.tuning = state.search.rules.tunes
@@ -206,9 +205,8 @@ class Calls:
         if tunes and not self._options.is_dist:
             diagnosis.warn_of_missing_is_dist(self._name)
         state.results.ignores_known = self._forgets and tunes
-        self._session = session = Session(state, self._log_dir)
         self._wants_session = True
-        return session
+        return Session(state, self._log_dir)
 
     def _keep_if_over(self) -> None:
         """Keep what the session has found, if it is over."""

@@ -80,11 +80,8 @@ class Diagnosis:
     def watch(self) -> Watch:
         """Return how the next run is watched; its name says what it tries."""
         state, function = self._state, self._state.function
-        trials = [
-            f"{context.title} with {context.texts[context.trial]}"
-            for context in state.search.unsettled
-            if context.trial is not None
-        ]
+        on_trial = ((context, context.trial) for context in state.search.unsettled)
+        trials = [f"{context.title} with {context.texts[i]}" for context, i in on_trial if i is not None]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
         what = f"run {state.search.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
         return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)

@@ -1,4 +1,4 @@
-"""The state of one tuned function on one group of ranks: searches, contexts, launches, results."""
+"""A tuned function on one group of ranks: what its results depend on, and what outlives its sessions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 import triton
 
 from ..codec import digest
@@ -14,21 +15,66 @@ from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
+from ..options import Options
+from ..ranks.group import RankGroup
 from ..search import strategies
 from ..search.context import Context
 from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
 from ..search.rules import Rules
 from ..search.state import SearchState
+from ..storage.crash_guard import CrashGuard
+from ..storage.device import Device
 from ..storage.winners import Winners
+from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
 from ..timing.time_spent import TimeSpent
+from ..triton_api import identity, interception
 from ..version import __version__
-from .function import TunedFunction
 from .results import Results
 
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
 MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
+LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
+
+
+class TunedFunction:
+    """What stays the same from call to call. tunes: False with DIST_AUTOTUNE_MODE=cached."""
+
+    def __init__(
+        self, options: Options, name: str, source_digest: str, group: RankGroup, *, tunes: bool
+    ) -> None:
+        self.options, self.name, self.source_digest = options, name, source_digest
+        self.group, self.tunes = group, tunes
+        self.is_alone = len(group.ranks) == 1
+        self.timeout_s = options.resolved_timeout_s()
+        interpreted = interception.is_interpreted()
+        self.clock: Clock = options.clock or default_clock(self.timeout_s, interpreted=interpreted)
+        self.device = Device.current()
+        # What keeps its results apart from others'; "": it shares them. Many functions are called `step`,
+        # and all lambdas `<lambda>`: a name of the user's own is enough.
+        self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
+
+    def facts(self, values: dict[str, str]) -> Facts:
+        """Return facts as this rank reports them, with that of every exchange: where in the program it is."""
+        values = {"the tuned function": self.name, **values}
+        return {name: {value: self.group.rank} for name, value in values.items()}
+
+    def crash_guard(self, disk: Winners) -> CrashGuard:
+        """Return the crash guard, named after all that a crash depends on but kernels and keys."""
+        options = self.options
+        facts = {
+            "function": self.name,
+            "source": self.source_digest,
+            "scope": self.scope,
+            "strategy": identity.function_digest(options.search) if callable(options.search) else "",
+            "device": self.device.text,
+            "clock": type(self.clock).__name__,
+            "ranks": str(self.group.ranks),
+            **versions(),
+            **{name: value for name, value in options.agreed_fields().items() if name not in LIMITS},
+        }
+        return CrashGuard(disk if self.tunes else Winners(None), facts, self.name, self.group.rank)
 
 
 class FunctionState:
@@ -158,3 +204,7 @@ def check_opening(merged: Message) -> Opening:
     """Return what all ranks reported; raises RankMismatch where they differ."""
     facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
     return checked(merged, Opening, facts)
+
+
+def versions() -> dict[str, str]:
+    return {"dist_autotune": __version__, "triton": triton.__version__, "torch": str(torch.__version__)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..compilation.pool import Terms
 from ..logs import decisions
-from ..logs.records import RunStarted
+from ..logs.records import Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
@@ -79,8 +79,9 @@ class RankRun:
             patience_s = PATIENCE * function.timeout_s if count > 1 else math.inf
             terms = Terms.agreed(self._log.session, position, count, patience_s)
             with state.compiling(), state.guard.paused():
-                for rank_context, tally in state.dispatcher.preflight(terms):
-                    self._log.record_preflight(state.search.runs, rank_context, tally)
+                for context, tally in state.dispatcher.preflight(terms):
+                    kernel, key, run = context.source.short_name, context.key_text, state.search.runs
+                    self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(tally)))
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
         if judged is not None or self._whole.report is not None:

@@ -9,17 +9,16 @@ import time
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..compilation.pool import Tally
 from ..launch.rank_context import RankContext
 from ..logs import decisions
-from ..logs.records import Banned, Exchanged, Note, Preflighted, Record, RunTimed, SessionOpened, Trial
+from ..logs.records import Banned, Exchanged, Note, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
 from ..search.context import Context, Outcome
 from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..search.state import SearchState
 from ..timing.samples import Samples
-from .function import TunedFunction, versions
+from .function_state import TunedFunction, versions
 
 
 class Recorder:
@@ -27,9 +26,8 @@ class Recorder:
 
     def __init__(self, function: TunedFunction, log: SessionLog) -> None:
         self.session = ""  # its name, agreed when it opens
-        self._function = function
-        self._rank, self._ranks = function.group.rank, function.group.ranks
         self.close = log.close
+        self._function, self._rank, self._ranks = function, function.group.rank, function.group.ranks
         self._log, self._began = log, time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
         self._admitted: set[str] = set()
@@ -77,22 +75,18 @@ class Recorder:
 
     def record_ban(self, run: int, rank_context: RankContext, candidate: str, reason: str) -> None:
         """Write that a candidate failed on this rank."""
-        ban = Banned(
-            run=run,
-            context=rank_context.name,
-            kernel=rank_context.source.short_name,
-            key=rank_context.key_text,
-            config_id=list(rank_context.texts).index(candidate),
-            config=rank_context.texts[candidate],
-            by_rank=self._rank,
-            reason=reason,
+        self.write(
+            Banned(
+                run=run,
+                context=rank_context.name,
+                kernel=rank_context.source.short_name,
+                key=rank_context.key_text,
+                config_id=list(rank_context.texts).index(candidate),
+                config=rank_context.texts[candidate],
+                by_rank=self._rank,
+                reason=reason,
+            )
         )
-        self.write(ban)
-
-    def record_preflight(self, run: int, rank_context: RankContext, tally: Tally) -> None:
-        """Write how this rank compiled the candidates of a new context."""
-        kernel, key = rank_context.source.short_name, rank_context.key_text
-        self.write(Preflighted(run=run, kernel=kernel, key=key, **dataclasses.asdict(tally)))
 
     def record_contexts(self, run: int, search: SearchState, merged: RunReport, here: Container[str]) -> None:
         """Write which contexts of a run are new; here: those that this rank launches."""
@@ -126,8 +120,8 @@ class Recorder:
     def record_whole_run(self, run: int, whole: Samples, *, counts: bool) -> None:
         """Write what a run took as a whole on this rank."""
         assert whole.report is not None
-        judged = str(whole.report.ran)
-        self.write(RunTimed(run=run, judged=judged, counts=counts, **_times(whole, whole.report)))
+        times = _times(whole, whole.report)
+        self.write(RunTimed(run=run, judged=str(whole.report.ran), counts=counts, **times))
 
     def record_outcomes(
         self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]

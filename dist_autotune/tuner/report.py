@@ -6,17 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..formatting import (
-    LAUNCH_BOUND_NOTE,
-    WALL_CLOCK,
-    WALL_CLOCK_NOTE,
-    align,
-    config_label,
-    context_label,
-    counted,
-    format_ms,
-    status_label,
-)
+from .. import formatting
+from ..formatting import config_label, context_label, counted, format_ms
 from ..search.budget import Forecast
 from ..timing.time_spent import SecondsSpent
 
@@ -55,7 +46,7 @@ class TunedContext:
         label = context_label(self.kernel, ", ".join(map(str, key)))
         is_known = self.spread_percent is not None and world_size > 1
         spread = f"{self.spread_percent:.1f} %" if is_known else "-"
-        status = status_label(self.status, launch_bound=self.launch_bound)
+        status = formatting.status_label(self.status, launch_bound=self.launch_bound)
         counts = str(len(self.timings)), str(len(self.banned))
         config = "-" if self.config is None else config_label(self.config)
         return (label, format_ms(self.ms), spread, status, *counts, config)
@@ -78,14 +69,14 @@ class TuningReport:
     def __str__(self) -> str:
         work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
         lines = [f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"]
-        if self.clock == WALL_CLOCK:
-            lines.append(WALL_CLOCK_NOTE)
+        if self.clock == formatting.WALL_CLOCK:
+            lines.append(formatting.WALL_CLOCK_NOTE)
         if self.contexts:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
             rows = [context._cells(self.world_size) for context in self.contexts]
-            lines += align(columns, rows, right={"ms", "spread", "timed", "banned"})
+            lines += formatting.align(columns, rows, right={"ms", "spread", "timed", "banned"})
         if any(context.launch_bound for context in self.contexts):
-            lines.append(LAUNCH_BOUND_NOTE.capitalize())
+            lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
         if self.warning:
@@ -114,8 +105,7 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 status=context.status or "tuning",
                 timings={context.texts[index]: ms for index, ms in context.known_ms()},
                 banned={
-                    context.texts[index]: f"rank {rank}: {reason}"
-                    for index, (rank, reason) in sorted(context.banned.items())
+                    context.texts[i]: f"rank {r}: {why}" for i, (r, why) in sorted(context.banned.items())
                 },
             )
         )

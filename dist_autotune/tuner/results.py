@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.runtime.autotuner import Autotuner
@@ -18,15 +18,14 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, RunReport
+from ..search.messages import Claim, Offers, RunReport
 from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
-from .function import TunedFunction
 
-Offers: TypeAlias = dict[str, tuple[int, str, float]]
-"""Digest of an entry's key -> (the rank that has it, winner, ms)."""
+if TYPE_CHECKING:
+    from .function_state import TunedFunction
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Results:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
-        self._function, self._disk, self._scope = function, disk, function.scope
+        self._function, self._disk = function, disk
+        self._scope = self._kernel_scope = function.scope
         options, device = function.options, function.device
-        # A launch's time and the whole run's are no answers to one question.
-        by_run = options.objective != "kernel"
-        self._kernel_scope = f"{self._scope} by the whole run".strip() if by_run else self._scope
+        if options.objective != "kernel":  # a launch's time and the whole run's answer different questions
+            self._kernel_scope = f"{self._scope} by the whole run".strip()
         self._conditions: dict[str, Any] = {  # of an entry's key: the same for all results of the function
             "device": device.name,
             "capability": device.capability,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import described
 from ..logs import decisions
+from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
@@ -23,7 +24,6 @@ from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
-from .progress import Progress
 from .rank_run import RankRun
 from .recorder import Recorder
 from .report import TunedContext, TuningReport, tuned_contexts
@@ -56,11 +56,8 @@ class Session:
         self._next_forecast = FIRST_FORECAST
 
     @property
-    def elapsed_s(self) -> float:
-        """Return the seconds since the session's first call: what `budget_s` limits."""
+    def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
         return time.monotonic() - self._began
-
-    # -- the two modes -------------------------------------------------------------------------------------
 
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Run `thunk` until every context is settled, then once more, with its result.
@@ -92,8 +89,6 @@ class Session:
                 yield
             if not self.state.search.has_work:
                 self.close()
-
-    # -- opening -------------------------------------------------------------------------------------------
 
     def open_once(self) -> None:
         """Agree with the peers on what the session is, once; raises RankMismatch."""
@@ -141,8 +136,6 @@ class Session:
             self._recorder.write(Note(text=f"resumed after {left_by}"))
         else:
             self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
-
-    # -- one run -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _one_run(self) -> Iterator[None]:
@@ -195,8 +188,7 @@ class Session:
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
-        sent = message.encode()
-        began = time.perf_counter()
+        sent, began = message.encode(), time.perf_counter()
         try:
             received = group.exchange(sent, merge, self.function.timeout_s, what)
         except BaseException as error:
@@ -207,15 +199,13 @@ class Session:
             else:
                 self._drop(error)
             raise
+        seconds, run = time.perf_counter() - began, -1
         if is_run:
             self._history.update(received)
-        seconds = time.perf_counter() - began
+            run = self.state.search.runs
         self.state.time_spent.add("exchanges_s", seconds)
-        run, sizes = self.state.search.runs if is_run else -1, (len(sent), len(received))
-        self._recorder.record_exchange(run, *sizes, seconds * 1e3)
+        self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         return decode(received)
-
-    # -- failures ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -270,8 +260,6 @@ class Session:
         self.state.drop_searches()
         self.close(error, outcome)
 
-    # -- the end -------------------------------------------------------------------------------------------
-
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
@@ -289,8 +277,7 @@ class Session:
         )
         self._progress.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        contexts = [context for context in launched if len(context.digests) > 1]  # there was a choice
-        left = [context for context in contexts if context.provisional and not context.is_unasked]
+        left = [context for context in launched if context.provisional and not context.is_unasked]
         if not outcome:
             outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
         starved = [context.title for context in left if context.status == "starved"]
@@ -303,10 +290,9 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        count, warning = len(self._contexts()), self.warning
-        self._recorder.write(
-            SessionClosed(runs=self.executions, contexts=count, outcome=outcome, warning=warning)
-        )
+        runs, contexts = self.executions, len(self._contexts())
+        closed = SessionClosed(runs=runs, contexts=contexts, outcome=outcome, warning=self.warning)
+        self._recorder.write(closed)
         self._recorder.close()
 
     def report(self) -> TuningReport:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..exchange.chunks import part_from
+from ..exchange.chunks import Exchange, part_from
 from ..launch import PreparedLaunch, load
 from .operands import Call
 
@@ -22,7 +22,8 @@ from .operands import Call
 def await_chunks(flags_ptr, errors_ptr, rank, m, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
     """Return when all chunks are here and nobody needs ours, or patience has ended; a program a peer."""
     peer = (rank + 1 + tl.program_id(0)) % WORLD
-    part_from(peer, rank, m, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
+    exchange = Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
+    part_from(peer, m, exchange, WORLD)
 
 
 class Run(NamedTuple):

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..exchange.chunks import part_from, slot_of, wait_for_rows
-from ..exchange.products import multiply, multiply_tma
+from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
+from ..exchange.products import halves, multiply, multiply_tma
 from ..launch import SettledLaunches, load
 from ..tiles import grouped_tile, rotated_chunk
 from .operands import Call
@@ -79,6 +79,7 @@ def all_gather_gemm(
     TMA: tl.constexpr,
 ):
     """Write C = A @ B.T, tile by tile, chunk `rank` first and then in the order in which chunks arrive."""
+    exchange = Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -104,19 +105,7 @@ def all_gather_gemm(
         col = pid_n * BLOCK_N
         needed = min(row + BLOCK_M, m)
         if (chunk != here) | (needed > arrived):
-            arrived = wait_for_rows(
-                chunk,
-                needed,
-                rank,
-                flags_ptr,
-                errors_ptr,
-                epoch,
-                base,
-                pushed,
-                patience_ticks,
-                WORLD,
-                FENCE and USE_TMA,
-            )
+            arrived = wait_for_rows(chunk, needed, exchange, WORLD, FENCE and USE_TMA)
             here = chunk
         slot = slot_of(chunk, rank, pushed, WORLD)
         if USE_TMA:
@@ -124,8 +113,7 @@ def all_gather_gemm(
                 a_desc, b_desc, slot * capacity + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
             )
             if EPILOGUE_SUBTILE:
-                halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, STORE_N)), (0, 2, 1))
-                left, right = tl.split(halves)
+                left, right = halves(acc)
                 c_desc.store([chunk, row, col], left.to(c_ptr.dtype.element_ty)[None, :, :])
                 c_desc.store([chunk, row, col + STORE_N], right.to(c_ptr.dtype.element_ty)[None, :, :])
             else:
@@ -146,7 +134,7 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            part_from(peer, rank, m, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD)
+            part_from(peer, m, exchange, WORLD)
 
 
 class Shape(NamedTuple):

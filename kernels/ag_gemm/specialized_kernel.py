@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
-from ..exchange.chunks import part_from, slot_of, wait_for_rows
+from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
 from ..gemm.operands import Config
 from ..gemm.problem import last_start
 from ..gemm.roles import run
@@ -33,8 +33,7 @@ class Chunks:
     waited for, or are not this program's business any more, so a single number says what is known to be here.
     """
 
-    flags_ptr: gl.tensor
-    errors_ptr: gl.tensor
+    exchange: gl.tuple  # `Exchange`
     stamps_ptr: gl.tensor
     m: gl.tensor
     last_col: gl.tensor  # behind which no tile begins: loads from beyond the last column are slow
@@ -43,11 +42,6 @@ class Chunks:
     tiles: gl.tensor  # of all chunks
     k_blocks: gl.tensor
     capacity: gl.tensor
-    rank: gl.tensor
-    epoch: gl.tensor
-    base: gl.tensor
-    pushed: gl.tensor
-    patience_ticks: gl.tensor
     WORLD: gl.constexpr
     GROUP_M: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -61,7 +55,7 @@ class Chunks:
         Without such a tile, the last one's: behind the last group the arithmetic would divide by zero.
         """
         number = min(number, self.tiles - 1)
-        chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.rank)
+        chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.exchange.rank)
         pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.GROUP_M)
         row = min(pid_m * self.BLOCK_M, self.m - self.BLOCK_M)
         return chunk, row, min(pid_n * self.WIDTH, self.last_col)
@@ -69,7 +63,7 @@ class Chunks:
     @gluon.jit
     def place(self, number):
         chunk, row, col = self.find(number)
-        slot = slot_of(chunk, self.rank, self.pushed, self.WORLD)
+        slot = slot_of(chunk, self.exchange.rank, self.exchange.pushed, self.WORLD)
         return slot * self.capacity + row, chunk * self.m + row, col, 0
 
     @gluon.jit
@@ -92,23 +86,11 @@ class Chunks:
             gl.store(self.stamps_ptr + number * 4 + 3, multiprocessor().to(gl.int64))
             gl.store(self.stamps_ptr + number * 4, nanoseconds())
         chunk, row, _col = self.find(number)
-        step = (chunk - self.rank + self.WORLD) % self.WORLD
+        step = (chunk - self.exchange.rank + self.WORLD) % self.WORLD
         before = step * self.m  # rows of the chunks that are visited before this one
         needed = row + self.BLOCK_M
         if (step > 0) & (known < before + needed):
-            arrived = wait_for_rows(
-                chunk,
-                needed,
-                self.rank,
-                self.flags_ptr,
-                self.errors_ptr,
-                self.epoch,
-                self.base,
-                self.pushed,
-                self.patience_ticks,
-                self.WORLD,
-                True,
-            )
+            arrived = wait_for_rows(chunk, needed, self.exchange, self.WORLD, True)
             known = before + min(arrived, self.m)
         if self.STAMPS:
             gl.store(self.stamps_ptr + number * 4 + 1, nanoseconds())
@@ -118,19 +100,8 @@ class Chunks:
     def loaded(self):
         """Part from the peers, each of which one program waits for, while the others still multiply."""
         for peer in range(gl.program_id(0), self.WORLD, gl.num_programs(0)):
-            if peer != self.rank:
-                part_from(
-                    peer,
-                    self.rank,
-                    self.m,
-                    self.flags_ptr,
-                    self.errors_ptr,
-                    self.epoch,
-                    self.base,
-                    self.pushed,
-                    self.patience_ticks,
-                    self.WORLD,
-                )
+            if peer != self.exchange.rank:
+                part_from(peer, self.m, self.exchange, self.WORLD)
 
     @gluon.jit
     def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
@@ -193,8 +164,7 @@ def specialized_all_gather_gemm(
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, WIDTH)
     problem = Chunks(
-        flags_ptr,
-        errors_ptr,
+        Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks),
         stamps_ptr,
         m,
         last_start(N, WIDTH, True),
@@ -203,11 +173,6 @@ def specialized_all_gather_gemm(
         WORLD * tiles_m * tiles_n,
         gl.cdiv(K, BLOCK_K),
         capacity,
-        rank,
-        epoch,
-        base,
-        pushed,
-        patience_ticks,
         WORLD,
         GROUP_M,
         BLOCK_M,

@@ -6,6 +6,8 @@ what it counts up is rows, so no reader needs to know where a piece ends.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -27,6 +29,18 @@ from .flags import (
 )
 
 
+class Exchange(NamedTuple):
+    """A call's exchange of chunks, as a kernel knows it."""
+
+    flags_ptr: Any  # int32 [FLAGS, WORLD]
+    errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting
+    rank: Any
+    epoch: Any
+    base: Any  # what ARRIVED was before this call
+    pushed: Any  # 1 where chunks are pushed
+    patience_ticks: Any
+
+
 @triton.jit
 def slot_of(chunk, rank, pushed, WORLD: tl.constexpr):
     """Return where in the gather buffer the chunk lies; the own one is the same in both lanes."""
@@ -35,25 +49,15 @@ def slot_of(chunk, rank, pushed, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_for_rows(
-    chunk,
-    rows,
-    rank,
-    flags_ptr,
-    errors_ptr,
-    epoch,
-    base,
-    pushed,
-    patience_ticks,
-    WORLD: tl.constexpr,
-    FENCE: tl.constexpr,
-):
+def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexpr):
     """Return how many rows of the chunk are here, once they are at least `rows`.
 
-    base: what ARRIVED was before this call. The rows that the caller is told of it may read without another
-    wait, by TMA if it passed FENCE. A chunk that is given up, now or in an earlier call, is on record; what
-    is returned is then far above any number of rows, so that the caller does not ask again.
+    The rows that the caller is told of it may read without another wait, by TMA if it passed FENCE. A chunk
+    that is given up, now or in an earlier call, is on record; what is returned is then far above any number
+    of rows, so that the caller does not ask again.
     """
+    flags_ptr, errors_ptr, base = exchange.flags_ptr, exchange.errors_ptr, exchange.base
+    pushed, patience_ticks = exchange.pushed, exchange.patience_ticks
     arrived_ptr = flags_ptr + ARRIVED * WORLD + chunk
     # A push is announced before its first row: who has that knows whether `rows` will ever be here.
     first = tl.where(pushed != 0, 1, rows)
@@ -71,21 +75,22 @@ def wait_for_rows(
             give_up(flags_ptr + AFTER * WORLD + chunk, base)
             give_up(flags_ptr + FREE * WORLD + chunk, base)
         else:
-            _blame(chunk, rank, flags_ptr, errors_ptr, epoch, WORLD)
+            _blame(chunk, exchange, WORLD)
         give_up(arrived_ptr, base)
         arrived = max(arrived, 0) + GIVEN_UP
     return arrived
 
 
 @triton.jit
-def _blame(chunk, rank, flags_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
+def _blame(chunk, exchange, WORLD: tl.constexpr):
     """Record why the chunk has not arrived, and let the side stream, which nobody else watches, run through.
 
     Chunks are fetched in order, so a peer that is not ready also holds up the chunks behind its own.
     """
+    flags_ptr, errors_ptr, epoch = exchange.flags_ptr, exchange.errors_ptr, exchange.epoch
     known = 0
     for peer in range(0, WORLD):
-        if peer != rank:
+        if peer != exchange.rank:
             ready = tl.atomic_add(flags_ptr + READY * WORLD + peer, 0, sem="acquire", scope="sys")
             if ready - epoch < 0:
                 record_failure(errors_ptr + peer, NOT_READY, epoch, ready)
@@ -96,48 +101,28 @@ def _blame(chunk, rank, flags_ptr, errors_ptr, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
-def part_from(peer, rank, m, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
+def part_from(peer, m, exchange, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once it no longer needs our shard.
 
     All of its chunk is here then, or it has been given up.
     """
-    wanted = tl.where(pushed != 0, 1, m)
-    arrived = wait_for_rows(
-        peer, wanted, rank, flags_ptr, errors_ptr, epoch, base, pushed, patience_ticks, WORLD, False
-    )
-    if pushed != 0:
+    flags_ptr, errors_ptr, epoch = exchange.flags_ptr, exchange.errors_ptr, exchange.epoch
+    arrived = wait_for_rows(peer, tl.where(exchange.pushed != 0, 1, m), exchange, WORLD, False)
+    if exchange.pushed != 0:
         if arrived < GIVEN_UP:
             announced = tl.load(flags_ptr + ANNOUNCED * WORLD + peer)
             if announced != m:
                 record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, announced)
             # All of it, were it more than ours: behind this call nobody expects a piece of this push.
-            arrived = wait_for_rows(
-                peer,
-                announced,
-                rank,
-                flags_ptr,
-                errors_ptr,
-                epoch,
-                base,
-                pushed,
-                patience_ticks,
-                WORLD,
-                False,
-            )
+            arrived = wait_for_rows(peer, announced, exchange, WORLD, False)
         if arrived >= GIVEN_UP:
             # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.
             # No other can be missing: a peer whose chunk is here has given its permit before.
-            give_up(flags_ptr + FREE * WORLD + peer, base)
+            give_up(flags_ptr + FREE * WORLD + peer, exchange.base)
     elif arrived == m:
         rows = tl.load(flags_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
         if rows != m:
             record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
         # Twice the patience: the peer may be held up by a third rank, on which its own kernel gives up first.
-        wait_until(
-            flags_ptr + FETCHED * WORLD + peer,
-            epoch,
-            errors_ptr + peer,
-            NOT_FETCHED,
-            2 * patience_ticks,
-            False,
-        )
+        fetched_ptr, patience_ticks = flags_ptr + FETCHED * WORLD + peer, 2 * exchange.patience_ticks
+        wait_until(fetched_ptr, epoch, errors_ptr + peer, NOT_FETCHED, patience_ticks, False)

@@ -7,6 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
+def halves(tile):
+    """Return the left and the right half of a tile's columns."""
+    HALF_N: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, HALF_N)), (0, 2, 1)))
+
+
+@triton.jit
 def multiply_tma(
     a_desc,  # of A [.., K], blocks of [BLOCK_M, BLOCK_K]
     b_desc,  # of B [N, K], blocks of [BLOCK_N, BLOCK_K]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..exchange.products import multiply, multiply_tma
+from ..exchange.products import halves, multiply, multiply_tma
 from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 
@@ -128,26 +128,12 @@ def gemm_reduce_scatter(
                 _wait_for_sums(rank, flags_ptr, errors_ptr, patience_ticks, WORLD)
                 waited = 1
             _add_and_store(
-                acc,
-                staged_ptr,
-                c_ptr,
-                row,
-                col,
-                m,
-                N,
-                capacity,
-                stride_cm,
-                WORLD,
-                BLOCK_M,
-                BLOCK_N,
-                EPILOGUE_SUBTILE,
+                acc, c_ptr, stride_cm, staged_ptr, row, col, m, N, capacity, WORLD, EPILOGUE_SUBTILE
             )
         else:
             slot = (chunk - rank + WORLD) % WORLD - 1
             sums_ptr = partial_ptr + tl.cast(slot * capacity, tl.int64) * N
-            _add_and_store(
-                acc, staged_ptr, sums_ptr, row, col, m, N, capacity, N, 1, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE
-            )
+            _add_and_store(acc, sums_ptr, N, staged_ptr, row, col, m, N, capacity, 1, EPILOGUE_SUBTILE)
             if _is_last(chunk, counts_ptr, tiles_per_chunk):
                 if chunks == WORLD:
                     notify(flags_ptr + DONE * WORLD + chunk, 1)
@@ -223,60 +209,31 @@ def _part_from(peer, m, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constex
 
 @triton.jit
 def _add_and_store(
-    acc,
+    tile,
+    to_ptr,  # where row 0 of the chunk goes, rows to_stride apart
+    to_stride,
     staged_ptr,
-    to_ptr,  # where row 0 of the chunk goes
     row,
     col,
     m,
     N,
     capacity,
-    to_stride,
     ADDENDS: tl.constexpr,  # 1: the tile alone; WORLD: what the peers have staged as well
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SUBTILE: tl.constexpr,
+    SUBTILE: tl.constexpr,  # one half of the columns after the other
 ):
-    """Store a tile, and the sum with what was staged of it, rounded once."""
+    """Store a tile, or its sum with what was staged of it, rounded once."""
     if SUBTILE:
-        HALF_N: tl.constexpr = BLOCK_N // 2
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1))
-        left, right = tl.split(halves)
-        _add_and_store_block(
-            left, staged_ptr, to_ptr, row, col, m, N, capacity, to_stride, ADDENDS, BLOCK_M, HALF_N
-        )
-        _add_and_store_block(
-            right, staged_ptr, to_ptr, row, col + HALF_N, m, N, capacity, to_stride, ADDENDS, BLOCK_M, HALF_N
-        )
+        left, right = halves(tile)
+        _add_and_store(left, to_ptr, to_stride, staged_ptr, row, col, m, N, capacity, ADDENDS, False)
+        col += left.shape[1]
+        _add_and_store(right, to_ptr, to_stride, staged_ptr, row, col, m, N, capacity, ADDENDS, False)
     else:
-        _add_and_store_block(
-            acc, staged_ptr, to_ptr, row, col, m, N, capacity, to_stride, ADDENDS, BLOCK_M, BLOCK_N
-        )
-
-
-@triton.jit
-def _add_and_store_block(
-    block,
-    staged_ptr,
-    to_ptr,
-    row,
-    col,
-    m,
-    N,
-    capacity,
-    to_stride,
-    ADDENDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    mask = (rows < m)[:, None] & (cols < N)[None, :]
-    for slot in range(0, ADDENDS - 1):
-        from_rows = tl.cast(slot * capacity + rows, tl.int64)
-        staged = tl.load(staged_ptr + from_rows[:, None] * N + cols[None, :], mask=mask, other=0.0)
-        block += staged.to(tl.float32)
-    to_rows = tl.cast(rows, tl.int64)
-    tl.store(
-        to_ptr + to_rows[:, None] * to_stride + cols[None, :], block.to(to_ptr.dtype.element_ty), mask=mask
-    )
+        rows = row + tl.arange(0, tile.shape[0])
+        cols = col + tl.arange(0, tile.shape[1])
+        mask = (rows < m)[:, None] & (cols < N)[None, :]
+        for slot in range(0, ADDENDS - 1):
+            from_rows = tl.cast(slot * capacity + rows, tl.int64)
+            staged = tl.load(staged_ptr + from_rows[:, None] * N + cols[None, :], mask=mask, other=0.0)
+            tile += staged.to(tl.float32)
+        to_ptrs = to_ptr + tl.cast(rows, tl.int64)[:, None] * to_stride + cols[None, :]
+        tl.store(to_ptrs, tile.to(to_ptr.dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..tiles import grouped_tile
 from .flags import ARRIVED, NOT_PUSHED, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES, ordered
-from .products import multiply_rows, store_rows, table_of
+from .products import Weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
 
 # Expert by expert is for short gathers: nearly all tiles wait for all of it, and each weight is read once.
@@ -66,6 +66,7 @@ def all_gather_moe(
     BY_ARRIVAL: tl.constexpr,  # tiles in the order in which chunks arrive; else expert by expert
 ):
     """Write each choice's token times its expert's B.T; zeros for a choice that is dropped."""
+    weight = Weight(b_ptr, experts, N, K, stride_be, stride_bn)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     b_desc = b_ptr
     if USE_TMA:
@@ -95,24 +96,10 @@ def all_gather_moe(
         source = tl.load(sources_ptr + places) // topk
         a_rows_ptr = a_ptr + tl.cast(source, tl.int64) * K
         acc = multiply_rows(
-            a_rows_ptr,
-            b_ptr,
-            b_desc,
-            expert,
-            experts,
-            col,
-            N,
-            K,
-            stride_be,
-            stride_bn,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            USE_TMA,
-            UPCAST,
+            a_rows_ptr, weight, b_desc, expert, col, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, UPCAST
         )
         to_ptr = c_ptr + tl.cast(tl.load(rows_ptr + places), tl.int64) * stride_cm
-        store_rows(acc, to_ptr, real, col, N, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE)
+        store_rows(acc, to_ptr, real, col, N, EPILOGUE_SUBTILE)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:  # its push is a part of this call, whether a tile needed it or not

@@ -10,7 +10,7 @@ from ..signals import notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES
-from .products import multiply_rows, store_rows, table_of
+from .products import Weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
 
 GPU_CANDIDATES = GPU_TILES
@@ -88,6 +88,7 @@ def moe_reduce_scatter(
     blocks to combine of stage 1, ... In a call that is captured each launch has a list for one stage: its
     tiles, then its blocks to combine. So what an item waits for has been claimed by a program that runs.
     """
+    weight = Weight(b_ptr, experts, N, K, stride_be, stride_bn)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     b_desc = b_ptr
     if USE_TMA:
@@ -123,27 +124,14 @@ def moe_reduce_scatter(
             # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
             places = tl.where(real, places, begin)
             rows = tl.cast(tl.load(rows_ptr + places), tl.int64)
+            a_rows_ptr = a_ptr + rows * stride_am
             acc = multiply_rows(
-                a_ptr + rows * stride_am,
-                b_ptr,
-                b_desc,
-                expert,
-                experts,
-                col,
-                N,
-                K,
-                stride_be,
-                stride_bn,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                USE_TMA,
-                UPCAST,
+                a_rows_ptr, weight, b_desc, expert, col, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, UPCAST
             )
             weights = tl.load(weights_ptr + tl.load(sources_ptr + places))
             # The weight of a dropped choice may be NaN.
             acc *= tl.where(expert < experts, weights, 0.0)[:, None]
-            store_rows(acc, products_ptr + rows * N, real, col, N, BLOCK_M, BLOCK_N, EPILOGUE_SUBTILE)
+            store_rows(acc, products_ptr + rows * N, real, col, N, EPILOGUE_SUBTILE)
             tl.debug_barrier()  # one thread counts, for the stores of all
             tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")
             item = claim_number(claims_ptr)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..exchange.products import multiply
+from ..exchange.products import halves, multiply
+
+
+class Weight(NamedTuple):
+    """The matrices of all experts, [experts, N, K], as a kernel knows them."""
+
+    ptr: Any
+    experts: Any
+    N: Any
+    K: Any
+    expert_stride: Any
+    row_stride: Any
 
 
 @triton.jit
 def multiply_rows(
     a_rows_ptr,  # [BLOCK_M]: where each row of A begins
-    b_ptr,  # [experts, N, K], an expert's matrix stride_be apart, rows stride_bn
-    b_desc,  # of B as [experts * N, K], in blocks of [BLOCK_N, BLOCK_K], if USE_TMA
-    expert,
-    experts,  # `expert` == `experts`: a product of zeros, for which nothing is read
+    weight,
+    b_desc,  # of the weight as [experts * N, K], in blocks of [BLOCK_N, BLOCK_K], if USE_TMA
+    expert,  # `experts`: a product of zeros, for which nothing is read
     col,
-    N,
-    K,
-    stride_be,
-    stride_bn,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -27,8 +35,9 @@ def multiply_rows(
     UPCAST: tl.constexpr,
 ):
     """Return the rows of A times columns `col` and following of the expert's B.T, in float32."""
-    inner = tl.where(expert < experts, K, 0)
-    expert = tl.minimum(expert, experts - 1)
+    N, K = weight.N, weight.K
+    inner = tl.where(expert < weight.experts, K, 0)
+    expert = tl.minimum(expert, weight.experts - 1)
     if USE_TMA:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         offs_k = tl.arange(0, BLOCK_K)
@@ -45,39 +54,30 @@ def multiply_rows(
     else:
         cols = col + tl.arange(0, BLOCK_N)
         # Columns beyond the edge read the first one: in bounds, and no mask in the K loop.
-        b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64) * stride_bn
-        b_rows_ptr = b_ptr + tl.cast(expert, tl.int64) * stride_be + b_rows
+        b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64) * weight.row_stride
+        b_rows_ptr = weight.ptr + tl.cast(expert, tl.int64) * weight.expert_stride + b_rows
         acc = multiply(a_rows_ptr, b_rows_ptr, inner, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
     return acc
 
 
 @triton.jit
 def store_rows(
-    acc,
+    tile,
     rows_ptr,  # [BLOCK_M]: where each row of C begins
     real,  # [BLOCK_M]: which rows there are
     col,
     N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     SUBTILE: tl.constexpr,
 ):
     """Store a tile, rounded, to rows that lie anywhere; SUBTILE: one half of its columns after the other."""
     if SUBTILE:
-        HALF_N: tl.constexpr = BLOCK_N // 2
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1))
-        left, right = tl.split(halves)
-        _store_columns(left, rows_ptr, real, col, N, HALF_N)
-        _store_columns(right, rows_ptr, real, col + HALF_N, N, HALF_N)
+        left, right = halves(tile)
+        store_rows(left, rows_ptr, real, col, N, False)
+        store_rows(right, rows_ptr, real, col + left.shape[1], N, False)
     else:
-        _store_columns(acc, rows_ptr, real, col, N, BLOCK_N)
-
-
-@triton.jit
-def _store_columns(block, rows_ptr, real, col, N, COLUMNS: tl.constexpr):
-    cols = col + tl.arange(0, COLUMNS)
-    mask = real[:, None] & (cols < N)[None, :]
-    tl.store(rows_ptr[:, None] + cols[None, :], block.to(rows_ptr.dtype.element_ty), mask=mask)
+        cols = col + tl.arange(0, tile.shape[1])
+        mask = real[:, None] & (cols < N)[None, :]
+        tl.store(rows_ptr[:, None] + cols[None, :], tile.to(rows_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from dist_autotune import CacheWarning
 from dist_autotune.cli import commands
 from dist_autotune.search.messages import EXACT
-from dist_autotune.storage import crash_guard
-from dist_autotune.storage.crash_guard import CrashGuard
+from dist_autotune.storage.crash_guard import FOLDER, CrashGuard, remove_abandoned
+from dist_autotune.storage.winners import Winners
 from ranks import assert_all_ok, run_ranks
 
 RACING = {"search": "racing", "n_warmup": None, "n_repeat": None}
@@ -52,7 +52,7 @@ def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache
     assert f"was running when rank 0's process was killed {where}" in reason
     assert reason.endswith(" UTC)")
     assert second["winners"] == {"add64": 64}
-    assert not (tmp_cache / crash_guard.FOLDER).exists()
+    assert guards(tmp_cache) == []
 
 
 def test_a_crash_in_the_first_run_bans_the_first_config(tmp_cache):
@@ -179,7 +179,7 @@ def test_other_kernels_and_retune_know_of_no_crash(tmp_cache):
 
 
 def open_guard(directory):
-    return CrashGuard(directory, {}, "f", 0, lambda directory, reason: pytest.fail(reason))
+    return CrashGuard(Winners(directory), {}, "f", 0)
 
 
 def test_two_living_processes_of_one_rank_number_do_not_disturb_each_other(tmp_cache, tmp_path):
@@ -210,7 +210,7 @@ def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path
         kill()
 
     assert alone(owner).signal == signal.SIGKILL
-    assert crash_guard.remove_abandoned(tmp_path) == 1  # while the child lives
+    assert remove_abandoned(tmp_path) == 1  # while the child lives
     os.close(writing)
     os.close(reading)
 
@@ -219,7 +219,7 @@ def test_a_forked_child_leaves_the_guard_as_it_is(tmp_path):
     guard = open_guard(tmp_path)
     guard.begin_session("abc", {})
     guard.begin_run(0, {"c" * 16: "on trial"})
-    (file,) = tmp_path.iterdir()
+    (file,) = guards(tmp_path)
     written = file.read_bytes()
     child = os.fork()
     if child == 0:
@@ -271,11 +271,11 @@ def test_what_many_threads_launch_first_at_once_is_all_suspected(tmp_path):
                 guard.begin_session("abc", {})
                 guard.begin_run(0, {})
                 list(pool.map(lambda name, guard=guard: launched(guard, name), contexts))
-                (path,) = directory.iterdir()
+                (path,) = guards(directory)
                 crash = only_crash(path)
                 assert sorted(crash["suspects"]) == contexts
                 guard.close()
-                assert not directory.exists()
+                assert guards(directory) == []
     finally:
         sys.setswitchinterval(interval_s)
 
@@ -307,7 +307,7 @@ def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp
         return original(*arguments)
 
     monkeypatch.setattr(os, "pwrite", full)
-    folder = tmp_cache / crash_guard.FOLDER
+    folder = tmp_cache / FOLDER
     with pytest.warns(CacheWarning, match=f"Cannot write the cache in {folder}: No space") as caught:
         step()
     monkeypatch.undo()
@@ -321,7 +321,7 @@ def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp
     [
         (lambda text: text.replace('"crashes"', '"crashes', 1), "damaged JSON"),
         (lambda text: text.replace('"schema":3', '"schema":99', 1), "schema 99, expected 3"),
-        (lambda text: "{", "no complete line"),
+        (lambda text: "{", "damaged JSON"),
         (lambda text: "[]\n", "no schema version"),
         (lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1), "suspects: expected dict"),
         (lambda text: "[" * 5000 + "\n", ""),

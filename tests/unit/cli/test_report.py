@@ -178,8 +178,8 @@ def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_pat
     with SessionLog(tmp_path, 0) as log:  # everything from the cache: nothing to look at
         log.write(session_records("s4", 0, "layer", "EventClock")[0])
     loaded = load(tmp_path)
-    assert [session.name for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
-    assert [session.name for session in loaded.newest()] == ["s2", "s3"]
+    assert [session.opened.session for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
+    assert [session.opened.session for session in loaded.newest()] == ["s2", "s3"]
 
 
 # ---- HTML

@@ -12,7 +12,7 @@ import pytest
 from kernels_for_tests import Bench, launch, numbers
 
 from dist_autotune import tunable
-from dist_autotune.tuner.progress import is_shown
+from dist_autotune.logs.progress import is_shown
 
 
 class Terminal(io.StringIO):
