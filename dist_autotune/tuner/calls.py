@@ -14,11 +14,11 @@ from ..errors import RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import GROUPS
+from ..ranks.group import GROUPS, RankGroup
 from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
-from ..triton_api.interception import INTERCEPTION
+from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
 from .function_state import FunctionState, TunedFunction
 from .report import TuningReport
@@ -43,12 +43,18 @@ class SettledRun:
 class Calls:
     """The calls of one tuned function, one after another, and what they have found so far.
 
-    function: its source text names the results that are not shared; None: a step tuner has none.
+    function: its source text names the results that are not shared; None: steps have none.
     """
 
     def __init__(
-        self, function: Callable[..., Any] | None, options: Options, name: str, log_dir: Path | None
+        self,
+        function: Callable[..., Any] | None,
+        options: Options,
+        name: str,
+        log_dir: Path | None,
+        interception: Interception = INTERCEPTION,
     ) -> None:
+        self._interception = interception
         self._function, self._options, self._name, self._log_dir = function, options, name, log_dir
         self.state: FunctionState | None = None
         self._session: Session | None = None
@@ -125,7 +131,7 @@ class Calls:
                 yield run
         else:
             run.before = Snapshot(options.preserve) if keeps else None
-            with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
+            with self._interception.installed(dispatcher.runner, dispatcher.choose):
                 yield run
             run.wants_session = bool(dispatcher.to_tune)
         if run.wants_session and not is_captured:
@@ -146,7 +152,7 @@ class Calls:
             run.before = Snapshot(self._options.preserve) if keeps else None
             with (
                 function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
+                self._interception.installed(dispatcher.runner, dispatcher.choose),
             ):
                 yield
             vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
@@ -188,10 +194,10 @@ class Calls:
         session = self._session = self._session or self._new_session(state)
         try:
             session.open_once()
-            INTERCEPTION.tuning = state.search.rules.tunes
+            self._interception.tuning = state.search.rules.tunes
             yield session
         finally:
-            INTERCEPTION.tuning = False
+            self._interception.tuning = False
             self._keep_if_over()
 
     @contextlib.contextmanager
@@ -206,7 +212,7 @@ class Calls:
             diagnosis.warn_of_missing_is_dist(self._name)
         state.results.ignores_known = self._forgets and tunes
         self._wants_session = True
-        return Session(state, self._log_dir)
+        return Session(state, self._log_dir, self._interception)
 
     def _keep_if_over(self) -> None:
         """Keep what the session has found, if it is over."""
@@ -219,8 +225,7 @@ class Calls:
 
     def _current_state(self, *, tunes: bool) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
-        options, known = self._options, self.state
-        group = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
+        options, known, group = self._options, self.state, self._current_group()
         if known is None or known.function.group is not group or known.function.tunes != tunes:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
@@ -231,3 +236,11 @@ class Calls:
             self.close()
             self.state, self._wants_session = known, True
         return known
+
+    def group_has_changed(self) -> bool:
+        """Return whether the next call belongs to other ranks than the last one."""
+        return self.state is not None and self.state.function.group is not self._current_group()
+
+    def _current_group(self) -> RankGroup:
+        options = self._options
+        return GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()

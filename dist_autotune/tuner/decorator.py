@@ -14,7 +14,6 @@ from ..errors import InvalidOption
 from ..options import Options
 from ..search.strategies import Strategy
 from ..timing.clock import Clock
-from ..triton_api.interception import INTERCEPTION
 from .snapshot import check_preserved
 from .tuned import Tuned
 
@@ -121,11 +120,6 @@ def contextual_autotune(
     if fn is None:
         return lambda function: ContextualAutotuner(function, options)
     return ContextualAutotuner(fn, options)
-
-
-def is_tuning() -> bool:
-    """Return whether a launch may be a trial now: fast launch paths are for False only."""
-    return INTERCEPTION.tuning
 
 
 def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:

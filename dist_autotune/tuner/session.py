@@ -20,7 +20,7 @@ from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
-from ..triton_api.interception import INTERCEPTION
+from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
@@ -37,8 +37,9 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log_dir: Path | None) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None, interception: Interception) -> None:
         function = state.function
+        self._interception = interception
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
@@ -146,7 +147,7 @@ class Session:
         watch = self._diagnosis.watch()
         with (
             self.function.group.running(watch),
-            INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
+            self._interception.installed(state.dispatcher.runner, state.dispatcher.choose),
             state.time_spent.adding("runs_s"),
         ):
             self._is_in_function = True
