@@ -1,7 +1,4 @@
-"""Frozen dataclasses to strict JSON and back.
-
-JSON has no infinity and no NaN: they become strings, and numbers again where a field is a `float`.
-"""
+"""Frozen dataclasses to strict JSON and back. Infinity and NaN, which it lacks, become strings."""
 
 from __future__ import annotations
 
@@ -53,11 +50,7 @@ def escaped(value: object) -> object:
 
 
 def from_json(kind: type[D], data: object) -> D:
-    """Return parsed JSON as a `kind`, a dataclass.
-
-    A field that `kind` does not have is dropped: a newer version may have added it. One that is missing or
-    has the wrong type is a ValueError that names it.
-    """
+    """Return parsed JSON as a dataclass, unknown fields dropped; a bad or missing one is a ValueError."""
     if not isinstance(data, dict):
         raise ValueError(f"expected an object, found {type(data).__name__}")
     values = {}

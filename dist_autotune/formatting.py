@@ -36,10 +36,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with its line ends as ` | `: an error of a compiler often has several lines.
-
-    Other control characters, which a terminal would obey, are written as Python writes them.
-    """
+    """Return `text` with its line ends as ` | `, and what a terminal would obey as Python writes it."""
     line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
 
@@ -62,19 +59,12 @@ def config_label(config: object) -> str:
     return re.sub(r", \w+: None\b", "", str(config))
 
 
-def align(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = frozenset()
-) -> list[str]:
+def align(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
     """Return the lines of a plain table; the columns named in `right` are aligned to the right."""
-    cells = [list(columns), *[list(row) for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    return [
-        "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(row, widths, columns, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    lines = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    pads = [f">{w}" if name in right else f"<{w}" for name, w in zip(columns, widths, strict=True)]
+    return ["  ".join(map(format, cells, pads)).rstrip() for cells in lines]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Files that others may have put there: read only if they are regular, and not whole if they are huge.
-
-Opening a pipe waits for its other end, and what a device gives may never end.
-"""
+"""Files that others may have put there: no pipe or device is waited for, and nothing huge is read whole."""
 
 from __future__ import annotations
 

@@ -15,12 +15,9 @@ LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
 
-# The last two are read by launch.sh and the test suite; listed so that a typo is an error.
-KNOWN_VARIABLES = (
-    *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S),
-    "DIST_AUTOTUNE_TORCH_INDEX",
-    "DIST_AUTOTUNE_TEST_GPU",
-)
+# Read by launch.sh and the test suite; listed so that a typo is an error.
+READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
+KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S, *READ_ELSEWHERE)
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
 OTHERS_VARIABLES = (
     "TRITON_INTERPRET",

@@ -162,7 +162,7 @@ def on_host(schedule: Any) -> Callable[..., Any]:
 
 
 @triton.jit
-def tail_share(tail, k_blocks, programs, shortest):
+def stream_k_share(tail, k_blocks, programs, shortest):
     """Return how many k blocks of `tail` < `programs` tiles each program takes: 1 to k_blocks.
 
     As many programs for each tile, if that takes no more than an eighth longer than dealing all out evenly:
@@ -178,7 +178,7 @@ def tail_share(tail, k_blocks, programs, shortest):
 
 
 @triton.jit
-def tail_segment(program, segment, tail, k_blocks, share):
+def stream_k_segment(program, segment, tail, k_blocks, share):
     """Return (tile of the tail, first k block, number of k blocks) of a program's segment 0, 1, ...
 
     The number is 0 if the program has no such segment, and positive otherwise.
@@ -191,7 +191,7 @@ def tail_segment(program, segment, tail, k_blocks, share):
 
 
 @triton.jit
-def tail_segments(program, tail, k_blocks, share):
+def stream_k_segments(program, tail, k_blocks, share):
     """Return how many segments the program has: 0, 1 or 2."""
     start = program * share
     left = min(max(tail * k_blocks - start, 0), share)
@@ -199,7 +199,7 @@ def tail_segments(program, tail, k_blocks, share):
 
 
 @triton.jit
-def tail_parts(tile, k_blocks, share):
+def stream_k_parts(tile, k_blocks, share):
     """Return (first program, number of programs) of those who multiply k blocks of the tile."""
     first = tile * k_blocks // share
     return first, (tile * k_blocks + k_blocks - 1) // share - first + 1

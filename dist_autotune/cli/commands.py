@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from rich.console import Console
 from .. import settings
 from ..codec import to_json
 from ..logs.history import History, load
-from ..logs.records import describe_skipped
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from . import cache_commands, replay, run, terminal
@@ -52,9 +50,7 @@ LogDirectory = Annotated[
     Path | None,
     typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
 ]
-EverySession = Annotated[
-    bool, typer.Option("--all", help="Take every session, not the newest of each function.")
-]
+EverySession = Annotated[bool, typer.Option("--all", help="Take every session, not each function's newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -104,17 +100,16 @@ def replay_logs(
     verdicts = replay.verify(history.sessions)
     searched = history.sessions if every else history.newest()
     found = replay.what_if(searched, options, seed) if options else []
-    unread = {name: describe_skipped(reasons) for name, reasons in history.skipped.items()}
     if as_json:
-        another = list(map(asdict, found))
-        data = {"sessions": list(map(asdict, verdicts)), "another_search": another, "unreadable": unread}
+        sessions, another = list(map(asdict, verdicts)), list(map(asdict, found))
+        data = {"sessions": sessions, "another_search": another, "unreadable": history.skipped}
         typer.echo(to_json(data, indent=True))
     else:
         console = terminal.open_console()
-        for name, what in unread.items():
-            terminal.print_text(console, f"{name}: {what}", "yellow")
+        for name, text in history.skipped.items():
+            terminal.print_text(console, f"{name}: {text}", "yellow")
         terminal.print_tables(console, *replay.verdicts_tables(verdicts), replay.what_if_table(found))
-    if unread or any(verdict.differences for verdict in verdicts):
+    if history.skipped or any(verdict.differences for verdict in verdicts):
         raise typer.Exit(1)
 
 
@@ -147,7 +142,6 @@ def _read(given: Path | None) -> History:
         terminal.fail(f"There is no directory {directory}. {advice}")
     history = load(directory)
     if not history.sessions:
-        reasons = sum(history.skipped.values(), Counter[str]())
-        unread = f"; {describe_skipped(reasons)}" if reasons else ""
-        terminal.fail(f"{directory} holds no records (rank-N.jsonl{unread}). {advice}")
+        unread = "".join(f"; {name}: {text}" for name, text in history.skipped.items())
+        terminal.fail(f"{directory} holds no records in rank-N.jsonl{unread}. {advice}")
     return history

@@ -105,18 +105,14 @@ def _recompute(verdict: Verdict, session: SessionHistory, state: SearchState) ->
             return
         results = {context.name: decisions.settled(run, context) for context in state.newly_final()}
         for settled in of_kind(records[run], ContextSettled):
-            _compare_result(verdict, settled, results.get(settled.context))
+            about, found = context_label(settled.kernel, settled.key), results.get(settled.context)
+            for name in ("status", "config_id", "config", "ms", "timings"):
+                what = f"context_settled of rank {settled.rank}: {name}"
+                verdict.compare(run, about, what, getattr(settled, name), getattr(found, name, "nothing"))
     if any(each.outcome not in ("settled", "partial") for each in closed):
         state.drop_unsettled()  # as all ranks did
     elif closed and verdict.runs and state.rules.mode == "replay" and not of_kind(session.records, RunFailed):
         verdict.compare(None, "session", "session_closed: nothing left to try", True, state.done)
-
-
-def _compare_result(verdict: Verdict, recorded: ContextSettled, recomputed: ContextSettled | None) -> None:
-    about, what = context_label(recorded.kernel, recorded.key), f"context_settled of rank {recorded.rank}"
-    for name in ("status", "config_id", "config", "ms", "timings"):
-        value = getattr(recomputed, name, "nothing")
-        verdict.compare(recorded.run, about, f"{what}: {name}", getattr(recorded, name), value)
 
 
 def verdicts_tables(verdicts: Iterable[Verdict]) -> list[Table]:

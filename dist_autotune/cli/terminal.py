@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
 from ..logs.history import History, SessionHistory
-from ..logs.records import describe_skipped
 from . import tables
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
@@ -33,8 +32,8 @@ def open_console() -> Console:
 def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
     """Print the list of all sessions, then the `shown` ones in full."""
     print_tables(console, tables.sessions_table(history.sessions))
-    for name, reasons in history.skipped.items():
-        print_text(console, f"{history.directory / name}: {describe_skipped(reasons)}", "yellow")
+    for name, text in history.skipped.items():
+        print_text(console, f"{history.directory / name}: {text}", "yellow")
     for session in shown:
         print_text(console, f"\n{tables.session_heading(session)}", "bold")
         for note in tables.session_notes(session):

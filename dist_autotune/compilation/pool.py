@@ -48,12 +48,9 @@ class Terms:
     def agreed(cls, session: str, position: int, ranks: int, patience_s: float) -> Terms:
         """Return the terms for a rank whose peers wait `patience_s`, inf without peers."""
         local_rank, local_ranks = settings.place_on_host(position, ranks)
+        limit_s, until = settings.compile_timeout_s(), time.monotonic() + PATIENCE_SHARE * patience_s
         return cls(
-            session=session,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            limit_s=settings.compile_timeout_s(),
-            until=time.monotonic() + PATIENCE_SHARE * patience_s,
+            session=session, local_rank=local_rank, local_ranks=local_ranks, limit_s=limit_s, until=until
         )
 
     @property
@@ -250,8 +247,7 @@ class Pool:
         before = len(self._running)
         for task in tuple(self._running):
             assert task.child is not None
-            ending = task.child.poll()
-            if ending is None:
+            if (ending := task.child.poll()) is None:
                 continue
             self._running.remove(task)
             if ending.has_begun and ending.reason:

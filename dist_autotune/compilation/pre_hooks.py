@@ -105,8 +105,7 @@ class StandIn(torch.Tensor):
     def __torch_function__(
         cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        answer = _ANSWERS.get(func)
-        if answer is not None:
+        if (answer := _ANSWERS.get(func)) is not None:
             return answer(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

@@ -77,12 +77,8 @@ def why_unwritable(directory: Path) -> str:
 def _join(place: Place) -> None:
     if has_gpu := torch.cuda.is_available():
         torch.cuda.set_device(place.rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-        init_method=f"file://{place.directory}/store",
-        rank=place.rank,
-        world_size=place.world_size,
-    )
+    backend, store = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", f"file://{place.directory}/store"
+    dist.init_process_group(backend, store, rank=place.rank, world_size=place.world_size)
 
 
 def _exchange(place: Place) -> None:

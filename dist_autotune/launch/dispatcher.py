@@ -47,11 +47,8 @@ class Dispatcher:
         # The first launches of new contexts: their arguments are held no longer than the run.
         self.to_preflight: list[tuple[Binding, Launch]] = []
         self._known_choices = KnownChoices()
-        self._registry = registry
-        self._clock = clock
-        self._guard = guard
-        self._compiling = compiling
-        self._is_frozen = is_frozen
+        self._registry, self._clock, self._guard = registry, clock, guard
+        self._compiling, self._is_frozen = compiling, is_frozen
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -80,8 +77,7 @@ class Dispatcher:
 
     def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
         """Answer `tunable`: return the option that this run plans."""
-        known = self._known_choices.find(name, options, key)
-        if known is not None:
+        if (known := self._known_choices.find(name, options, key)) is not None:
             return options[known]
         texts = texts_of(name, options)
         with self._lock:
@@ -157,13 +153,11 @@ class Dispatcher:
 
     def _binding(self, launch: Launch) -> Binding:
         """Return what the launch belongs to; a context that is new is to be preflighted after the run."""
-        binding = self._registry.find(launch)
-        if binding is not None:
+        if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
         with self._lock:
-            binding = self._registry.find(launch)
-            if binding is None:
+            if (binding := self._registry.find(launch)) is None:
                 for known in self._fast_path.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)

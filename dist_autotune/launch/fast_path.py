@@ -36,9 +36,7 @@ class FastPath:
         *,
         passes_single: bool,
     ) -> None:
-        self._slow = slow
-        self._replaces = replaces
-        self._passes_single = passes_single
+        self._slow, self._replaces, self._passes_single = slow, replaces, passes_single
         self._ready: weakref.WeakKeyDictionary[Autotuner, _Known] = weakref.WeakKeyDictionary()
         self._call = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -21,7 +22,7 @@ class KernelNames:
     def __init__(self, aliases: Mapping[str, str]) -> None:
         self._aliases = aliases
         self._ordinals: weakref.WeakKeyDictionary[Autotuner, tuple[str, int]] = weakref.WeakKeyDictionary()
-        self._taken: dict[str, set[int]] = {}  # kernel -> ordinals of Autotuners launched in this run
+        self._taken: set[tuple[str, int]] = set()  # by the Autotuners launched in this run
         self._families: dict[str, set[str]] = {}  # -> kernels launched
 
     def begin_run(self) -> None:
@@ -40,19 +41,17 @@ class KernelNames:
         else:
             family = digest(f"{identity.kernel_source(tuner.base_fn).digest}|{','.join(tuner.keys)}")
             kernel = _kernel(family, (identity.candidate_digest(each.all_kwargs()) for each in tuner.configs))
-            taken = self._taken.get(kernel, set())
-            ordinal = next(n for n in range(len(taken) + 1) if n not in taken)
+            ordinal = next(n for n in itertools.count() if (kernel, n) not in self._taken)
             if launches:
                 self._families.setdefault(family, set()).add(kernel)
                 self._ordinals[tuner] = (kernel, ordinal)
         if launches:
-            self._taken.setdefault(kernel, set()).add(ordinal)
+            self.keep(tuner)
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
     def keep(self, tuner: Autotuner) -> None:
         """Keep the name of an Autotuner that this run launches from those that are new in it."""
-        kernel, ordinal = self._ordinals[tuner]
-        self._taken.setdefault(kernel, set()).add(ordinal)
+        self._taken.add(self._ordinals[tuner])
 
     def name_of_choice(self, name: str, options: Iterable[str]) -> str:
         """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
@@ -64,13 +63,10 @@ class KernelNames:
     def alias(self, kernel: str) -> str:
         """Return the name by which peers know a kernel, unless this rank has a kernel of that name itself."""
         alias = self._aliases.get(kernel, kernel)
-        return kernel if alias.partition("#")[0] in self._relatives(kernel) else alias
+        return kernel if alias.partition("#")[0] in self.relatives(kernel) else alias
 
-    def siblings(self, kernel: str) -> int:
-        """Return how many kernels of its family this rank has launched; those of one name count once."""
-        return len(self._relatives(kernel))
-
-    def _relatives(self, kernel: str) -> set[str]:
+    def relatives(self, kernel: str) -> set[str]:
+        """Return the kernels of its family that this rank has launched, without those of the same name."""
         return self._families.get(family_of(kernel), set())
 
 

@@ -116,9 +116,8 @@ class RankContext:
         for candidate in (incumbent, *self.texts, *known):
             if candidate not in banned and candidate in known:
                 return candidate
-        raise NoValidConfig(
-            f"{self.title}: all {len(self.texts)} configs failed on some rank. {' '.join(self._reasons())}"
-        )
+        reasons = " ".join(self._reasons())
+        raise NoValidConfig(f"{self.title}: all {len(self.texts)} configs failed on some rank. {reasons}")
 
     def _reasons(self) -> Iterator[str]:
         for candidate, text in self.texts.items():

@@ -44,11 +44,8 @@ class Registry:
         self.has_news = False  # the ranks have agreed on something since the last run began
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names = names
-        self._options = options
-        self._clock = clock
-        self._rank = rank
-        self._recall = recall
-        self._find_claim = find_claim
+        self._options, self._clock, self._rank = options, clock, rank
+        self._recall, self._find_claim = recall, find_claim
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -133,8 +130,7 @@ class Registry:
     def rename(self, names: Mapping[str, str]) -> None:
         """Call contexts as the peers do: their kernels are one, though their candidates differ."""
         for old, new in names.items():
-            context = self.by_name.pop(old, None)
-            if context is not None:
+            if (context := self.by_name.pop(old, None)) is not None:
                 context.name = new
                 self.by_name[new] = context
 
@@ -208,7 +204,7 @@ class Registry:
             is_choice=context.is_choice,
             kernel_id=self.names.alias(kernel),
             family=f"{family_of(kernel)}{kernel.partition('#')[2]}",
-            siblings=self.names.siblings(kernel),
+            siblings=len(self.names.relatives(kernel)),
             place=place,
             slot=context.slot,
             claim=context.claim,

@@ -49,8 +49,7 @@ class Choices:
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> T:
         """Return the settled one of `options`, by their texts, or the first."""
-        place = self._known.find(name, options, key)
-        if place is None:
+        if (place := self._known.find(name, options, key)) is None:
             texts = texts_of(name, options)
             settled = self._by_name.get((name, identity.key_text(key)))
             place = texts.index(settled) if settled in texts else 0

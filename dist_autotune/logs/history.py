@@ -26,6 +26,7 @@ from .records import (
     SessionClosed,
     SessionOpened,
     Trial,
+    describe_skipped,
     read_records,
 )
 
@@ -229,7 +230,7 @@ class History:
 
     directory: Path
     sessions: tuple[SessionHistory, ...]
-    skipped: Mapping[str, Counter[str]]  # file name -> reason -> lines that could not be read
+    skipped: Mapping[str, str]  # file name -> how many of its lines cannot be read, and why
 
     def newest(self) -> tuple[SessionHistory, ...]:
         """Return the newest session of each function, of those that tried something if there are any."""
@@ -253,9 +254,8 @@ def load(directory: Path) -> History:
         else:
             for record in own:
                 skipped[f"rank-{record.rank}.jsonl"]["of a session whose opening is lost"] += 1
-    return History(
-        directory, tuple(sessions), {name: reasons for name, reasons in skipped.items() if reasons}
-    )
+    unread = {name: describe_skipped(reasons) for name, reasons in skipped.items() if reasons}
+    return History(directory, tuple(sessions), unread)
 
 
 def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, Contexts]) -> SessionHistory:
@@ -271,11 +271,9 @@ def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, 
             contexts[context] = [*before, *own]  # only launched here: shown as it was settled
     known[opened.session] = {**earlier, **contexts}
     is_alone = opened.world_size == 1
-    shown = (ContextHistory(tuple(own), is_alone) for own in contexts.values() if _is_choice(own))
+    shown = []
+    for own in contexts.values():
+        counts = [len(record.candidates) for record in of_kind(own, ContextAdmitted)]
+        if max(counts, default=2) > 1:  # a choice, as is one whose admission is lost
+            shown.append(ContextHistory(tuple(own), is_alone))
     return SessionHistory(opened, tuple(records), tuple(shown))
-
-
-def _is_choice(records: Sequence[ContextRecord]) -> bool:
-    """Return whether a context has several candidates, or may have: its admission is lost."""
-    admitted = of_kind(records, ContextAdmitted)
-    return not admitted or any(len(record.candidates) > 1 for record in admitted)

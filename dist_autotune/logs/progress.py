@@ -17,19 +17,18 @@ class Progress:
         self._bar: Any = None
         self._drawn = 0.0
         if is_shown(wanted, rank):
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
+            from rich import console, progress
 
-            name = TextColumn("{task.description}", markup=False)  # a key may look like markup
-            columns = name, BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn()
-            # The user's print() goes where it always went: into a pipe, if stdout is one.
-            self._bar = Bar(
-                *columns,
-                console=Console(stderr=True),
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),  # a key may look like markup
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("runs"),
+                progress.TimeElapsedColumn(),
+                console=console.Console(stderr=True),
                 transient=True,
                 auto_refresh=False,
-                redirect_stdout=False,
+                redirect_stdout=False,  # the user's print() goes where it always went: into a pipe, perhaps
                 redirect_stderr=False,
             )
             self._task = self._bar.add_task(f"tuning {title}", total=None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .hub import SEND_S
@@ -26,10 +27,7 @@ class HubSilent(Exception):
 
 
 class Client:
-    """Sends requests by one of several endpoints of the hub; used by one thread.
-
-    An interrupted reply leaves it closed; the next request connects anew.
-    """
+    """Sends one thread's requests by one of the hub's endpoints; connects anew after an error or a Ctrl-C."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, rank: int) -> None:
         self.send_s = SEND_S  # how long the hub may take to take a message in
@@ -50,19 +48,12 @@ class Client:
     def notify(self, op: str, sequence: int, **fields: Any) -> None:
         """Send a message that has no reply."""
         data = pack({"op": op, "sequence": sequence, "rank": self._rank, **fields})
-        try:
+        with self._closed_by_errors():
             if self._socket is None:
                 self._socket = self._connect()
                 data = self._token + data
             self._socket.settimeout(self.send_s)
             self._socket.sendall(data)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, TimeoutError):
-                raise HubSilent from None
-            if isinstance(error, OSError):
-                raise HubLost(str(error)) from None
-            raise
 
     def receive(self, request: int, timeout_s: float) -> Message | None:
         """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
@@ -71,15 +62,8 @@ class Client:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 return None
-            try:
+            with self._closed_by_errors(), contextlib.suppress(TimeoutError):
                 self._read(min(left_s, _SLICE_S))
-            except TimeoutError:
-                continue
-            except BaseException as error:
-                self.close()  # a part of a message may be lost
-                if isinstance(error, OSError):
-                    raise HubLost(str(error)) from None
-                raise
         return self._replies.pop(request)
 
     def close(self) -> None:
@@ -89,6 +73,18 @@ class Client:
             self._socket.close()
         self._socket, self._is_answered = None, False
         self._buffer.clear()
+
+    @contextlib.contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.close()  # a part of a message may be lost
+            if isinstance(error, TimeoutError):
+                raise HubSilent from None
+            if isinstance(error, OSError):
+                raise HubLost(str(error)) from None
+            raise
 
     def _read(self, timeout_s: float) -> None:
         if self._socket is None:

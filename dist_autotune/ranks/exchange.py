@@ -87,11 +87,8 @@ class Exchange:
             return failure(self._members.rank, error)
 
     def _post(self, client: Client, payload: bytes) -> End:
-        """Return the end of the exchange, or when the time is up the end that the hub makes of it.
-
-        A hub that hangs up, on a rank that was stopped for one, is asked again: to ask twice changes nothing.
-        """
-        for _ in range(CONNECTIONS):
+        """Return the end of the exchange, or when the time is up the end that the hub makes of it."""
+        for _ in range(CONNECTIONS):  # it hangs up on a rank that was stopped; to ask twice changes nothing
             with contextlib.suppress(HubLost):
                 return self._receive(client, client.send("post", self._sequence, payload=payload))
         raise HubLost("the hub closes every connection")
@@ -112,10 +109,9 @@ class Exchange:
         return dict(reply["end"])
 
     def _receive_in_time(self, client: Client, request: int) -> Message | None:
-        """Return the reply, or None when the time is up.
+        """Return the reply, or None when the time is up; see meanwhile whether the hub still answers.
 
-        Meanwhile a rank looks whether the hub still answers, so as to know by then; if it does not, the rank
-        records its arrival in the store, so that the others know that it is there.
+        If it does not, this rank records its arrival in the store, where the others look for it.
         """
         hub, look = self._members.hub, None
         pauses = _pauses(self._look_s)

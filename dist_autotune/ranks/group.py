@@ -1,8 +1,7 @@
 """The ranks that a session exchanges payloads with: those of a process group, or one rank alone.
 
-Every rank sends a payload, all get the merged one, or the same error. The hub of a group keeps one end for
-each exchange: the merged payload, the failure of a rank, or the ranks that were missing when somebody's time
-was up. No collective of the user's is touched, and no wait is without a limit.
+Every rank sends a payload, and all get the same end: the merged payload, the failure of a rank, or the ranks
+that were missing when somebody's time was up. No collective of the user's is touched; every wait has a limit.
 """
 
 from __future__ import annotations
@@ -147,10 +146,7 @@ class Groups:
         return self._single[rank]
 
     def of(self, group: Any) -> RankGroup:
-        """Return the ranks of `group` (None: the default group).
-
-        Without torch.distributed, with one rank, or in a forked child of a rank: `single()`.
-        """
+        """Return the ranks of `group` (None: the default group); `single()` for one rank, or a fork."""
         if not (dist.is_available() and dist.is_initialized()):
             return self.single()
         if group is None:

@@ -1,8 +1,7 @@
 """The hub: a thread of a group's first rank, through which the ranks of the group exchange messages.
 
-torch's TCPStore is not used for this: its operations can be neither interrupted nor bounded in time,
-waiting on it means polling, and it asks the name server about everybody who connects (which takes 5 s
-where the answer is lost; torch 2.13).
+torch's TCPStore would have to be polled, can be neither interrupted nor bounded in time, and asks the name
+server about everybody who connects (5 s where the answer is lost; torch 2.13).
 
 It listens on the loopback device, and on the interface towards another host once a rank there asks for it.
 Whoever connects shows a token of fixed size before anything is parsed, and is shown one in return.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import os
@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias, cast
 
-from .address import Address, interface_towards, this_host
 from .messages import TOKEN_BYTES, End, Message, Reply, pack, unpack
 
 TICK_S = 0.5
@@ -34,6 +34,41 @@ QUEUE = 1024  # connections that wait to be accepted
 Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads -> the end that they make
 
 logger = logging.getLogger("dist_autotune")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a hub listens. A client shows the first half of `token` and is answered the second."""
+
+    host: str  # as `this_host` names it
+    port: int  # for ranks on the same host
+    outside: tuple[tuple[str, int], ...]  # (name, port) for ranks on other hosts, once one has asked
+    token: str  # twice `TOKEN_BYTES`
+
+    def endpoints(self, from_host: str) -> list[tuple[str, int]]:
+        """Return what a rank on a host can connect to; nothing: it has to ask."""
+        return [("127.0.0.1", self.port)] if from_host == self.host else list(self.outside)
+
+
+@functools.cache
+def this_host() -> str:
+    """Return what is equal for processes that reach each other by the loopback device."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"  # containers have networks of their own
+    except OSError:
+        return socket.gethostname()
+
+
+def interface_towards(host: str) -> str:
+    """Return the address of this host's interface on the way to another; empty: not known. Sends nothing."""
+    if host:
+        with contextlib.suppress(OSError):
+            for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    return str(probe.getsockname()[0])
+    return ""
 
 
 @dataclass

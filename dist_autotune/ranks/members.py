@@ -6,9 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .address import interface_towards, this_host
 from .client import Client
-from .hub import Hub
+from .hub import Hub, interface_towards, this_host
 from .store import OPERATION_S, Store
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..codec import from_json
-from .address import Address
+from .hub import Address
 from .messages import End
 
 T = TypeVar("T")
@@ -100,10 +100,9 @@ class Store:
         return self._known_keys
 
     def _count(self, default: Any) -> int:
-        """Return how many of these this rank has made for groups of this name, this one included.
+        """Return which store of this name it is on this rank: the n-th of all ranks belong together.
 
-        The n-th of one rank belongs with the n-th of the others. It takes its number by its mark, so asking
-        again gives the same number, also where the first answer was slow or lost.
+        It takes its number by its mark: asking again, where an answer was slow or lost, gives the same one.
         """
         for count in itertools.count(1):
             key = f"{self._name}/counts/{self._rank}/{count}"

@@ -44,8 +44,7 @@ class _Run:
 class Watchdog:
     """Sends heartbeats while this rank compiles, and watches the runs of the user's function.
 
-    The thread starts when first needed and looks once a heartbeat, so shorter calls cost it nothing. A forked
-    child has no such thread and starts its own.
+    Its thread starts when first needed, in a forked child too, and looks once a heartbeat.
     """
 
     def __init__(self, rank: int, heartbeat_s: float, new_client: Callable[[], Client | None]) -> None:

@@ -176,10 +176,7 @@ class Context:
             self._resume(math.inf)
 
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
-        """Record a run of all ranks, `judged` by `part` or the whole run; return what the run was for.
-
-        Where it does not count, the same trial is made again.
-        """
+        """Record a run of all ranks, `judged` by `part` or the whole run; unless it `counts`, repeat it."""
         self.apply_bans(part.bans)
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index = self.trial

@@ -17,10 +17,7 @@ DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 
 class FinalComparison(PlanTrial):
-    """Compares plans in rounds, each in an order of its own, so that no period of the caller's favours one.
-
-    It outlives its session: what one leaves undecided the next one goes on with.
-    """
+    """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
@@ -29,7 +26,6 @@ class FinalComparison(PlanTrial):
         self._all, self._rules = contexts, rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
         self._ms: dict[str, float] = {}
-        self._sides: list[str] = []  # of all runs
         self._run = 0
         self._compared_defaults: dict[str, int] = {}  # outlive the plan before the next session's search
         self._is_left = False  # an earlier session has not finished it
@@ -77,20 +73,17 @@ class FinalComparison(PlanTrial):
                 plans[side] = plan
         if not self._is_left or plans != self._plans:
             self._plans, self._run, self._ms = plans, 0, dict.fromkeys(plans, math.nan)
-        self._sides = [side for number in range(ROUNDS) for side in self._round(number)]
         self._compared_defaults, self.remark = dict(self.defaults), ""
         self.waiting, self._was_launched, self._idle_runs = False, True, 0
         self._ask()
 
-    def _round(self, number: int) -> list[str]:
+    def _ask(self) -> None:
         sides = list(self._plans)
+        number, place = divmod(self._run, len(sides))
         if number:
             random.Random(f"round {number}").shuffle(sides)
-        return sides if len(sides) > 1 else []
-
-    def _ask(self) -> None:
-        self.is_over, self.is_warmup = self._run >= len(self._sides), self._run < len(self._plans)
-        self.label = "" if self.is_over else self._sides[self._run]
+        self.is_over, self.is_warmup = len(sides) < 2 or number >= ROUNDS, number == 0
+        self.label = "" if self.is_over else sides[place]
         self.plan = {} if self.is_over else self._plans[self.label]
         self._apply_plan()
 

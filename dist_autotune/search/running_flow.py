@@ -32,10 +32,7 @@ class RunningFlow:
             raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
 
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
-        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more.
-
-        It never asks for what is banned: the flow gets `inf` for that at once.
-        """
+        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more."""
         for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
             try:
                 with self._named_errors():
@@ -49,7 +46,7 @@ class RunningFlow:
             self.count = self._times_asked[self.index, self.is_warmup]
             if self.index not in banned:
                 return None
-            ms = math.inf
+            ms = math.inf  # of what is banned, at once
         raise FlowFailed(f"search={self._search}: keeps asking for candidates that are banned")
 
     def _checked(self, index: Any, verb: str) -> int:

@@ -25,16 +25,13 @@ MOST_PAIRS = 3
 FAR = 4.0  # standard deviations beyond which a run is a spike
 AGAIN = 2  # runs of one plan whose time may be the host's
 
-Levels = Mapping[str, Mapping[int, float]]  # context -> candidate -> ms by its launches, the incumbent first
+Levels = Mapping[str, Mapping[int, float]]  # context -> candidate -> ms by its launches, or 0.0
 Plan = dict[str, int]
 Screening = Generator[Plan, float, "list[Plan]"]
 
 
 def screened(levels: Levels) -> Screening:
-    """Try plans over the candidates of each context; return those to race, that of the incumbents first.
-
-    Sent is the agreed time so far of the plan that was asked for. What has no launches has 0.0 ms by them.
-    """
+    """Ask for plans, sent the agreed ms so far of each; return those to race, the incumbents' first."""
     runs: list[tuple[Plan, float]] = []
     for plan in itertools.islice(_design(levels), RUNS):
         for _ in range(AGAIN):
@@ -115,13 +112,11 @@ class _Model:
                     continue
                 together_ms = statistics.median(self._left[number] for number in numbers)
                 error_ms = 1.25 * self._noise_ms / math.sqrt(len(numbers))
-                apart_ms = sum(
-                    self._added_ms(name, index) - self._added_ms(name, base[name])
-                    for name, index in ((one, a), (other, b))
-                )
+                pair = (one, a), (other, b)
+                apart_ms = sum(self._added_ms(n, i) - self._added_ms(n, base[n]) for n, i in pair)
                 gain_ms = -(together_ms + apart_ms)
                 if min(-together_ms, gain_ms) > PAIR_ERRORS * error_ms:
-                    found.append((gain_ms, {one: a, other: b}))
+                    found.append((gain_ms, dict(pair)))
         found.sort(key=lambda pair: -pair[0])
         return [plan for _, plan in found]
 

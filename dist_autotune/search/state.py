@@ -206,9 +206,8 @@ class SearchState:
         if part.ran is not None:
             context.last_run = self.runs
         by_launch = context.judge == BY_LAUNCH
-        outcome = context.advance(
-            part, part if by_launch else merged.run, counts=by_launch or self._is_judging
-        )
+        judged = part if by_launch else merged.run
+        outcome = context.advance(part, judged, counts=by_launch or self._is_judging)
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
@@ -281,20 +280,15 @@ class SearchState:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
             return  # what is new waits: a whole run is timed for one thing
-        if self.rules.races:
-            self._search_plans()
-        else:
+        if not self.rules.races:
             self._turns.pass_on(self.contexts)
+        elif self.whole_run is None or self.whole_run.is_over:
+            self.whole_run = None
+            while not (self.whole_run or self.closing or self._tunes_kernels) and any(self.unsettled):
+                search = WholeRun(self.contexts, self.rules)
+                self.whole_run = None if search.is_over else search
         if not (self.closing or any(self.unsettled)):
             self._comparison.begin()
-
-    def _search_plans(self) -> None:
-        """Let a search for the fastest plan begin, when all kernels are tuned by their launches, or end."""
-        if self.whole_run is not None and self.whole_run.is_over:
-            self.whole_run = None
-        while self.whole_run is None and not self.closing and any(self.unsettled) and not self._tunes_kernels:
-            search = WholeRun(self.contexts, self.rules)
-            self.whole_run = None if search.is_over else search
 
 
 class Turns:

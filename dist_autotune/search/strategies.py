@@ -69,21 +69,14 @@ def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Fl
     """Give each candidate in order `n_warmup` unmeasured and `n_repeat` measured runs; return the fastest."""
     agreed_ms: dict[int, float] = {}
     for index in candidates:
-        agreed_ms[index] = yield from _measure(index, n_warmup, n_repeat)
+        runs: list[int | Warmup] = [*[Warmup(index)] * n_warmup, *[index] * n_repeat]
+        for asked in runs:
+            ms = yield asked
+            agreed_ms[index] = math.inf if math.isnan(ms) else ms
+            if ms == math.inf:
+                break
     best = min(candidates, key=agreed_ms.__getitem__)
     return Winner(best, [index for index in candidates if agreed_ms[index] == agreed_ms[best]])
-
-
-def _measure(index: int, n_warmup: int, n_repeat: int) -> Generator[int | Warmup, float, float]:
-    for _ in range(n_warmup):
-        if (yield Warmup(index)) == math.inf:
-            return math.inf
-    ms = math.inf
-    for _ in range(n_repeat):
-        ms = yield index
-        if ms == math.inf:
-            break
-    return math.inf if math.isnan(ms) else ms
 
 
 # Thresholds of `racing`, chosen with benchmarks/search_simulator.py (its table is in docs/benchmarks).

@@ -194,16 +194,13 @@ class WholeRun(PlanTrial):
 
     def _choices(self) -> list[str]:
         """Return the choices that this search decides on, in the order in which they were met."""
-        return [
-            c.name
-            for c in self._contexts.values()
-            if c.is_choice and c.judge == BY_RUN and not c.settled and len(c.digests) > 1
-        ]
+        judged = (c for c in self._contexts.values() if c.judge == BY_RUN and not c.settled)
+        return [context.name for context in judged if context.is_choice and len(context.digests) > 1]
 
     def _unexplored(self, launched: Launched) -> tuple[str, int] | None:
-        options = ((name, i) for name in self._choices() for i in range(len(self._contexts[name].digests)))
-        unbanned = ((name, i) for name, i in options if i not in self._contexts[name].banned)
-        return next((option for option in unbanned if option not in launched), None)
+        choices = [self._contexts[name] for name in self._choices()]
+        options = ((c.name, i) for c in choices for i in range(len(c.digests)) if i not in c.banned)
+        return next((option for option in options if option not in launched), None)
 
 
 class PlanSpace:
@@ -248,11 +245,8 @@ class PlanSpace:
             kernels = self._launched_by(options)
             most = MOST_WIDER if len(kernels) < 2 else FIRST_CANDIDATES
             for plan in itertools.islice(self._with_kernels(options, most, WIDER), MOST_PLANS):
-                slower = math.prod(
-                    kernel.launch_ms.get(plan[kernel.name], math.inf) / min(kernel.launch_ms.values())
-                    for kernel in kernels
-                )
-                promised.append((options_ms * slower, plan))
+                ratio = (k.launch_ms.get(plan[k.name], math.inf) / min(k.launch_ms.values()) for k in kernels)
+                promised.append((options_ms * math.prod(ratio), plan))
         promised.sort(key=lambda promise: promise[0])
         return [plan for _, plan in promised]
 

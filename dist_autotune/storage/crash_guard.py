@@ -10,7 +10,6 @@ Whatever is wrong with the file or its directory is a `CacheWarning`, and tuning
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import stat
@@ -27,7 +26,6 @@ from .winners import Winners, parse, safe_name
 
 SCHEMA_VERSION = 3
 FOLDER = "crash-guard"  # in the cache's directory
-MAX_BYTES = 1 << 20
 _OWNED: set[Path] = set()  # files that this process has locked: closing one a second time would unlock it
 
 
@@ -56,7 +54,7 @@ class CrashGuard:
                 with contextlib.suppress(OSError):
                     self._file = _lock(self._path)
                     if self._file is not None:
-                        line = os.pread(self._file, MAX_BYTES, 0).partition(b"\n")[0]
+                        line = os.pread(self._file, 1 << 20, 0).partition(b"\n")[0]
                         found = from_json(Opening, parse(line, SCHEMA_VERSION))
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
@@ -106,9 +104,7 @@ class CrashGuard:
 
     def record_error(self) -> None:
         """Record that this rank left the run with an exception: peers that are killed for it blame nobody."""
-        if self._suspects:
-            self._suspects = {}
-            self._write(EXPLAINED)
+        self._suspect({}, EXPLAINED)
 
     def close(self) -> None:
         """Drop all bans and delete the file: the function has settled, or nothing is left to launch."""
@@ -117,10 +113,10 @@ class CrashGuard:
             _remove(self._path, self._file)
             self._file = None
 
-    def _suspect(self, suspects: dict[str, str]) -> None:
+    def _suspect(self, suspects: dict[str, str], kind: int = INEXACT) -> None:
         if suspects or self._suspects:
             self._suspects = suspects
-            self._write()
+            self._write(kind)
 
     def _write(self, kind: int = INEXACT, suspects: dict[str, str] | None = None) -> None:
         """Replace the line; without suspects it accuses nobody."""
@@ -136,7 +132,7 @@ class CrashGuard:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = _lock(self._path, os.O_CREAT)
             if self._file is not None and os.pwrite(self._file, data, 0) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError("No space left on device")
         except OSError as error:  # half a line would accuse the wrong candidate
             if self._file is not None:
                 _remove(self._path, self._file)

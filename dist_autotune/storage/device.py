@@ -28,14 +28,6 @@ class Device:
         if interception.is_interpreted() or not torch.cuda.is_available():
             return cls("interpreter", "", "")
         major, minor = torch.cuda.get_device_capability()
-        return cls(torch.cuda.get_device_name(), f"{major}.{minor}", _driver_version())
-
-
-def _driver_version() -> str:
-    """Return the NVIDIA driver's version, as the kernel module states it."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group(0) if found else ""
+        module = Path("/proc/driver/nvidia/version")  # where the kernel module states the driver's version
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", module.read_text() if module.exists() else "")
+        return cls(torch.cuda.get_device_name(), f"{major}.{minor}", found.group(0) if found else "")

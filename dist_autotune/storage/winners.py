@@ -127,9 +127,8 @@ class Winners:
             self.warn_unwritable(self.directory, error.strerror or str(error))
         else:
             if self._without_lock:
-                self._warn(
-                    f"No lock on the cache in {self.directory}: {self._without_lock}. Wrote without it."
-                )
+                reason = f"{self._without_lock}. Wrote without it."
+                self._warn(f"No lock on the cache in {self.directory}: {reason}")
 
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""

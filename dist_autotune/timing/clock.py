@@ -16,7 +16,7 @@ import torch
 
 from ..errors import LaunchTimeout
 from .device_errors import as_launch_failed
-from .stream_filler import CYCLES_PER_MS, StreamFiller, load_filler
+from .stream_filler import CYCLES_PER_MS, StreamFiller
 
 POLL_INTERVAL_S = 50e-6
 
@@ -116,8 +116,7 @@ class EventClock:
         if torch.cuda.is_available():
             with as_launch_failed():
                 for device in {torch.cuda.current_device(), *self._free} - self._costs.keys():
-                    load_filler(device)
-                    self._costs[device] = EventCost(device)
+                    self._costs[device] = EventCost(device)  # by spin kernels, which it loads
 
     def filler(self, longest_ms: float) -> StreamFiller | None:
         """Return what keeps the stream busy before runs, for so long at most; None: nothing does."""

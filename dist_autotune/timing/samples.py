@@ -44,16 +44,14 @@ class Samples:
         self.sample: Sample | None = None  # of the run that is reported
         self.report: Part | None = None  # None: the ranks have agreed on the last one
         self._reports = 0  # how often it was given
-        self._clock = clock
-        self._statistic = STATISTICS[statistic]
+        self._clock, self._statistic = clock, STATISTICS[statistic]
         self._marks: list[Any] = []
         self._is_launching = False
         # What only some clocks have; see `EventClock`.
         self._is_ready: Callable[[Any], bool] = getattr(clock, "ready", lambda mark: True)
         self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
-        self._gap_ms: Callable[[Any], float] = lambda mark: 0.0
-        if flags_gaps:
-            self._gap_ms = getattr(clock, "gap_ms", self._gap_ms)
+        flagged = clock if flags_gaps else None
+        self._gap_ms: Callable[[Any], float] = getattr(flagged, "gap_ms", lambda mark: 0.0)
 
     def start(self) -> Any:
         self._is_launching = True
@@ -127,10 +125,8 @@ class Samples:
         usable = [(float(ms), gap) for ms, gap in times if ms is not None and math.isfinite(ms) and ms > 0]
         if not usable or ran == MIXED:
             return None
-        return Sample(
-            ms=statistics.fmean(ms for ms, _ in usable),
-            gap_ms=statistics.fmean(min(float(gap_ms), ms) for ms, gap_ms in usable),
-        )
+        gap_ms = statistics.fmean(min(float(gap_ms), ms) for ms, gap_ms in usable)
+        return Sample(statistics.fmean(ms for ms, _ in usable), gap_ms)
 
     def _with_statistic(self, report: Part, samples: list[Sample]) -> Part:
         if not samples:

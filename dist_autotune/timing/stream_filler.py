@@ -29,11 +29,6 @@ MEASURED_MS = 0.2  # fillers that are shorter say too little of the rate
 _REMEMBERED = 9  # runs
 
 
-def load_filler(device: int) -> None:
-    with torch.cuda.device(device):
-        torch.cuda._sleep(0)
-
-
 class StreamFiller:
     """Fills the stream before each run, and learns how long the host takes: `begin`, then `end`."""
 

@@ -39,11 +39,6 @@ def announce(tuner: Autotuner, key: Key, *, cache_hit: bool) -> None:
         function = tuner.fn  # the `@jit` function under heuristics and the like
         while not inspect.isfunction(function.fn):
             function = function.fn
-        listener(
-            fn=function,
-            key=key,
-            best_config=tuner.best_config,
-            configs_timings=getattr(tuner, "configs_timings", {}),
-            duration=None if cache_hit else tuner.bench_time,
-            cache_hit=cache_hit,
-        )
+        timings, seconds = getattr(tuner, "configs_timings", {}), None if cache_hit else tuner.bench_time
+        found = {"best_config": tuner.best_config, "configs_timings": timings}
+        listener(fn=function, key=key, **found, duration=seconds, cache_hit=cache_hit)

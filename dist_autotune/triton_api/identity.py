@@ -39,8 +39,7 @@ _SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelSource] = weakref.
 
 def kernel_source(function: Callable[..., Any]) -> KernelSource:
     """Return the source identity of the Python function under a Triton kernel."""
-    known = _SOURCES.get(function)
-    if known is not None:
+    if (known := _SOURCES.get(function)) is not None:
         return known
     parts: dict[Any, str] = {}
     constants: list[str] = []
@@ -91,8 +90,7 @@ def value_text(value: Any, *, strict: bool = True) -> str:
         return f"{{{', '.join(f'{name}: {item}' for name, item in items)}}}"
     if type(value).__name__ == "constexpr":
         return text_of(value.value)
-    functions = _callees(value)
-    if functions:
+    if functions := _callees(value):
         return "+".join(f"{_full_name(function)}#{kernel_source(function).digest}" for function in functions)
     text = repr(value) if strict or not hasattr(value, "shape") else type(value).__name__
     if not (_ADDRESS.search(text) or hasattr(value, "data_ptr")):

@@ -31,8 +31,7 @@ def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
         if isinstance(run, types.FunctionType):
             if owner not in _KINDS or _KINDS[owner][0] is not run:
                 _KINDS[owner] = run, _kind(owner, run)
-            benchmarks = _KINDS[owner][1]
-            if benchmarks is not None:
+            if (benchmarks := _KINDS[owner][1]) is not None:
                 found.append((owner, run, benchmarks))
     return found
 

@@ -191,11 +191,10 @@ class FunctionState:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
         new = self.search.newly_final()
         for rank_context in self.registry.by_name.values():
-            context = rank_context.search
+            if (context := rank_context.search) is None:
+                continue
             # What is not new may have settled before it was launched here.
-            if context is not None and (
-                context in new or (not rank_context.is_published and self.search.is_final(context))
-            ):
+            if context in new or (not rank_context.is_published and self.search.is_final(context)):
                 self.results.publish(context, rank_context, seconds)
         return new
 

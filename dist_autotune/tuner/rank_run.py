@@ -69,10 +69,7 @@ class RankRun:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
 
     def report(self, elapsed_s: float) -> RunReport:
-        """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
-
-        elapsed_s: since the session's first call.
-        """
+        """Compile what is new, read the clocks that can be read, and return this rank's report on the run."""
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight:
             position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
@@ -90,12 +87,13 @@ class RankRun:
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         rank, facts = function.group.rank, function.facts(sources)
-        report = RunReport(rank, facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        offers = state.results.offered_after(state.registry.announced_now())
+        report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return state.results.with_offers(report, state.registry.announced_now())
+        return report
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""

@@ -93,7 +93,7 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
         context, rank_context = search.contexts.get(name), registry.by_name.get(name)
         if context is None or rank_context is None or len(context.digests) == 1:
             continue
-        best = None if context.is_spent else context.incumbent
+        best, bans = None if context.is_spent else context.incumbent, sorted(context.banned.items())
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
@@ -104,9 +104,7 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 launch_bound=best is not None and context.is_launch_bound,
                 status=context.status or "tuning",
                 timings={context.texts[index]: ms for index, ms in context.known_ms()},
-                banned={
-                    context.texts[i]: f"rank {r}: {why}" for i, (r, why) in sorted(context.banned.items())
-                },
+                banned={context.texts[i]: f"rank {rank}: {reason}" for i, (rank, reason) in bans},
             )
         )
     return tuple(contexts)

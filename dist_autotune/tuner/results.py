@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -18,7 +18,7 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, Offers, RunReport
+from ..search.messages import Claim, Offers
 from ..storage.winners import Entry, EntryKey, Winners, safe_name
 from ..triton_api import autotuner_cache, identity, subclasses
 from ..triton_api.launch import Key
@@ -75,17 +75,17 @@ class Results:
             return {}
         return self._offers_of(self._disk.launched_by(self._folder))
 
-    def with_offers(self, report: RunReport, announced: Iterable[RankContext]) -> RunReport:
-        """Offer all entries of the kernels that a run announces, if no later vote agrees on them."""
+    def offered_after(self, announced: Iterable[RankContext]) -> Offers:
+        """Return all entries of the kernels that a run announces, if no later vote agrees on them."""
         function = self._function
         votes_later = function.options.watch and function.tunes
         if function.is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
-            return report
+            return {}
         wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
         names = sorted({name for name, _ in wanted})
         entries = itertools.chain.from_iterable(map(self._disk.entries, names))
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
-        return replace(report, offers=self._offers_of(found))
+        return self._offers_of(found)
 
     def open(self, offers: Offers, *, same_device: bool) -> None:
         """Begin a session with the offers that all ranks have."""
@@ -143,8 +143,7 @@ class Results:
         winner = context.digests[index]
         if rank_context.is_choice:
             CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
-        known = {**times, **dict.fromkeys(context.banned, math.inf)}
-        self._to_memory(context, rank_context, {context.digests[i]: ms for i, ms in known.items()}, seconds)
+        self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return
         key = self._entry_key(rank_context)
@@ -162,9 +161,9 @@ class Results:
         if context.status in ("tuned", "cached") and not self._function.is_alone:
             self._disk.record_launch(self._folder, key)
 
-    def _to_memory(
-        self, context: Context, rank_context: RankContext, known: dict[str, float], seconds: float
-    ) -> None:
+    def _to_memory(self, context: Context, rank_context: RankContext, seconds: float) -> None:
+        known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}
+        by_digest = {context.digests[index]: ms for index, ms in known.items()}
         winner, is_cached = context.digests[context.incumbent], context.status == "cached"
         for binding in rank_context.bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
@@ -175,7 +174,8 @@ class Results:
             standing = tuner.cache.get(binding.key) if is_cached else None
             if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
                 continue  # and so does all that belongs to it
-            by_config = [(own, known[digest]) for digest, own in binding.configs.items() if digest in known]
+            configs = binding.configs.items()
+            by_config = [(own, by_digest[digest]) for digest, own in configs if digest in by_digest]
             autotuner_cache.publish(tuner, binding.key, config, by_config, seconds)
             origin = Origin(self._function.group, self._scope, context.provisional)
             _origins.setdefault(tuner, {})[binding.key] = origin

@@ -30,7 +30,6 @@ from .report import TunedContext, TuningReport, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
-OPENING = "the opening of a session"
 T = TypeVar("T")
 
 
@@ -61,10 +60,7 @@ class Session:
         return time.monotonic() - self._began
 
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more, with its result.
-
-        before: the state that the call has run `thunk` from already; None: it has not.
-        """
+        """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
         with self._reporting_failures(), steps as stepped:
@@ -117,7 +113,7 @@ class Session:
             opening = self.state.opening_with_results()
             if group.rank == group.ranks[0]:
                 opening.facts["session"] = {uuid.uuid4().hex[:12]: group.rank}
-            merged = check_opening(self._exchange(opening, OPENING))
+            merged = check_opening(self._exchange(opening, Opening.sent_at))
             if set(merged.facts[SESSION_STATE]) == {""}:
                 return merged
             # Some would have gone on with one, and know now that not all would: next time none has any.
@@ -130,7 +126,7 @@ class Session:
             return
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
-            received = self._exchange(self.state.opening(point), OPENING)
+            received = self._exchange(self.state.opening(point), Opening.sent_at)
             with self._dropping_searches():
                 merged = check_opening(received)
         if set(merged.facts[SESSION_STATE]) == {point}:
@@ -254,10 +250,8 @@ class Session:
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
         unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
-        self._dropped = tuple(
-            replace(context, **unfinished) if context.status == "tuning" else context
-            for context in self._contexts()
-        )
+        contexts = self._contexts()
+        self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
         self.state.drop_searches()
         self.close(error, outcome)
 

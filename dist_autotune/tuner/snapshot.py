@@ -37,9 +37,8 @@ def check_preserved(preserved: Sequence[Any]) -> None:
                 "tensor nor does it have state_dict() and load_state_dict()"
             )
         is_strided = isinstance(item, torch.Tensor) and item.layout is torch.strided
-        if is_strided and any(
-            size > 1 and not step for size, step in zip(item.shape, item.stride(), strict=True)
-        ):
+        steps = zip(item.shape, item.stride(), strict=True) if is_strided else ()
+        if any(size > 1 and not step for size, step in steps):
             raise InvalidOption(
                 f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: "
                 "elements overlap in memory and cannot be restored; preserve the tensor it was expanded from"
@@ -52,9 +51,9 @@ def _restorer(item: Any) -> Callable[[], None]:
         return lambda: item.load_state_dict(copy.deepcopy(state))
     saved = item.detach().clone()
 
+    @torch.no_grad()
     def restore() -> None:
-        with torch.no_grad():
-            item.copy_(saved)
+        item.copy_(saved)
 
     return restore
 

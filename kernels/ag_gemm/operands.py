@@ -27,7 +27,7 @@ class Call(NamedTuple):
     programs: int  # the most that run at once
     flags: torch.Tensor  # int32; pushed calls have their own
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
-    stamps: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
+    trace: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
 
 
 class Consumer(Protocol):

@@ -88,7 +88,7 @@ class AllGatherGemm(Operation):
         self._has_pusher = graphs or self._pushes
         self._pushed_rows = 0  # of the last call that the host has enqueued to be pushed
         self._gathered: torch.Tensor | None = None
-        self._stamps: torch.Tensor | None = None  # of the call that is traced
+        self._trace: torch.Tensor | None = None  # of the call that is traced
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -194,7 +194,7 @@ class AllGatherGemm(Operation):
         self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, pushed: bool
     ) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
-        kernel = choice.consumer, pushed, self._stamps is not None
+        kernel = choice.consumer, pushed, self._trace is not None
         if kernel in operands.kind.loaded or self._is_capturing():
             return
         call = self._call_of(operands.rows, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
@@ -208,18 +208,18 @@ class AllGatherGemm(Operation):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call, and return the product and when each tile waited for rows and was stored.
 
-        The second is int64 [tiles, 4], see `specialized.room_for_stamps`. Needs consumer="specialized".
+        The second is int64 [tiles, 4], see `specialized.empty_trace`. Needs consumer="specialized".
         """
         if self._fixed.consumer != "specialized":
             given = self._fixed.consumer
             raise ValueError(f"consumer is {given!r}; to trace, open an operation with 'specialized'")
         if out is None:
             out = a_shard.new_empty((self.world_size * a_shard.shape[0], weight.shape[0]))
-        self._stamps = stamps = specialized.room_for_stamps(out, self.world_size)
+        self._trace = trace = specialized.empty_trace(out, self.world_size)
         try:
-            return self(a_shard, weight, out), stamps
+            return self(a_shard, weight, out), trace
         finally:
-            self._stamps = None
+            self._trace = None
 
     @property
     def shard(self) -> torch.Tensor:
@@ -322,7 +322,7 @@ class AllGatherGemm(Operation):
             choice.programs,
             flags,
             self._errors,
-            self._stamps,
+            self._trace,
         )
 
     def _launch(

@@ -34,7 +34,7 @@ CANDIDATES = [
     gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     gluon_candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),  # few rows
 ]
-STAMPS_PER_TILE = 4  # see `room_for_stamps`
+WORDS_PER_TILE = 4  # see `empty_trace`
 
 
 def fewest_rows(*, tensor_memory: bool) -> int:
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     world_size: int
     programs: int
     device: torch.device
-    stamps: bool
+    trace: bool
 
     def sizes(self) -> dict[str, int]:
         return {"M": self.m, "N": self.n, "K": self.k}
@@ -88,7 +88,7 @@ class Shape(NamedTuple):
             "WORLD": self.world_size,
             "TENSOR_MEMORY": capability(self.device) == 10,
             "DTYPE": TYPE_NAMES[self.dtype],
-            "STAMPS": self.stamps,
+            "TRACE": self.trace,
         }
 
     def tiles(self, meta: dict[str, Any]) -> int:
@@ -149,43 +149,30 @@ class SpecializedConsumer:
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices
-        stamps = call.stamps is not None
-        return Shape(
-            c.rows, b.rows, a.columns, a.dtype, call.world_size, call.programs, weight.device, stamps
-        )
+        trace = call.trace is not None
+        return Shape(c.rows, b.rows, a.columns, a.dtype, call.world_size, call.programs, weight.device, trace)
 
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
         """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
-        return (
-            call.flags,
-            call.errors,
-            call.errors if call.stamps is None else call.stamps,
-            shape.m,
-            shape.n,
-            shape.k,
-            call.capacity,
-            call.rank,
-            call.epoch,
-            call.base,
-            call.pushed,
-            call.patience_ticks,
-        )
+        tensors = (call.flags, call.errors, call.errors if call.trace is None else call.trace)
+        scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
+        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
 
     def _describe(self) -> list[TensorDescriptor]:
         any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
         return [describe(matrix, any_block) for matrix in self._matrices]
 
 
-def room_for_stamps(out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return `Call.stamps` for a call that writes `out`: -1, with a row for each tile under any config.
+def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return `Call.trace` for a call that writes `out`: -1, with a row for each tile under any config.
 
     Tiles are numbered in the order of visits: chunk `rank` first, then `rank` + 1. A row that stays -1 is of
     no tile. Otherwise: ns before the tile's wait, behind it, and when its stores had been started; the SM.
     """
     m, n = out.shape
-    shape = Shape(m, n, 0, out.dtype, world_size, 0, out.device, stamps=True)
+    shape = Shape(m, n, 0, out.dtype, world_size, 0, out.device, trace=True)
     tiles = max(shape.tiles(config.kwargs) for config in tuned.configs)
-    return torch.full((tiles, STAMPS_PER_TILE), -1, dtype=torch.int64, device=out.device)
+    return torch.full((tiles, WORDS_PER_TILE), -1, dtype=torch.int64, device=out.device)
 
 
 def _matrices(

@@ -34,7 +34,7 @@ class Chunks:
     """
 
     exchange: gl.tuple  # `Exchange`
-    stamps_ptr: gl.tensor
+    trace_ptr: gl.tensor
     m: gl.tensor
     last_col: gl.tensor  # behind which no tile begins: loads from beyond the last column are slow
     tiles_m: gl.tensor  # of a chunk
@@ -46,7 +46,7 @@ class Chunks:
     GROUP_M: gl.constexpr
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
-    STAMPS: gl.constexpr
+    TRACE: gl.constexpr
 
     @gluon.jit
     def find(self, number):
@@ -72,19 +72,11 @@ class Chunks:
         return self.k_blocks
 
     @gluon.jit
-    def first_blocks(self):
-        return self.k_blocks
-
-    @gluon.jit
-    def blocks_behind(self, number):
-        return self.k_blocks
-
-    @gluon.jit
     def await_rows(self, number, known):
         """Return once the tile's rows are here, or their peer has been given up: then it loads garbage."""
-        if self.STAMPS:
-            gl.store(self.stamps_ptr + number * 4 + 3, multiprocessor().to(gl.int64))
-            gl.store(self.stamps_ptr + number * 4, nanoseconds())
+        if self.TRACE:
+            gl.store(self.trace_ptr + number * 4 + 3, multiprocessor().to(gl.int64))
+            gl.store(self.trace_ptr + number * 4, nanoseconds())
         chunk, row, _col = self.find(number)
         step = (chunk - self.exchange.rank + self.WORLD) % self.WORLD
         before = step * self.m  # rows of the chunks that are visited before this one
@@ -92,8 +84,8 @@ class Chunks:
         if (step > 0) & (known < before + needed):
             arrived = wait_for_rows(chunk, needed, self.exchange, self.WORLD, True)
             known = before + min(arrived, self.m)
-        if self.STAMPS:
-            gl.store(self.stamps_ptr + number * 4 + 1, nanoseconds())
+        if self.TRACE:
+            gl.store(self.trace_ptr + number * 4 + 1, nanoseconds())
         return known
 
     @gluon.jit
@@ -107,15 +99,12 @@ class Chunks:
     def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
         """The accumulator is the tile."""
         epilogue.store(accumulator, row, col, step, STORER)
-
-    @gluon.jit
-    def stored(self, number):
-        if self.STAMPS:
-            gl.store(self.stamps_ptr + number * 4 + 2, nanoseconds())
+        if self.TRACE:
+            gl.store(self.trace_ptr + number * 4 + 2, nanoseconds())
 
 
 UNSPECIALIZED = [
-    *("flags_ptr", "errors_ptr", "stamps_ptr"),
+    *("flags_ptr", "errors_ptr", "trace_ptr"),
     *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks"),
 ]
 
@@ -129,7 +118,7 @@ def specialized_all_gather_gemm(
     c_desc,  # out [M, N]
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    stamps_ptr,  # int64 [tiles, 4] with STAMPS: ns before and after the wait, ns of the store, SM
+    trace_ptr,  # int64 [tiles, 4] with TRACE: ns before and after the wait, ns of the store, SM
     M,
     N,
     K,
@@ -142,7 +131,7 @@ def specialized_all_gather_gemm(
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
-    STAMPS: gl.constexpr,
+    TRACE: gl.constexpr,
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -165,26 +154,8 @@ def specialized_all_gather_gemm(
     tiles_n = gl.cdiv(N, WIDTH)
     problem = Chunks(
         Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks),
-        stamps_ptr,
-        m,
-        last_start(N, WIDTH, True),
-        tiles_m,
-        tiles_n,
-        WORLD * tiles_m * tiles_n,
-        gl.cdiv(K, BLOCK_K),
-        capacity,
-        WORLD,
-        GROUP_M,
-        BLOCK_M,
-        WIDTH,
-        STAMPS,
+        *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
+        *(gl.cdiv(K, BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
     )
-    run(
-        problem,
-        a_desc,
-        b_desc,
-        extra_desc,
-        c_desc,
-        flags_ptr,  # in place of a counter: the schedule is static
-        config,
-    )
+    # The flags are in place of a counter: the schedule is static.
+    run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, config)

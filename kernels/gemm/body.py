@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate, partition_barrier
-from ..tiles import part_slot, tail_parts, tail_segment, tail_segments, tail_share
+from ..tiles import part_slot, stream_k_parts, stream_k_segment, stream_k_segments, stream_k_share
 from .operands import Config
 from .problem import Problem, last_start
 from .roles import run
@@ -43,7 +43,7 @@ class Parts:
         LANES_N: gl.constexpr = STORE_N // 4 if STORE_N < 128 else 32  # each reads 16 bytes of a row
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES_N, LANES_N], [gl.num_warps(), 1], [1, 0])
         inside = _offsets(layout, i, self.BLOCK_M, STORE_N, self.WIDTH)
-        first, count = tail_parts(self.tile, self.k_blocks, self.share)
+        first, count = stream_k_parts(self.tile, self.k_blocks, self.share)
         total = gl.zeros((self.BLOCK_M, STORE_N), gl.float32, layout)
         ahead = gl.load(self.room_of(first) + inside)
         for program in range(first + 1, first + count):
@@ -108,19 +108,11 @@ class StreamK:
         whole = product.tiles // programs * programs
         tail = product.tiles - whole
         k_blocks = max(product.k_blocks, 1)  # without any there is no tile
-        share = tail_share(tail, k_blocks, programs, SHORTEST)
-        segments = tail_segments(gl.program_id(0), tail, k_blocks, share)
+        share = stream_k_share(tail, k_blocks, programs, SHORTEST)
+        segments = stream_k_segments(gl.program_id(0), tail, k_blocks, share)
         return StreamK(
-            product,
-            parts_ptr,
-            arrivals_ptr,
-            whole,
-            tail,
-            share,
-            k_blocks,
-            whole + segments * programs,
-            product.config.BLOCK_M,
-            product.config.BLOCK_N + product.config.EXTRA_N,
+            *(product, parts_ptr, arrivals_ptr, whole, tail, share, k_blocks, whole + segments * programs),
+            *(product.config.BLOCK_M, product.config.BLOCK_N + product.config.EXTRA_N),
         )
 
     @gluon.jit
@@ -131,7 +123,7 @@ class StreamK:
         blocks = self.k_blocks
         if number >= self.whole:
             segment = (number - self.whole) // gl.num_programs(0)
-            inner, first, blocks = tail_segment(
+            inner, first, blocks = stream_k_segment(
                 gl.program_id(0), segment, self.tail, self.k_blocks, self.share
             )
             tile = self.whole + inner
@@ -147,14 +139,6 @@ class StreamK:
     def blocks_of(self, number):
         _tile, _first, blocks = self.find(number)
         return blocks
-
-    @gluon.jit
-    def first_blocks(self):
-        return self.blocks_of(gl.program_id(0))
-
-    @gluon.jit
-    def blocks_behind(self, number):
-        return self.blocks_of(number + gl.num_programs(0))
 
     @gluon.jit
     def await_rows(self, number, known):
@@ -195,17 +179,13 @@ class StreamK:
         acquires the last count has seen all releases before it; another barrier, of the compiler's, hands the
         count on to the warps.
         """
-        _first, count = tail_parts(tile, self.k_blocks, self.share)
+        _first, count = stream_k_parts(tile, self.k_blocks, self.share)
         partition_barrier()
         before = gl.atomic_add(self.arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
         last = before == count - 1
         if last:
             gl.atomic_xchg(self.arrivals_ptr + tile, 0, sem="relaxed", scope="gpu")
         return last
-
-    @gluon.jit
-    def stored(self, number):
-        """Nobody waits for that."""
 
 
 # Sizes only count tiles: one binary serves all shapes.

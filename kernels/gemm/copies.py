@@ -158,7 +158,7 @@ NOTHING = Copies()
 
 
 @functools.lru_cache(maxsize=CHOICES_KEPT)
-def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape] | None:
+def plan_copies(shape: Shape, *, out: bool) -> tuple[Copies, Shape] | None:
     """Return what to copy and the shape of the product of the copies; None if the plain body is to run.
 
     The shape's alignments are those of the operands as they are, 0 where TMA cannot address one; `out` says

@@ -1,6 +1,6 @@
 """How the Gluon body computes a product: what TMA reads, what goes through scratch memory, what is launched.
 
-A route depends on where the tensors are and how they lie, so it is found once and taken again by later calls
+A `LaunchPlan` depends on where tensors are and how they lie, so it is made once and executed by later calls
 with tensors in the same places. A shape is tuned at first, then launched straight from what the tuning left.
 Nothing here keeps a caller's tensor, nor the parts of stream-K.
 """
@@ -19,7 +19,7 @@ from ..launch import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
 from .configs import CUT_SCHEDULES, GLUON_CANDIDATES, blocks_of
-from .copies import NOTHING, Copies, copy, padded_copy, plan, room_for, runs_along_columns
+from .copies import NOTHING, Copies, copy, padded_copy, plan_copies, room_for, runs_along_columns
 from .pruning import Shape, prune
 
 COUNTERS_KEPT = 64
@@ -105,7 +105,7 @@ def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.T
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class LaunchPlan:
     """What to launch for tensors in known places; TMA can address those matrices that are not None."""
 
     shape: Shape
@@ -116,7 +116,7 @@ class Route:
     copies: Copies
 
 
-def route_of(
+def plan_launch(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
@@ -125,8 +125,8 @@ def route_of(
     programs: int,
     *,
     tensor_memory: bool,
-) -> Route | None:
-    """Return the way to out = a @ b; None if the plain body is to compute it.
+) -> LaunchPlan | None:
+    """Return how to launch out = a @ b; None if the plain body is to compute it.
 
     It is where TMA cannot address all tensors, and copies do not pay. On Blackwell nothing is copied.
     """
@@ -158,26 +158,26 @@ def route_of(
     )
     copies, copies_out = NOTHING, c is None
     if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
-        planned = plan(shape, out=copies_out)
+        planned = plan_copies(shape, out=copies_out)
         if planned is None:
             return None
         copies, shape = planned
-    return Route(shape, exchanged, left, right, c, copies)
+    return LaunchPlan(shape, exchanged, left, right, c, copies)
 
 
-def follow(route: Route, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a @ b to `out`, for tensors in the places for which `route_of` has found this."""
-    shape, copies = route.shape, route.copies
+def execute(plan: LaunchPlan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a @ b to `out`, for tensors in the places that the plan was made for."""
+    shape, copies = plan.shape, plan.copies
     if copies == NOTHING:
-        assert route.a is not None
-        assert route.b is not None
-        assert route.out is not None
-        launch(route.a, route.b, route.out, shape)
+        assert plan.a is not None
+        assert plan.b is not None
+        assert plan.out is not None
+        launch(plan.a, plan.b, plan.out, shape)
         return
-    if route.exchanged:
+    if plan.exchanged:
         a, b, out = b.mT, a.mT, out.mT
     # On copies, too: all that TMA cannot address are among those.
-    left, right, c, room = route.a, route.b, route.out, out
+    left, right, c, room = plan.a, plan.b, plan.out, out
     if copies.a:
         left, a = padded_copy(a, transposed=shape.trans_a)
     if copies.b:

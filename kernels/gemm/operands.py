@@ -135,17 +135,8 @@ class Operands:
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
         return Operands(
-            a_desc,
-            b_desc,
-            extra_desc,
-            a_bufs,
-            b_bufs,
-            extra_bufs,
-            full,
-            empty,
-            config,
-            NUM_BUFFERS,
-            B_SLOTS,
+            *(a_desc, b_desc, extra_desc, a_bufs, b_bufs, extra_bufs),
+            *(full, empty, config, NUM_BUFFERS, B_SLOTS),
         )
 
     @gluon.jit

@@ -18,7 +18,7 @@ from ..configs import INTERPRETED, do_bench
 from ..tensors import check_no_gradient, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
-from .launch import Route, counter_of, follow, route_of
+from .launch import LaunchPlan, counter_of, execute, plan_launch
 from .pruning import prune_plain
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16)
@@ -28,7 +28,7 @@ SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
 INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
 
-_ROUTES: dict[Hashable, Route] = {}  # of calls whose arguments have been checked
+_PLANS: dict[Hashable, LaunchPlan] = {}  # of calls whose arguments have been checked
 
 
 def persistent_matmul(
@@ -69,10 +69,10 @@ def persistent_matmul(
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
     key = (key_of(a), key_of(b), key_of(out), variant, scheduler, programs)
-    route = _ROUTES.get(key)
-    if route is not None and out_dtype in (None, out.dtype):
+    plan = _PLANS.get(key)
+    if plan is not None and out_dtype in (None, out.dtype):
         with _on(a.device):
-            follow(route, a, b, out)
+            execute(plan, a, b, out)
         return out
     check_operands(a, b)
     check_out(out, a, b, out_dtype)
@@ -82,9 +82,9 @@ def persistent_matmul(
         return out.zero_()
     if _is_on_gpu(a):
         with _on(a.device):
-            route = _multiply(a, b, out, variant, scheduler, programs)
-        if route is not None:
-            remember(_ROUTES, key, route)
+            plan = _multiply(a, b, out, variant, scheduler, programs)
+        if plan is not None:
+            remember(_PLANS, key, plan)
     elif INTERPRETED:
         _run_plain(a, b, out, scheduler, programs or INTERPRETED_PROGRAMS)
     else:
@@ -110,16 +110,16 @@ def _multiply(
     variant: str,
     scheduler: str,
     programs: int | None,
-) -> Route | None:
-    """Write a @ b to `out`; return the route that the Gluon body has taken, None after the plain one."""
+) -> LaunchPlan | None:
+    """Write a @ b to `out`; return the plan of the Gluon body, None after the plain one."""
     capability, sms = _device(a.device)
     programs = programs or sms
     if capability in (9, 10):
         on_blackwell = capability == 10
-        route = route_of(a, b, out, variant, scheduler, programs, tensor_memory=on_blackwell)
-        if route is not None:
-            follow(route, a, b, out)
-            return route
+        plan = plan_launch(a, b, out, variant, scheduler, programs, tensor_memory=on_blackwell)
+        if plan is not None:
+            execute(plan, a, b, out)
+            return plan
     _run_plain(a, b, out, scheduler, programs)
     return None
 
@@ -139,23 +139,11 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (min(programs, triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])),)
 
-    plain_gemm[grid](
-        a,
-        b,
-        out,
-        counter_of(a.device, counts=scheduler == "dynamic"),
-        rows,
-        columns,
-        a.shape[1],
-        *a.stride(),
-        *b.stride(),
-        *out.stride(),
-        programs,
-        class_of_rows(rows),
-        SCHEDULE=scheduler,
-        CHIPLETS=CHIPLETS,
-        UPCAST=INTERPRETED and a.dtype is torch.bfloat16,
-    )
+    counter = counter_of(a.device, counts=scheduler == "dynamic")
+    sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
+    upcasts = INTERPRETED and a.dtype is torch.bfloat16
+    constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
+    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), **constants)
 
 
 # ---- what it says when it is called wrongly

@@ -146,14 +146,6 @@ class Problem:
         return self.k_blocks
 
     @gluon.jit
-    def first_blocks(self):
-        return self.k_blocks
-
-    @gluon.jit
-    def blocks_behind(self, number):
-        return self.k_blocks
-
-    @gluon.jit
     def await_rows(self, number, known):
         """All of A is there."""
         return known
@@ -166,7 +158,3 @@ class Problem:
     def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
         """The accumulator is the tile."""
         epilogue.store(accumulator, row, col, step, STORER)
-
-    @gluon.jit
-    def stored(self, number):
-        """Nobody waits for that."""

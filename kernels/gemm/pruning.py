@@ -30,7 +30,7 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
-from ..tiles import on_host, tail_share
+from ..tiles import on_host, stream_k_share
 from .configs import (
     CUT_SCHEDULES,
     MOST_ACCUMULATOR_REGISTERS,
@@ -76,7 +76,7 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
     if kwargs["STREAM_K"]:
         waves, tail = divmod(tiles, programs)
-        share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+        share = on_host(stream_k_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
         busy, cut = programs, share * k_block
         ends = FILL + store + part_clocks(kwargs, triton.cdiv(k_blocks, share))
     else:
@@ -182,7 +182,7 @@ def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: i
         return False
     tail = count_tiles(kwargs, args) % programs
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
-    share = on_host(tail_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
+    share = on_host(stream_k_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
     parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
     saved_k = (k_blocks - share) * kwargs["BLOCK_K"]
     return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))

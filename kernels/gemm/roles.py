@@ -13,15 +13,13 @@
 Which tiles there are is asked of a part as well, the `problem`. It has `tiles` and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
-    blocks_of(number)             how many k blocks it has: one or more
-    first_blocks()                how many this program's first tile has
-    blocks_behind(number)         how many its tile after this one has; any number if there is none
+    blocks_of(number)             how many k blocks it has: one or more. Where tiles differ in it, a program's
+                                  are the program_id-th one and every num_programs-th one behind
     end_steps()                   of JOINED only: how many times 16 elements of K the last one of a tile has
     await_rows(number, known)     return once those rows of A may be read. Only `_load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
     loaded()                      `_load` has started its last load
     store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
-    stored(number)                it has
 
 **It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
 steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
@@ -144,7 +142,7 @@ def _work(
     consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
     """
     NUM_BUFFERS: gl.constexpr = operands.NUM_BUFFERS
-    step = FIRST * problem.first_blocks()
+    step = FIRST * problem.blocks_of(gl.program_id(0))
     visit = gl.to_tensor(FIRST)
     cursor = visit
     if LOADS:
@@ -158,7 +156,7 @@ def _work(
             *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
             *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS),
         )
-        step += (EVERY - 1) * problem.blocks_behind(number)
+        step += (EVERY - 1) * problem.blocks_of(number + gl.num_programs(0))
         visit += EVERY
         number = schedule.take(visit)
     if STORES:
@@ -229,7 +227,6 @@ def _work_on(
         mma.await_result(visit)
         problem.store(number, epilogue, accumulator, row, col, step, FIRST)
         mma.drained(visit)
-        problem.stored(number)
     return cursor, step
 
 

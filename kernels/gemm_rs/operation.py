@@ -236,26 +236,13 @@ class GemmReduceScatter(Operation):
         stride_am, stride_bn = a.stride(0), weight.stride(0)
         aligned = (a.data_ptr() % 16 == 0, weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
         addressable = (stride_am | stride_bn) * a.element_size() % 16 == 0
-        shape = Shape(
-            m,
-            weight.shape[0],
-            k,
-            self._capacity,
-            stride_am,
-            stride_bn,
-            out.stride(0),
-            self.world_size,
-            chunks,
-            self._sms or INTERPRETED_PROGRAMS,
-            a.dtype,
-            a.device,
-            aligned,
-            self._held_aligned,
-            self._has_tma and addressable and aligned[0] and aligned[1],
-            self._upcasts,
-        )
+        sizes = (m, weight.shape[0], k, self._capacity, stride_am, stride_bn, out.stride(0))
+        of_launch = (self.world_size, chunks, self._sms or INTERPRETED_PROGRAMS)
+        place = (a.dtype, a.device, aligned, self._held_aligned)
+        tma_legal = self._has_tma and addressable and aligned[0] and aligned[1]
+        shape = Shape._make((*sizes, *of_launch, *place, tma_legal, self._upcasts))
         tensors = (a.detach(), weight.detach(), out, *self._held)
-        scalars = (*shape[:7], first, chunks, self.rank, self._patience_ticks)
+        scalars = (*sizes, first, chunks, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, scalars)
 
     def _describe(self, peer: int, failure: Failure) -> str:

@@ -185,17 +185,8 @@ class AllGatherMoE(ExpertOperation):
             self._memory.write_signal(arrived, 1, self._stream)
 
     def _launch(self, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int) -> None:
-        tensors = (
-            self._gather.local,
-            weight.detach(),
-            out,
-            plan.rows,
-            plan.sources,
-            plan.ends,
-            plan.tables,
-            self._flags.local,
-            self._errors,
-        )
+        planned = (plan.rows, plan.sources, plan.ends, plan.tables)
+        tensors = (self._gather.local, weight.detach(), out, *planned, self._flags.local, self._errors)
         strides = (weight.stride(0), weight.stride(1), out.stride(0))
         shape = self._shape(out.shape[0], weight, strides, tensors)
         own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)

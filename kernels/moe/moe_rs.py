@@ -227,23 +227,9 @@ class MoEReduceScatter(ExpertOperation):
     ) -> None:
         """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
         first_part, parts = (0, self.world_size + 1) if step is None else (step, 1)
-        tensors = (
-            y.detach(),
-            weight.detach(),
-            out,
-            products,
-            self._partial,
-            self._staged.local,
-            self._weights.local,
-            plan.rows,
-            plan.sources,
-            plan.offsets,
-            plan.ends,
-            plan.tables,
-            plan.counters,
-            self._flags.local,
-            self._errors,
-        )
+        sums = (products, self._partial, self._staged.local, self._weights.local)
+        planned = (plan.rows, plan.sources, plan.offsets, plan.ends, plan.tables, plan.counters)
+        tensors = (y.detach(), weight.detach(), out, *sums, *planned, self._flags.local, self._errors)
         strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
         shape = self._shape(y.shape[0], weight, strides, tensors)
         of_launch = (first_part, parts, self.rank, self._patience_ticks)

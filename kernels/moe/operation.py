@@ -257,21 +257,10 @@ class ExpertOperation(Operation):
         """Return what the launch of a grouped GEMM of so many choices depends on."""
         experts, columns, k = weight.shape
         programs = self._sms or INTERPRETED_PROGRAMS
-        return Shape(
-            counted(choices, programs),
-            size_class(choices),
-            columns,
-            k,
-            experts,
-            strides,
-            self.world_size,
-            programs,
-            weight.dtype,
-            weight.device,
-            tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
-            self._has_tma and lies_for_tma(weight),
-            self._upcasts,
-        )
+        sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        place = (weight.dtype, weight.device, aligned, self._has_tma and lies_for_tma(weight))
+        return Shape(*sizes, strides, self.world_size, programs, *place, self._upcasts)
 
     # ---- what went wrong
 

@@ -37,11 +37,12 @@ class Plan:
     ) -> None:
         self.experts = experts
         self.capacity = most // LOWEST + experts + 1  # blocks of the lowest height
-        self._orders, self._heights, self._by_first = orders, heights, by_first
-        self._world_size = world_size
-        self._padded = triton.next_power_of_2(experts + 1)
-        counted = world_size * (experts + 1)
-        tables = orders * heights
+        counted, tables = world_size * (experts + 1), orders * heights
+        padded = triton.next_power_of_2(experts + 1)
+        self._constants = {"WORLD": world_size, "BLOCK": BLOCK}
+        bits = search_bits(world_size, padded)
+        self._of_tables = {"ORDERS": orders, "HEIGHTS": heights, "BY_FIRST": by_first}
+        self._of_tables |= {"EXPERTS": padded, "SEARCH_BITS": bits}
 
         self.held: list[torch.Tensor] = []  # what the kernels of a call write
 
@@ -53,7 +54,7 @@ class Plan:
         self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
         self._starts, self.offsets = words(counted), words(world_size + 1)
         self._within, self.rows, self.sources = words(most), words(most), words(most)
-        self._groups = words(tables, 2, world_size * self._padded)
+        self._groups = words(tables, 2, world_size * padded)
         self.ends, self.tables = words(tables, world_size), words(tables, self.capacity, ENTRY.value)
 
     def sort(
@@ -73,53 +74,14 @@ class Plan:
     ) -> None:
         """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come."""
         self._zeroed.zero_()
+        counts = (self._counts, self._starts, self.offsets, self._within)
+        numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
         launch: Callable[..., Any] = count_choices[(PROGRAMS,)]
-        launch(
-            ids,
-            flags,
-            errors,
-            self._counts,
-            self._starts,
-            self.offsets,
-            self._within,
-            pairs,
-            self.experts,
-            topk,
-            stride,
-            tokens,
-            told,
-            rank,
-            first,
-            patience_ticks,
-            WORLD=self._world_size,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
-        launch = place_choices[(self._orders * self._heights + PROGRAMS,)]
-        launch(
-            ids,
-            self._counts,
-            self._starts,
-            self.offsets,
-            self._within,
-            self.rows,
-            self.sources,
-            self._groups,
-            self.ends,
-            self.tables,
-            self.experts,
-            stride,
-            first,
-            self.capacity,
-            ORDERS=self._orders,
-            HEIGHTS=self._heights,
-            BY_FIRST=self._by_first,
-            WORLD=self._world_size,
-            EXPERTS=self._padded,
-            SEARCH_BITS=search_bits(self._world_size, self._padded),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+        launch(ids, flags, errors, *counts, *numbers, **self._constants, num_warps=WARPS)
+        placed = (self.rows, self.sources, self._groups, self.ends, self.tables)
+        sizes = (self.experts, stride, first, self.capacity)
+        launch = place_choices[(len(self.ends) + PROGRAMS,)]
+        launch(ids, *counts, *placed, *sizes, **self._of_tables, **self._constants, num_warps=WARPS)
 
 
 def search_bits(world_size: int, padded_experts: int) -> int:

@@ -131,7 +131,7 @@ def taken_for_a_gpu(case: Case) -> Iterator[None]:
             copies.room_for
         )  # the same memory in each call, as torch's for CUDA mostly is
         changes += [
-            (launching, "plan", all_copied),
+            (launching, "plan_copies", all_copied),
             (launching, "room_for", room_for),
             (copies, "room_for", room_for),
         ]

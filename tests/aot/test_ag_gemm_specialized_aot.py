@@ -50,16 +50,14 @@ SMALL = candidate("pingpong", (64, 128, 64), 4)
 SMALL_DEEP = candidate("cooperative", (64, 128, 128), 4)
 
 
-def compile_candidate(
-    config: triton.Config, target: Any, *, stamps: bool = False, dtype: str = "bf16"
-) -> Any:
-    constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "STAMPS": stamps}
+def compile_candidate(config: triton.Config, target: Any, *, trace: bool = False, dtype: str = "bf16") -> Any:
+    constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "TRACE": trace}
     constants |= config.kwargs
     types = {name: descriptor_type(dtype, block) for name, block in blocks_of(constants).items()}
     types |= {
         "flags_ptr": "*i32",
         "errors_ptr": "*i64",
-        "stamps_ptr": "*i64",
+        "trace_ptr": "*i64",
         **dict.fromkeys(SCALARS, "i32"),
     }
     kernel = specialized_all_gather_gemm
@@ -147,16 +145,16 @@ def test_the_load_warp_lives_on_the_registers_that_it_keeps(target):
 
 @TARGETS
 @pytest.mark.parametrize("config", [LARGE, PINGPONG], ids=["cooperative", "pingpong"])
-def test_stamps_cost_nothing_where_they_are_off_and_fit_where_they_are_on(target, config):
+def test_a_trace_costs_nothing_where_it_is_off_and_fits_where_it_is_on(target, config):
     if target is BLACKWELL and config.kwargs["VARIANT"] == "pingpong":
         config = BLACKWELL_S
     # A wait has its own way to read the clock, into `now`.
     stamp = r"mov\.u64 \s*%\w+, %globaltimer"
     assert not re.search(stamp, compile_candidate(config, target).asm["ptx"])
-    stamped = compile_candidate(config, target, stamps=True)
+    traced = compile_candidate(config, target, trace=True)
     consumers = 2 if config.kwargs["VARIANT"] == "pingpong" else 1
-    assert len(re.findall(stamp, stamped.asm["ptx"])) == 2 + consumers
-    assert resources(stamped, target)["spilled"] == 0
+    assert len(re.findall(stamp, traced.asm["ptx"])) == 2 + consumers
+    assert resources(traced, target)["spilled"] == 0
 
 
 def test_float16_compiles_like_bfloat16():
@@ -267,15 +265,15 @@ def test_the_program_count_is_the_call_s(device):
     assert [launched[0] for launched in device.launched] == [7, 5, 24]
 
 
-def test_stamps_are_another_kernel_with_the_same_tuning(device):
+def test_a_trace_is_another_kernel_with_the_same_tuning(device):
     operands = tensors()
     launch(*operands, a_call())
-    stamps = torch.zeros(24, specialized.STAMPS_PER_TILE, dtype=torch.int64)
+    trace = torch.zeros(24, specialized.WORDS_PER_TILE, dtype=torch.int64)
     for _ in range(2):
-        launch(*operands, a_call(stamps=stamps))
-    at = specialized.tuned.arg_names.index("STAMPS")
+        launch(*operands, a_call(trace=trace))
+    at = specialized.tuned.arg_names.index("TRACE")
     assert [arguments(launched)[at] for launched in device.launched] == [False, True, True]
-    assert [arguments(launched)[6] for launched in device.launched[1:]] == [stamps.data_ptr()] * 2
+    assert [arguments(launched)[6] for launched in device.launched[1:]] == [trace.data_ptr()] * 2
 
 
 def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
@@ -330,9 +328,9 @@ def test_a_settled_launch_is_microseconds_of_python(device):
     assert best_us < 60
 
 
-def test_there_is_room_for_the_stamps_of_every_tile_of_every_config():
-    room = specialized.room_for_stamps(torch.empty(WORLD * ROWS, N, dtype=torch.bfloat16), WORLD)
-    assert room.shape == (WORLD * (ROWS // 64) * (N // 128), specialized.STAMPS_PER_TILE)
+def test_there_is_room_for_the_trace_of_every_tile_of_every_config():
+    room = specialized.empty_trace(torch.empty(WORLD * ROWS, N, dtype=torch.bfloat16), WORLD)
+    assert room.shape == (WORLD * (ROWS // 64) * (N // 128), specialized.WORDS_PER_TILE)
     assert (room == -1).all()
 
 

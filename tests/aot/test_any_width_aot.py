@@ -15,7 +15,7 @@ import torch
 import triton
 from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
-from gluon_route import multiply
+from gluon_plan import multiply
 from launch_path import arguments, only_compiling
 
 from dist_autotune.compilation import pre_hooks

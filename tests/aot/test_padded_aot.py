@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import CDNA3, HOPPER, compile_for, resources
-from gluon_route import multiply
+from gluon_plan import multiply
 from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 
@@ -82,13 +82,13 @@ COPY_ARGUMENTS = len(copies.copy_rows.arg_names)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
     monkeypatch.setattr(copies, "_LAUNCHES", OrderedDict())
     copies.copy_rows.device_caches.clear()
-    copies.plan.cache_clear()
+    copies.plan_copies.cache_clear()
     with only_compiling(monkeypatch, launching, launching.tuned_gemm, PIPELINED) as made:
         yield made
         copies._LAUNCHES.clear()
         copies.copy_rows.device_caches.clear()
         gc.collect()  # kernels unload themselves from the device they were loaded on: now
-    copies.plan.cache_clear()
+    copies.plan_copies.cache_clear()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
         return chosen, copied(shape, chosen)
 
-    monkeypatch.setattr(launching, "plan", plan)
+    monkeypatch.setattr(launching, "plan_copies", plan)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, mon
     tuner = launching.tuned_gemm
     a, b, out = operands(256, 192, 72)
     multiply(a, b, out)
-    monkeypatch.setattr(launching, "plan", lambda shape, *, out: (copies.NOTHING, shape))
+    monkeypatch.setattr(launching, "plan_copies", lambda shape, *, out: (copies.NOTHING, shape))
     multiply(a, b, out)
     places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
     keys = [settled.key for settled in launching._SETTLED._of.values()]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gemm_compiled import candidate
-from gluon_route import multiply
+from gluon_plan import multiply
 from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import contextual_autotune
@@ -172,18 +172,18 @@ def test_stream_k_runs_on_all_sms_with_room_for_two_parts_each_and_counts_of_its
 
 @pytest.fixture
 def on_gpu(device, monkeypatch) -> Any:
-    """Have `persistent_matmul` take tensors for a GPU's; return A's shape of each route looked for."""
+    """Have `persistent_matmul` take tensors for a GPU's; return A's shape of each launch that is planned."""
     found: list[tuple[int, ...]] = []
 
-    def noted(a: torch.Tensor, *given: Any, **options: Any) -> launching.Route | None:
+    def noted(a: torch.Tensor, *given: Any, **options: Any) -> launching.LaunchPlan | None:
         found.append(tuple(a.shape))
-        return launching.route_of(a, *given, **options)
+        return launching.plan_launch(a, *given, **options)
 
     monkeypatch.setattr(operation, "_is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(operation, "_on", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(operation, "_device", lambda device: (9, 132))
-    monkeypatch.setattr(operation, "_ROUTES", {})
-    monkeypatch.setattr(operation, "route_of", noted)
+    monkeypatch.setattr(operation, "_PLANS", {})
+    monkeypatch.setattr(operation, "plan_launch", noted)
     monkeypatch.setattr(operation, "_run_plain", lambda *args: None)
     return found
 
@@ -254,7 +254,7 @@ def test_what_the_plain_body_computes_has_no_route(on_gpu):
     for _ in range(2):
         persistent_matmul(a[:, 1:], b[1:], out)
     assert len(on_gpu) == 2
-    assert operation._ROUTES == {}
+    assert operation._PLANS == {}
 
 
 def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
@@ -262,7 +262,7 @@ def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
     calls = [operands(256, 192, 64) for _ in range(4)]
     for each in calls:
         persistent_matmul(*each)
-    assert len(operation._ROUTES) == 2
+    assert len(operation._PLANS) == 2
     kept = [weakref.ref(tensor) for each in calls for tensor in each]
     device.launched.clear()
     calls.clear()

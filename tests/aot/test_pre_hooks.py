@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from candidates import arrive
-from gluon_route import multiply
+from gluon_plan import multiply
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.driver import driver

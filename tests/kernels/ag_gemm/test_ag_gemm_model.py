@@ -143,9 +143,9 @@ def gather_and_multiply(
     extra_n: int = 0,
     store: tuple[int, int] = (4, 1),
     tensor_memory: bool = False,
-    stamps: bool = False,
+    trace: bool = False,
 ) -> np.ndarray:
-    """Run the call to its end, check what it wrote, and return the stamps."""
+    """Run the call to its end, check what it wrote, and return the trace."""
     width = BLOCK_N + extra_n
     a_desc = GatherBuffer(scene.gather, [BLOCK_M, BLOCK_K])
     a_desc.scene = scene
@@ -179,7 +179,7 @@ def gather_and_multiply(
         WORLD=scene.world,
         TENSOR_MEMORY=tensor_memory,
         DTYPE="bf16",
-        STAMPS=stamps,
+        TRACE=trace,
         VARIANT=variant,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -260,20 +260,20 @@ def test_a_tile_of_two_widths_and_programs_without_a_tile(variant):
 
 
 @KINDS
-def test_stamps_tell_of_each_tile_when_it_waited_and_when_it_was_stored(variant, tensor_memory):
+def test_a_trace_tells_of_each_tile_when_it_waited_and_when_it_was_stored(variant, tensor_memory):
     scene = Scene(3, 1, 10, 20, 5, pushed=False, seed=3)
-    stamps = gather_and_multiply(scene, variant, tensor_memory=tensor_memory, stamps=True)
-    before, after, stored, where = stamps.T
+    trace = gather_and_multiply(scene, variant, tensor_memory=tensor_memory, trace=True)
+    before, after, stored, where = trace.T
     assert (before >= 0).all()
     assert (before <= after).all()
     assert (after < stored).all()
     assert set(where) == {0, 1}
-    own = slice(0, len(stamps) // 3)
+    own = slice(0, len(trace) // 3)
     assert (before[own] == after[own]).all()  # no turn of anybody else's: no wait
     assert (after - before).max() > 0
 
 
-def test_without_stamps_nothing_is_written():
+def test_without_a_trace_nothing_is_written():
     scene = Scene(2, 0, 5, 9, 3, pushed=False, seed=1)
     assert (gather_and_multiply(scene) == -1).all()
 

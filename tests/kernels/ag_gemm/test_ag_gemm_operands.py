@@ -112,8 +112,8 @@ def test_weight_and_result_that_swap_their_alignment_are_not_alike(op, monkeypat
 
 def test_a_call_that_is_traced_has_a_kernel_of_its_own_to_load(op, monkeypatch):
     loaded, tensors = count_loading(monkeypatch), (torch.randn(8, K), weight_of(), torch.empty(8, N))
-    for stamps in (torch.empty(0), None, torch.empty(0), None):
-        op._stamps = stamps  # as `trace` does
+    for trace in (torch.empty(0), None, torch.empty(0), None):
+        op._trace = trace  # as `trace` does
         op(*tensors)
     assert len(loaded) == 2
 

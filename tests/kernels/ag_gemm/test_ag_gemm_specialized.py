@@ -101,7 +101,7 @@ def tuned_in_context(rank: int) -> bool:
     return max(errors) < 1 and "specialized_all_gather_gemm" in found and winners[0] == winners[1]
 
 
-def stamped(rank: int) -> bool:
+def traced(rank: int) -> bool:
     """Stamp a call whose peer is late: all tiles of the own chunk are stored before the peer's are here."""
     torch.manual_seed(rank)
     specialized.tuned.configs = CANDIDATES[:1]
@@ -109,14 +109,14 @@ def stamped(rank: int) -> bool:
     with opened(m, k) as op:
         errors = [call_and_compare(op, m, n)]
         a_shard, weight = tensors(m, n, k, DTYPE)
-        op.trace(a_shard, weight)  # compiles the kernel with stamps, which takes longer than the peer is late
+        op.trace(a_shard, weight)  # compiles the traced kernel, which takes longer than the peer is late
         dist.barrier()
         torch.cuda.synchronize()
         if rank == 1:
             torch.cuda._sleep(20_000_000)  # about 10 ms
-        _, stamps = op.trace(a_shard, weight)
+        _, trace = op.trace(a_shard, weight)
         op.check()
-    tiles = stamps[: 2 * (m // 128) * (n // 256)].cpu()
+    tiles = trace[: 2 * (m // 128) * (n // 256)].cpu()
     assert (tiles >= 0).all()
     before, after, stored, _ = tiles.T
     assert (before <= after).all()
@@ -136,7 +136,7 @@ def cases(rank: int) -> list[str]:
     rest = {
         "late peers": lambda: late_peers(rank, 60),
         "tuned in context": lambda: tuned_in_context(rank),
-        "stamped": lambda: stamped(rank),
+        "traced": lambda: traced(rank),
     }
     return run_cases({**by_shape, **backends, **pushes, **rest})
 

@@ -197,13 +197,13 @@ def pieces_apart(rank: int) -> tuple[list[float], list[float]]:
         peer, weight = Peer(memory), torch.randn(n, k, device=DEVICE).to(DTYPE)
         for holds in (False, True):  # the first call compiles
             memory.holds = holds
-            _, stamps = op.trace(op.shard, weight)
+            _, trace = op.trace(op.shard, weight)
             peer.be_fetched_from(op, rows)
             for piece in range(1, 5):
                 time.sleep(LATE_S)
                 memory.gate[0] = piece if holds else 0
             op.check()
-    tiles = stamps[16:32].reshape(4, 4, 4).cpu()  # of the peer's chunk: columns, rows, stamps
+    tiles = trace[16:32].reshape(4, 4, 4).cpu()  # of the peer's chunk: columns, rows, words
     let_through, stored = (tiles[:, :, place].double() / 1e6 for place in (1, 2))
     first = float(let_through.min())
     return (let_through.min(dim=0).values - first).tolist(), (stored.max(dim=0).values - first).tolist()

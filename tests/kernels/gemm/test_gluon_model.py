@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -289,26 +290,26 @@ def test_parts_that_share_a_slot_are_found(part, variant):
 @CUT_VARIANTS
 def test_a_segment_that_is_off_by_one_is_found(part, variant):
     module = importlib.import_module("kernels_in_the_model.gemm.body")
-    segment_of = module.tail_segment
+    segment_of = module.stream_k_segment
 
     def late(program, segment, tail, k_blocks, share):
         tile, first, blocks = segment_of(program, segment, tail, k_blocks, share)
         return tile, first + (segment == 1), blocks
 
-    part("body", "tail_segment", late)
+    part("body", "stream_k_segment", late)
     assert "not equal" in fails(variant=variant, **CUT).lower()
 
 
 @CUT_VARIANTS
 def test_a_part_too_few_in_the_sum_is_found(part, variant):
     module = importlib.import_module("kernels_in_the_model.gemm.body")
-    parts_of = module.tail_parts
+    parts_of = module.stream_k_parts
 
     def fewer(tile, k_blocks, share):
         first, count = parts_of(tile, k_blocks, share)
         return first, count - 1
 
-    part("body", "tail_parts", fewer)
+    part("body", "stream_k_parts", fewer)
     assert fails(variant=variant, **CUT)
 
 
@@ -335,7 +336,7 @@ def test_a_count_that_is_not_put_back_is_found(part, variant):
     module = importlib.import_module("kernels_in_the_model.gemm.body")
 
     def count_only(self, tile):
-        _first, count = module.tail_parts(tile, self.k_blocks, self.share)
+        _first, count = module.stream_k_parts(tile, self.k_blocks, self.share)
         module.partition_barrier()
         arrivals = self.arrivals_ptr + tile
         return module.gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == count - 1
@@ -344,7 +345,9 @@ def test_a_count_that_is_not_put_back_is_found(part, variant):
 
 
 def test_a_consumer_that_miscounts_the_steps_of_the_other_is_found(part):
-    part("body", "StreamK.blocks_behind", lambda self, number: self.k_blocks)
+    language = vars(importlib.import_module("kernels_in_the_model.gemm.roles").gl)
+    # The number of the tile behind this one is taken for its own.
+    part("roles", "gl", types.SimpleNamespace(**{**language, "num_programs": lambda axis: 0}))
     assert fails(variant="pingpong", **CUT)
 
 

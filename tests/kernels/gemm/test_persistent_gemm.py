@@ -366,8 +366,8 @@ def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, S
 
 def choose_copies(monkeypatch: pytest.MonkeyPatch, plan: Callable[..., tuple[Copies, Shape] | None]) -> None:
     """Have `plan` asked, also for tensors in places that are known already."""
-    monkeypatch.setattr(launching, "plan", plan)
-    monkeypatch.setattr(operation, "_ROUTES", {})
+    monkeypatch.setattr(launching, "plan_copies", plan)
+    monkeypatch.setattr(operation, "_PLANS", {})
 
 
 @pytest.fixture
@@ -638,7 +638,7 @@ def test_by_itself_a_call_copies_what_should_be_on_a_gpu(
     shape, number, dtype, only, poisoned_rooms, monkeypatch
 ):
     only(each_candidate("warp_specialized", torch.float32)[0])
-    choose_copies(monkeypatch, copies.plan)
+    choose_copies(monkeypatch, copies.plan_copies)
     for out_dtype in (dtype, torch.float32):
         poisoned_rooms.clear()
         check(*shape, dtype, layouts=("row", "column"), out_dtype=out_dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_route import multiply
+from gluon_plan import multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_rooms import poison_rooms
@@ -100,13 +100,13 @@ def any_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave only candidates that every version of Triton has."""
     known = [config for config in GLUON_CANDIDATES if not config.kwargs["JOINED"]]
     monkeypatch.setattr(copies, "GLUON_CANDIDATES", known)
-    copies.plan.cache_clear()
+    copies.plan_copies.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def no_choice_is_kept() -> Iterator[None]:
     yield
-    copies.plan.cache_clear()
+    copies.plan_copies.cache_clear()
 
 
 # ---- the choice
@@ -272,7 +272,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(launching, "plan", plan)
+        patched.setattr(launching, "plan_copies", plan)
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1
@@ -310,7 +310,7 @@ def test_the_small_operand_goes_through_scratch_memory_and_the_large_one_does_no
 
 def test_the_choice_is_made_once_for_a_shape(noted, monkeypatch):
     tensors = operands(12345, 1032, 2056)
-    copies.plan.cache_clear()
+    copies.plan_copies.cache_clear()
     asked = []
     monkeypatch.setattr(
         copies, "what_to_copy", lambda shape, *, out: asked.append(shape) or what_to_copy(shape, out=out)
@@ -324,7 +324,7 @@ def test_no_choice_is_made_where_all_rows_begin_with_lines_of_cache(noted, monke
     monkeypatch.setattr(
         Matrix, "alignment", lambda matrix: 128
     )  # as on a GPU; memory of a CPU begins anywhere
-    monkeypatch.setattr(launching, "plan", lambda *args, **kwargs: pytest.fail("asked"))
+    monkeypatch.setattr(launching, "plan_copies", lambda *args, **kwargs: pytest.fail("asked"))
     assert multiply(*operands(4096, 1024, 2048))
     assert len(noted) == 1
 

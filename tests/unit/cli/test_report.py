@@ -168,7 +168,7 @@ def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path)
             log.write(record)
     history = load(tmp_path)
     assert history.sessions == ()
-    assert history.skipped == {"rank-0.jsonl": {"of a session whose opening is lost": 3}}
+    assert history.skipped == {"rank-0.jsonl": "skipped 3 lines: 3 x of a session whose opening is lost"}
 
 
 def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_path: Path) -> None:

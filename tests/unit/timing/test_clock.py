@@ -135,7 +135,7 @@ def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device)
     assert device.fillers_ms == []  # its module is not loaded: loading might wait for a kernel that waits
     finish(device)
     clock.prepare()
-    assert device.fillers_ms[0] == 0.0
+    assert device.fillers_ms  # what measures events has loaded it
     finish(device)
     filler.begin(lambda: 1.0)
     launched = len(device.fillers_ms)

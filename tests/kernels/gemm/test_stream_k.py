@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from dist_autotune.kernels.tiles import (
     on_host,
     part_slot,
-    tail_parts,
-    tail_segment,
-    tail_segments,
-    tail_share,
+    stream_k_parts,
+    stream_k_segment,
+    stream_k_segments,
+    stream_k_share,
 )
 
 share_of, segment_of, segments_of, parts_of, slot_of = map(
-    on_host, (tail_share, tail_segment, tail_segments, tail_parts, part_slot)
+    on_host, (stream_k_share, stream_k_segment, stream_k_segments, stream_k_parts, part_slot)
 )
 
 

@@ -18,8 +18,8 @@ def multiply(
     tensor_memory: bool = False,
 ) -> bool:
     """Write a @ b to `out` by the Gluon body; return False, with nothing done, if it is not to."""
-    found = launching.route_of(a, b, out, variant, scheduler, programs, tensor_memory=tensor_memory)
+    found = launching.plan_launch(a, b, out, variant, scheduler, programs, tensor_memory=tensor_memory)
     if found is None:
         return False
-    launching.follow(found, a, b, out)
+    launching.execute(found, a, b, out)
     return True
