@@ -51,7 +51,7 @@ def prepare(
     step: Annotated[
         str | None,
         typer.Option(
-            help="A run ends when module:function or module:Class.method returns, not an optimizer step."
+            help="What ends a run: module:function or module:Class.method. Default: an optimizer's step."
         ),
     ] = None,
     **given: Any,
@@ -62,11 +62,9 @@ def prepare(
     stand before SCRIPT. With DIST_AUTOTUNE_MODE=off the program runs as without it.
     """
     settings.check_variables()
-    if not is_module and not os.path.exists(target):
+    if not is_module and not os.path.isfile(target):
         terminal.fail(f"There is no file {target}. To run a module: dist-autotune run -m {target}")
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name in OFF.keys() & chosen.keys():
-        chosen[name] = OFF[name] if chosen[name] == "off" else Path(chosen[name])
+    chosen = {name: _given(name, value) for name, value in given.items() if value is not None}
     options = Options(**{"is_dist": True, **chosen, "mode": "online"})
     boundary = OptimizerSteps() if step is None else NamedCalls(step)
     program = Program(target, tuple(arguments or ()), is_module)
@@ -87,22 +85,36 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
                 terminal.print_ending(program.name, tuned.report, tuned.remark)
 
 
-def _typed(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command`, which takes any, a parameter for each of OPTIONS."""
-    hints = typing.get_type_hints(Options)
+def _given(name: str, text: Any) -> Any:
+    """Return an option's value; text that is none stays, for `Options` to name it."""
+    if name in OFF:
+        return OFF[name] if text == "off" else Path(text)
+    with contextlib.suppress(TypeError, ValueError):
+        return KINDS[name](text)
+    return text
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` a parameter for each of OPTIONS in place of `given`."""
     parameters = [
         each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"
     ]
     for name, text in OPTIONS.items():
-        kinds = typing.get_args(hints[name]) or (hints[name],)
-        kind = str if str in kinds else next(each for each in (bool, int, float) if each in kinds)
-        annotation = Annotated[kind | None, typer.Option(help=text)]  # type: ignore[valid-type]
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
+        kind = KINDS[name]
+        option = typer.Option(help=text, metavar=None if kind is bool else kind.__name__.upper())
+        annotation: Any = Annotated[bool | None if kind is bool else str | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
 
-_typed(prepare)
+def _kind(hint: Any) -> type:
+    """Return what an option's text becomes: the first of these types that its field may have."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next(kind for kind in (str, bool, int, float) if kind in kinds)
+
+
+KINDS = {name: _kind(hint) for name, hint in typing.get_type_hints(Options).items() if name in OPTIONS}
+_with_options(prepare)

@@ -97,8 +97,9 @@ class NamedCalls:
             for part in self._path[:-1]:
                 owner = getattr(owner, part)
             function = inspect.getattr_static(owner, last)
-        except AttributeError as error:
-            raise InvalidOption(f"--step {self._name!r}: {error}") from None
+        except AttributeError:
+            path = ".".join(self._path)
+            raise InvalidOption(f"--step {self._name!r}: {self._module} has no {path}") from None
         is_own = last in vars(owner)
         if isinstance(function, staticmethod | classmethod):
             setattr(owner, last, type(function)(self._ending(function.__func__, end_run)))

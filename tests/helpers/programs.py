@@ -68,6 +68,7 @@ def _become(
     """Be that program on this rank."""
     os.environ |= environment_of_rank(rank, ranks, port) | environment
     sys.argv = [str(program), *arguments]
+    sys.path.insert(0, str(program.parent))
     printed = os.open(f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(printed, 1)
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
