@@ -1,7 +1,4 @@
-"""What the doctor tries out in helper processes: directories, two CPU ranks, GPUs, symmetric memory.
-
-A probe is a sequence of stages, functions that return facts. One may crash, hang or end its process.
-"""
+"""What the doctor tries out in helper processes: each probe is a sequence of stages, which return facts."""
 
 from __future__ import annotations
 

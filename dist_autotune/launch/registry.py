@@ -107,9 +107,8 @@ class Registry:
         samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
         constants = "" if launch is None else launch.constants_text()
         context = RankContext(
-            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants
+            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, launch is None
         )
-        context.is_choice = launch is None
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:
             cached = None if tuner is None else tuner.cache.get(key)

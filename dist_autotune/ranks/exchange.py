@@ -185,8 +185,7 @@ class Exchange:
 
 def failure(rank: int, error: BaseException) -> End:
     """Return the end of an exchange that a rank does not reach."""
-    text = described(error)[:2000]
-    return {"failed": rank, "error": text, "unusable": isinstance(error, NoValidConfig)}
+    return {"failed": rank, "error": described(error)[:2000], "unusable": isinstance(error, NoValidConfig)}
 
 
 def _pauses(last_s: float = _LAST_PAUSE_S) -> Iterator[float]:

@@ -143,11 +143,9 @@ class Watchdog:
 
     def _report(self, watch: Watch, finding: str, condition: str) -> None:
         """Report a finding, what the run is at, and what happens next."""
-        outlook, where = "nothing here can release it (on_stuck='abort' would end its process)", ""
-        if watch.on_stuck == "abort":
-            outlook = (
-                f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')"
-            )
+        outlook = f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')"
+        if watch.on_stuck != "abort":
+            outlook = "nothing here can release it (on_stuck='abort' would end its process)"
         try:
             where = watch.whereabouts() if watch.whereabouts is not None else ""
         except Exception as error:  # a device that cannot be asked must not end the thread

@@ -64,11 +64,10 @@ class FinalComparison(PlanTrial):
         self._contexts = {context.name: context for context in self.undecided}
         tuned = {name: context.incumbent for name, context in self._contexts.items()}
         winners = {name: context.launch_winner for name, context in self._contexts.items()}
+        default = {name: self.defaults.get(name, index) for name, index in tuned.items()}
+        by_launches = {name: tuned[name] if index is None else index for name, index in winners.items()}
         plans: dict[str, Plan] = {TUNED: tuned}
-        for side, plan in (
-            (DEFAULT, {name: self.defaults.get(name, index) for name, index in tuned.items()}),
-            (BY_LAUNCHES, {name: tuned[name] if index is None else index for name, index in winners.items()}),
-        ):
+        for side, plan in ((DEFAULT, default), (BY_LAUNCHES, by_launches)):
             if plan not in plans.values():
                 plans[side] = plan
         if not self._is_left or plans != self._plans:

@@ -28,11 +28,8 @@ class KernelFamilies:
         Where no rank has several Autotuners of a function, those of all ranks are one kernel, though their
         configs may differ. `known`: contexts whose names stand.
         """
-        announced = {
-            name: part.announcement
-            for name, part in sorted(merged.parts.items())
-            if part.announcement is not None and part.announcement.family
-        }
+        new = ((name, part.announcement) for name, part in sorted(merged.parts.items()))
+        announced = {name: each for name, each in new if each is not None and each.family}
         for name, each in sorted(announced.items(), key=lambda item: (item[1].rank, item[1].kernel_id)):
             kernels = self._kernels.setdefault(each.family, [])
             if name in known and each.kernel_id in kernels:

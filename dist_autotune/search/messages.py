@@ -291,10 +291,8 @@ def bans_for_crashes(merged: Opening) -> CrashBans:
     """Return what all ranks ban for crashes of earlier processes."""
     bans: CrashBans = {}
     for session, crash in sorted(merged.crashes.items()):
-        reason = (
-            f"was running when rank {crash.rank}'s process was killed "
-            f"(run {crash.run} of session {session}, {crash.at})"
-        )
+        reason = f"was running when rank {crash.rank}'s process was killed "
+        reason += f"(run {crash.run} of session {session}, {crash.at})"
         for context, candidate in crash.suspects.items():
             bans.setdefault(context, {})[candidate] = (crash.rank, reason)
     return _by_key(_by_key(min))(bans, merged.crash_bans)

@@ -330,8 +330,7 @@ class Turns:
 
 def _with_late_hosts(merged: RunReport) -> RunReport:
     """Return the report with a late host's time in every sample: peers may have waited for its data."""
-    late_ms = merged.late_ms
-    if not late_ms:
+    if not (late_ms := merged.late_ms):
         return merged
 
     def widened(part: Part) -> Part:

@@ -263,13 +263,10 @@ class Session:
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
+        is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.
-        self.wants_another = self.has_failed or (
-            search.rules.tunes
-            and search.rules.mode == "replay"
-            and search.closing
-            and any(context.status == "partial" for context in search.contexts.values())
-        )
+        may_go_on = search.rules.tunes and search.rules.mode == "replay"
+        self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         self._progress.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [context for context in launched if context.provisional and not context.is_unasked]

@@ -231,45 +231,63 @@ def _work_on(
 
 
 @gluon.jit
-def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
-    """Multiply and store the tiles of the problem that are this program's."""
-    VARIANT: gl.constexpr = config.VARIANT
+def _check(config):
+    """Refuse to compile what the parts cannot do together."""
+    WIDTH: gl.constexpr = config.BLOCK_N + config.EXTRA_N
+    STORE_N: gl.constexpr = config.STORE_N
+    STEALS: gl.constexpr = config.STORE_BUFFERS == 0
+    gl.static_assert(config.NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
+    if config.JOINED:
+        gl.static_assert(not config.TENSOR_MEMORY and not STEALS, "for Hopper, with buffers for the store")
+        gl.static_assert(STORE_N <= WIDTH, "the last piece ends with the tile")
+    else:
+        FILLED: gl.constexpr = config.BLOCK_N % STORE_N == 0 and config.EXTRA_N % STORE_N == 0
+        gl.static_assert(FILLED, "pieces must fill the tile")
+        gl.static_assert(not config.TRANS_C, "only tiles of any width have been stored by columns")
+    if STEALS:
+        gl.static_assert(
+            config.VARIANT == "persistent_pipelined", "only there B's slots are known to be free"
+        )
+
+
+@gluon.jit
+def _create_mma(problem, dtype: gl.constexpr, config):
     BLOCK_M: gl.constexpr = config.BLOCK_M
     BLOCK_N: gl.constexpr = config.BLOCK_N
     EXTRA_N: gl.constexpr = config.EXTRA_N
-    WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
-    STORE_N: gl.constexpr = config.STORE_N
-    TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
-    SCHEDULE: gl.constexpr = config.SCHEDULE
-    JOINED: gl.constexpr = config.JOINED
-    STEALS: gl.constexpr = config.STORE_BUFFERS == 0
-    gl.static_assert(config.NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
-    if JOINED:
-        gl.static_assert(not TENSOR_MEMORY and not STEALS, "for Hopper, with buffers for the store")
-        gl.static_assert(STORE_N <= WIDTH, "the last piece ends with the tile")
-    else:
-        gl.static_assert(BLOCK_N % STORE_N == 0 and EXTRA_N % STORE_N == 0, "pieces must fill the tile")
-        gl.static_assert(not config.TRANS_C, "only tiles of any width have been stored by columns")
-    if STEALS:
-        gl.static_assert(VARIANT == "persistent_pipelined", "only there are B's slots known to be free")
-    SPECIALIZED: gl.constexpr = VARIANT == "cooperative" or VARIANT == "pingpong"
-    PINGPONG: gl.constexpr = VARIANT == "pingpong" and not TENSOR_MEMORY
-
-    operands = Operands.create(a_desc, b_desc, extra_desc, config)
-    if TENSOR_MEMORY:
+    if config.TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
-    elif JOINED:
-        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M, WIDTH, a_desc.dtype)
+    elif config.JOINED:
+        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M, BLOCK_N + EXTRA_N, dtype)
     else:
         mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
+    return mma
+
+
+@gluon.jit
+def _create_schedule(problem, counter_ptr, READERS: gl.constexpr, config):
     # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
     SLOTS: gl.constexpr = config.NUM_BUFFERS + 2
-    READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
-    if SCHEDULE == "dynamic":
+    if config.SCHEDULE == "dynamic":
         schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SLOTS, READERS)
     else:
-        schedule = StaticSchedule(problem.tiles, SCHEDULE)
-    if STEALS:
+        schedule = StaticSchedule(problem.tiles, config.SCHEDULE)
+    return schedule
+
+
+@gluon.jit
+def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
+    """Multiply and store the tiles of the problem that are this program's."""
+    _check(config)
+    TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
+    SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
+    PINGPONG: gl.constexpr = config.VARIANT == "pingpong" and not TENSOR_MEMORY
+
+    operands = Operands.create(a_desc, b_desc, extra_desc, config)
+    mma = _create_mma(problem, a_desc.dtype, config)
+    READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
+    schedule = _create_schedule(problem, counter_ptr, READERS, config)
+    if config.STORE_BUFFERS == 0:
         epilogue = StolenBuffers.create(c_desc, operands)
     else:
         epilogue = OwnBuffers.create(c_desc, config, 2 if PINGPONG else 1)
@@ -281,7 +299,7 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
     fence_async_shared()  # TMA and the tensor cores see the mbarriers
 
     if not SPECIALIZED:
-        ACROSS: gl.constexpr = VARIANT == "persistent_pipelined"
+        ACROSS: gl.constexpr = config.VARIANT == "persistent_pipelined"
         _work(problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, True, ACROSS)
     elif TENSOR_MEMORY:
         gl.warp_specialize(

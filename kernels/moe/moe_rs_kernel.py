@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,50 @@ CANDIDATES = CPU_TILES if INTERPRETED else GPU_CANDIDATES
 
 
 COMBINE_M = tl.constexpr(16)  # tokens of a block that is combined
+
+
+class Products(NamedTuple):
+    """What is multiplied of the choices, and where it goes; see the kernel's parameters."""
+
+    a_ptr: Any
+    stride_am: Any
+    rows_ptr: Any
+    sources_ptr: Any
+    weights_ptr: Any
+    products_ptr: Any
+
+
+class Sums(NamedTuple):
+    """What is added up of the products, and where it goes."""
+
+    c_ptr: Any
+    stride_cm: Any
+    products_ptr: Any
+    partial_ptr: Any
+    staged_ptr: Any
+    offsets_ptr: Any
+    N: Any
+    topk: Any
+    tokens_per_rank: Any
+
+
+class Items(NamedTuple):
+    """The list of which programs claim items."""
+
+    claims_ptr: Any
+    counters_ptr: Any
+    ends_ptr: Any  # of the table that the kernel reads
+    tiles_n: Any
+    parts: Any
+
+
+class Peers(NamedTuple):
+    """What a kernel needs to wait for peers."""
+
+    flags_ptr: Any
+    errors_ptr: Any
+    rank: Any
+    patience_ticks: Any
 
 
 @triton.autotune(
@@ -99,6 +145,12 @@ def moe_reduce_scatter(
 
     behind = tl.where(parts > 1, 1, 0)  # how many parts a stage is combined behind its tiles
     claims_ptr = counters_ptr + 2 * WORLD + first_part
+    items = Items(claims_ptr, counters_ptr, ends_ptr + table * WORLD, tiles_n, parts)
+    products = Products(a_ptr, stride_am, rows_ptr, sources_ptr, weights_ptr, products_ptr)
+    sums = Sums(
+        c_ptr, stride_cm, products_ptr, partial_ptr, staged_ptr, offsets_ptr, N, topk, tokens_per_rank
+    )
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     item = claim_number(claims_ptr)
     if (item == 0) & (parts > 1):  # one program, which runs: the first that came
         for peer in range(0, WORLD):
@@ -115,54 +167,18 @@ def moe_reduce_scatter(
         end = listed + blocks * tiles_n
         while item < end:
             block, pid_n = grouped_tile(item - listed, blocks, tiles_n, GROUP_M)
-            entry_ptr = table_ptr + (first_block + block) * ENTRY
-            col = pid_n * BLOCK_N
-            expert = tl.load(entry_ptr)
-            begin = tl.load(entry_ptr + 1)
-            places = begin + tl.arange(0, BLOCK_M)
-            real = places < tl.load(entry_ptr + 2)
-            # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
-            places = tl.where(real, places, begin)
-            rows = tl.cast(tl.load(rows_ptr + places), tl.int64)
-            a_rows_ptr = a_ptr + rows * stride_am
-            acc = multiply_rows(
-                a_rows_ptr, weight, b_desc, expert, col, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, UPCAST
+            entry_ptr, col = table_ptr + (first_block + block) * ENTRY, pid_n * BLOCK_N
+            _multiply_block(
+                *(entry_ptr, col, products, weight, b_desc),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, UPCAST),
             )
-            weights = tl.load(weights_ptr + tl.load(sources_ptr + places))
-            # The weight of a dropped choice may be NaN.
-            acc *= tl.where(expert < experts, weights, 0.0)[:, None]
-            store_rows(acc, products_ptr + rows * N, real, col, N, EPILOGUE_SUBTILE)
             tl.debug_barrier()  # one thread counts, for the stores of all
             tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")
             item = claim_number(claims_ptr)
         listed = end
         first_block = last_block
         if part >= behind:
-            item, listed = combine_stage(
-                part - behind,
-                item,
-                listed,
-                tiles_n,
-                claims_ptr,
-                c_ptr,
-                products_ptr,
-                partial_ptr,
-                staged_ptr,
-                offsets_ptr,
-                ends_ptr + table * WORLD,
-                counters_ptr,
-                flags_ptr,
-                errors_ptr,
-                N,
-                topk,
-                tokens_per_rank,
-                stride_cm,
-                parts,
-                rank,
-                patience_ticks,
-                WORLD,
-                BLOCK_N,
-            )
+            item, listed = _combine_stage(part - behind, item, listed, items, sums, peers, WORLD, BLOCK_N)
 
     if first_part + parts >= WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
@@ -171,79 +187,106 @@ def moe_reduce_scatter(
 
 
 @triton.jit
-def combine_stage(
+def _multiply_block(
+    entry_ptr,
+    col,
+    products,
+    weight,
+    b_desc,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Store the products of a block's choices, weighted, from column `col` on."""
+    expert = tl.load(entry_ptr)
+    begin = tl.load(entry_ptr + 1)
+    places = begin + tl.arange(0, BLOCK_M)
+    real = places < tl.load(entry_ptr + 2)
+    # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
+    places = tl.where(real, places, begin)
+    rows = tl.cast(tl.load(products.rows_ptr + places), tl.int64)
+    a_rows_ptr = products.a_ptr + rows * products.stride_am
+    acc = multiply_rows(a_rows_ptr, weight, b_desc, expert, col, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, UPCAST)
+    weights = tl.load(products.weights_ptr + tl.load(products.sources_ptr + places))
+    # The weight of a dropped choice may be NaN.
+    acc *= tl.where(expert < weight.experts, weights, 0.0)[:, None]
+    store_rows(acc, products.products_ptr + rows * weight.N, real, col, weight.N, SUBTILE)
+
+
+@triton.jit
+def _combine_stage(
     stage,
     item,  # the program's claim
     listed,  # items in front of this stage's blocks
-    tiles_n,
-    claims_ptr,
-    c_ptr,
-    products_ptr,
-    partial_ptr,
-    staged_ptr,
-    offsets_ptr,
-    ends_ptr,
-    counters_ptr,
-    flags_ptr,
-    errors_ptr,
-    N,
-    topk,
-    tokens_per_rank,
-    stride_cm,
-    parts,
-    rank,
-    patience_ticks,
+    items,
+    sums,
+    peers,
     WORLD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Add up the products of each token of a stage, in blocks; return the next claim and the items so far."""
+    flags_ptr, errors_ptr, rank = peers.flags_ptr, peers.errors_ptr, peers.rank
     chunk = (rank + 1 + stage) % WORLD
-    offset = tl.load(offsets_ptr + chunk)
-    tokens = (tl.load(offsets_ptr + chunk + 1) - offset) // topk
-    items = tl.cdiv(tokens, COMBINE_M) * tiles_n
-    end = listed + items
+    offset = tl.load(sums.offsets_ptr + chunk)
+    tokens = (tl.load(sums.offsets_ptr + chunk + 1) - offset) // sums.topk
+    blocks = tl.cdiv(tokens, COMBINE_M) * items.tiles_n
+    end = listed + blocks
     if item < end:
-        _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, errors_ptr + rank, patience_ticks)
+        _wait_for_products(stage, items, errors_ptr + rank, peers.patience_ticks)
         if chunk == rank:
             for peer in range(0, WORLD):
                 if peer != rank:
-                    wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                    wait_for_flag(
+                        ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, peers.patience_ticks, WORLD
+                    )
     while item < end:
         block = item - listed
-        rows = block // tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
-        cols = block % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (rows < tokens)[:, None] & (cols < N)[None, :]
-        choices = tl.cast(offset + rows * topk, tl.int64)
-        acc = tl.zeros((COMBINE_M, BLOCK_N), dtype=tl.float32)
-        for choice in range(0, topk):
-            from_ptr = products_ptr + (choices + choice)[:, None] * N + cols[None, :]
-            acc += tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
-        if chunk == rank:
-            for slot in range(0, WORLD - 1):
-                staged = tl.cast(slot * tokens_per_rank + rows, tl.int64)
-                from_ptr = staged_ptr + staged[:, None] * N + cols[None, :]
-                acc += tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
-            to_ptr = c_ptr + tl.cast(rows, tl.int64)[:, None] * stride_cm + cols[None, :]
-            tl.store(to_ptr, acc.to(c_ptr.dtype.element_ty), mask=mask)
-        else:
-            slot_rows = tl.cast(stage * tokens_per_rank + rows, tl.int64)
-            to_ptr = partial_ptr + slot_rows[:, None] * N + cols[None, :]
-            tl.store(to_ptr, acc.to(c_ptr.dtype.element_ty), mask=mask)
+        rows = block // items.tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
+        cols = block % items.tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        _combine_block(rows, cols, tokens, offset, stage, chunk == rank, sums, WORLD)
+        if chunk != rank:
             tl.debug_barrier()  # one thread counts, for the stores of all
-            before = tl.atomic_add(counters_ptr + WORLD + chunk, 1, sem="acq_rel", scope="gpu")
-            if (before == items - 1) & (parts > 1):
+            before = tl.atomic_add(items.counters_ptr + WORLD + chunk, 1, sem="acq_rel", scope="gpu")
+            if (before == blocks - 1) & (items.parts > 1):
                 notify(flags_ptr + DONE * WORLD + chunk, 1)
-        item = claim_number(claims_ptr)
+        item = claim_number(items.claims_ptr)
     return item, end
 
 
 @triton.jit
-def _wait_for_products(stage, tiles_n, ends_ptr, counters_ptr, error_ptr, patience_ticks):
+def _combine_block(rows, cols, tokens, offset, stage, is_own, sums, WORLD: tl.constexpr):
+    """Store the sums of some tokens, with what the peers have staged if they are this rank's own."""
+    N = sums.N
+    mask = (rows < tokens)[:, None] & (cols < N)[None, :]
+    choices = tl.cast(offset + rows * sums.topk, tl.int64)
+    acc = tl.zeros((rows.shape[0], cols.shape[0]), dtype=tl.float32)
+    for choice in range(0, sums.topk):
+        from_ptr = sums.products_ptr + (choices + choice)[:, None] * N + cols[None, :]
+        acc += tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
+    if is_own:
+        for slot in range(0, WORLD - 1):
+            staged = tl.cast(slot * sums.tokens_per_rank + rows, tl.int64)
+            from_ptr = sums.staged_ptr + staged[:, None] * N + cols[None, :]
+            acc += tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
+        to_ptr = sums.c_ptr + tl.cast(rows, tl.int64)[:, None] * sums.stride_cm + cols[None, :]
+        tl.store(to_ptr, acc.to(sums.c_ptr.dtype.element_ty), mask=mask)
+    else:
+        slot_rows = tl.cast(stage * sums.tokens_per_rank + rows, tl.int64)
+        to_ptr = sums.partial_ptr + slot_rows[:, None] * N + cols[None, :]
+        tl.store(to_ptr, acc.to(sums.c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _wait_for_products(stage, items, error_ptr, patience_ticks):
     """Return once all tiles with rows of this stage are stored: those of its part and of earlier ones."""
     before = 0
     for part in range(0, stage + 1):
-        end = tl.load(ends_ptr + part)
-        stored = poll_until(counters_ptr + part, (end - before) * tiles_n, patience_ticks, False, "gpu")
-        if stored < (end - before) * tiles_n:
+        end = tl.load(items.ends_ptr + part)
+        tiles = (end - before) * items.tiles_n
+        stored = poll_until(items.counters_ptr + part, tiles, patience_ticks, False, "gpu")
+        if stored < tiles:
             record_failure(error_ptr, NOT_COMPUTED, 0, stored)
         before = end
