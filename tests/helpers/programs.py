@@ -7,6 +7,7 @@ itself does is tested in `test_launch.py`.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import runpy
 import sys
@@ -73,6 +74,7 @@ def _become(
     os.dup2(printed, 1)
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
     warnings.resetwarnings()  # pytest makes errors of them
+    logging.getLogger().handlers.clear()  # and keeps what is logged
     try:
         if options is None:
             runpy.run_path(str(program), run_name="__main__")
