@@ -3,7 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import AgreementTimeout, CacheWarning, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from .errors import (
+    AgreementTimeout,
+    CacheWarning,
+    NotTuned,
+    NoValidConfig,
+    PeerFailed,
+    RankMismatch,
+    TuningError,
+)
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -21,6 +29,7 @@ __all__ = [
     "ContextualAutotuner",
     "EventClock",
     "NoValidConfig",
+    "NotTuned",
     "PeerFailed",
     "RankMismatch",
     "StepTuner",

@@ -14,10 +14,11 @@ CACHE_DIR = "DIST_AUTOTUNE_CACHE_DIR"
 LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
+COMPILE_JOBS = "DIST_AUTOTUNE_COMPILE_JOBS"
 
 # Read by launch.sh and the test suite; listed so that a typo is an error.
 READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
-KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S, *READ_ELSEWHERE)
+KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S, COMPILE_JOBS, *READ_ELSEWHERE)
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
 OTHERS_VARIABLES = (
     "TRITON_INTERPRET",
@@ -27,7 +28,7 @@ OTHERS_VARIABLES = (
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "NVSHMEM_DISABLE_NVLS",
 )
-MODES = ("tune", "cached", "off")
+MODES = ("tune", "cached", "strict", "off")
 NO_HOME = f"this user has no home directory. Set HOME, or {CACHE_DIR} to a directory that can be written"
 
 
@@ -85,6 +86,14 @@ def compile_timeout_s() -> float:
     return _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S, "seconds, or 0 for no limit", least=0.0)
 
 
+def compile_jobs() -> int | None:
+    """Return DIST_AUTOTUNE_COMPILE_JOBS, how many candidates a rank compiles at a time; None: not given."""
+    text = os.environ.get(COMPILE_JOBS)
+    if text and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise InvalidOption(f"{COMPILE_JOBS}={text!r}: expected an int of at least 1")
+    return int(text) if text else None
+
+
 def cache_directory() -> Path | None:
     """Return DIST_AUTOTUNE_CACHE_DIR, or this user's, such as `~/.cache/dist_autotune`; None: no home."""
     if chosen := os.environ.get(CACHE_DIR):
@@ -118,6 +127,7 @@ def check_variables() -> None:
     check_names()
     run_mode()
     compile_timeout_s()
+    compile_jobs()
     timeout_s()
 
 

@@ -38,6 +38,7 @@ OPTIONS = {
     "on_stuck": "abort: end the process when a peer is stuck in a step.",
     "max_runs": "Steps of a session at most.",
     "budget_s": "Seconds after which the best so far stays.",
+    "compile_jobs": "Candidates that a rank compiles at a time, behind the steps.",
     "progress": "A bar on rank 0; default: when stderr is a terminal.",
 }
 OFF: dict[str, Any] = {"cache": False, "log_dir": None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from ..search.context import Context
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
-from ..triton_api.identity import KernelSource
+from ..triton_api.identity import KernelSource, value_text
 from ..triton_api.launch import Key
+from .nearest_key import by_distance
 
 
 @dataclass(eq=False)
@@ -43,8 +44,10 @@ class RankContext:
     rank: int
     slot: str  # what tells it from other contexts of the kernel
     constants: str
+    key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None  # a result that it had when this rank first launched it
+    like: str = ""  # the nearest tuned key: the context begins with its winner
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -53,6 +56,8 @@ class RankContext:
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
+    is_preflighted: bool = False  # its candidates are compiled, or a backlog has them
+    compiling: int = 0  # candidates that a backlog has still to compile or load
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
 
@@ -61,9 +66,27 @@ class RankContext:
         return context_label(self.source.short_name, self.key_text)
 
     @property
+    def named_key(self) -> str:
+        """Return the key with the names of its values, as in `M=4096, a.dtype='torch.float16'`."""
+        if not self.key_names:
+            return self.key_text
+        named = zip(self.key_names, self.key, strict=True)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in named)
+
+    @property
     def is_settled(self) -> bool:
         """Return whether its result stands in this process."""
         return self.search is not None and self.search.stands
+
+    @property
+    def tuned(self) -> str | None:
+        """Return the candidate that was found by a search, or that is the only one; None: it is not tuned."""
+        if len(self.texts) == 1:
+            return next(iter(self.texts))
+        if self.search is None:
+            return None if self.claim is None else self.claim[1]
+        has_result = self.search.winner is not None and not self.search.provisional and self.search.settled
+        return self.search.digests[self.search.incumbent] if has_result else None
 
     @property
     def measures(self) -> bool:
@@ -71,6 +94,13 @@ class RankContext:
         if self.search is None:
             return self.claim is None and not self.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
+
+    @property
+    def is_to_preflight(self) -> bool:
+        """Return whether its candidates are to be compiled before they are tried, and nobody does it yet."""
+        if self.is_preflighted:
+            return False
+        return self.claim is None if self.search is None else self.search.is_tuned_by_launches
 
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""
@@ -80,6 +110,16 @@ class RankContext:
             return self.claim is None
         trial = self.search.trial
         return trial is not None and self.search.is_on_trial and self.search.digests[trial] == candidate
+
+    def begin_with(self, winners: Mapping[str, str]) -> None:
+        """Put the winner of the nearest tuned key first, of the keys whose winner is a candidate here.
+
+        winners: digests by tuned key, the same on all ranks, so that all begin with the same config.
+        """
+        usable = {key: winner for key, winner in winners.items() if winner in self.texts}
+        for key in by_distance(self.key_text, usable)[:1]:
+            self.like, winner = key, usable[key]
+            self.texts = {winner: self.texts[winner], **self.texts}
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""

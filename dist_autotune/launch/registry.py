@@ -28,7 +28,7 @@ class Registry:
     """The contexts of this rank, by name. Not for several threads at once.
 
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
-    find_claim: the result that memory or disk has for it.
+    find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
     """
 
     def __init__(
@@ -39,13 +39,14 @@ class Registry:
         rank: int,
         recall: Callable[[RankContext], Mapping[str, str]],
         find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
+        find_winners: Callable[[RankContext], Mapping[str, str]],
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names = names
         self._options, self._clock, self._rank = options, clock, rank
-        self._recall, self._find_claim = recall, find_claim
+        self._recall, self._find_claim, self._find_winners = recall, find_claim, find_winners
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -106,8 +107,9 @@ class Registry:
             name = context_name(f"{kernel}!", slot)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
         constants = "" if launch is None else launch.constants_text()
+        names, is_choice = () if launch is None else launch.key_names(), launch is None
         context = RankContext(
-            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, launch is None
+            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names, is_choice
         )
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:
@@ -117,6 +119,8 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
+        if claim is None and context.search is None:
+            context.begin_with(self._find_winners(context))
         self.ban(context, bans)
         return context
 
@@ -179,7 +183,7 @@ class Registry:
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
             }
             is_repeated = context.samples.report is not None
-            if not (context.ran or is_repeated or bans or earlier is not None):
+            if not (context.ran or is_repeated or bans or context.compiling or earlier is not None):
                 continue
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
@@ -189,7 +193,9 @@ class Registry:
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
-            context.report = reports[context.name] = replace(part, bans=bans, announcement=announcement)
+            context.report = reports[context.name] = replace(
+                part, bans=bans, announcement=announcement, compiling=context.compiling
+            )
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
@@ -207,6 +213,7 @@ class Registry:
             place=place,
             slot=context.slot,
             claim=context.claim,
+            like=context.like,
         )
 
     def reported(self) -> list[RankContext]:

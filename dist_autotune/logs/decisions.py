@@ -16,8 +16,8 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    fields = fields_of(run, context)
-    return ContextAdmitted(**fields, candidates=context.texts, incumbent=context.incumbent, local=local)
+    fields = {**fields_of(run, context), "candidates": context.texts, "like": context.like}
+    return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
 
 def agreed(run: int, context: Context, outcome: Outcome) -> Agreed:

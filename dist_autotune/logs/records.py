@@ -83,6 +83,7 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
+    like: str = ""  # the nearest tuned key: its winner is the first candidate; "": there was none
 
 
 class RunStarted(Record, event="run_started"):
@@ -133,7 +134,7 @@ class Banned(ConfigRecord, event="banned", level=logging.INFO):
 
 
 class Preflighted(Record, event="preflighted", level=logging.INFO):
-    """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
+    """How this rank compiled and loaded the candidates of one (kernel, key), all by the end of `run`."""
 
     run: int
     kernel: str

@@ -22,19 +22,24 @@ class Forecast:
     timed: int  # candidates with a time, or banned, in all contexts
     candidates: int
     planned_trials: int  # at most, as the search plans
-    runs: int  # so far; those that are neither trials nor waits had nothing to try
+    runs: int  # so far; those that are neither trials, waits nor held had nothing to try
     trials: int = 0
     waits: int = 0  # online: until a trial's time was read on all ranks
+    held: int = 0  # online: until candidates were compiled
+    compiling: int = 0  # candidates that are still compiled, on the rank that has most
 
     @property
     def more_runs(self) -> int:
         """About how many runs are still to come: as so far, and if the search takes all it plans."""
-        return math.ceil(max(self.planned_trials - self.trials, 1) * self.runs / max(self.trials, 1))
+        runs = self.runs - self.held
+        return math.ceil(max(self.planned_trials - self.trials, 1) * runs / max(self.trials, 1))
 
     def __str__(self) -> str:
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
         trials = f"{self.trials} of at most {counted(max(self.planned_trials, self.trials), 'trial')}"
         waits = f" ({self.waits} waited for the device)" if self.waits else ""
+        if self.compiling:
+            made += f" ({self.compiling} still compiling)"
         runs = f"in {counted(self.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
         return f"{made}, {trials} {runs}"
 

@@ -32,6 +32,7 @@ class Context:
         self.name = name
         self.kernel = announcement.kernel
         self.key = announcement.key
+        self.kernel_id, self.like = announcement.kernel_id, announcement.like
         self.is_choice = announcement.is_choice
         self.digests = tuple(digest for digest, _ in announcement.order)
         self.texts = tuple(text for _, text in announcement.order)
@@ -44,6 +45,7 @@ class Context:
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
+        self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
         self.override: int | None = None  # what a plan that is judged as a whole says
         self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
         self.launch_winner: int | None = None  # of them, where the whole run is still to judge
@@ -109,7 +111,7 @@ class Context:
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        return self.trial is not None and not self.waiting
+        return self.trial is not None and not (self.waiting or self.compiling)
 
     @property
     def is_warmup(self) -> bool:
@@ -178,13 +180,16 @@ class Context:
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
         """Record a run of all ranks, `judged` by `part` or the whole run; unless it `counts`, repeat it."""
         self.apply_bans(part.bans)
+        was_held = self.compiling and not self.waiting  # else the report is of a trial before
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index = self.trial
-        if index is None or self.waiting or part.ran is None:
+        if index is None or self.waiting:
             return Outcome()
         if index in self.banned:
             self._resume(math.inf)
             return Outcome(index=index)
+        if part.ran is None or was_held:
+            return Outcome()
         if not counts or part.ran != self.digests[index]:
             return Outcome(index=index if counts else None)
         self._ran.add(index)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import RankMismatch
+from ..errors import NotTuned, RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
@@ -75,7 +75,7 @@ class Calls:
         return self._session is None and not (self._wants_session or self.retunes)
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
-        """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
+        """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
         if self._options.mode == "online":
             with self.step(mode):
                 return thunk()
@@ -114,7 +114,7 @@ class Calls:
         if self.retunes:
             self.close()
             self._wants_session, self._forgets, self.retunes = True, True, False
-        return self._current_state(tunes=mode == "tune")
+        return self._current_state(mode)
 
     @contextlib.contextmanager
     def _settled_run(self, state: FunctionState, *, is_captured: bool = False) -> Iterator[SettledRun]:
@@ -126,8 +126,8 @@ class Calls:
         self._calls_in_vain += 1
         dispatcher.begin_run(tunes=False)
         dispatcher.to_tune.clear()
-        if votes:
-            with self._voting(state, run, keeps=keeps):
+        if votes or (function.is_strict and not function.is_alone):
+            with self._reporting_run(state, run, votes=votes, keeps=keeps):
                 yield run
         else:
             run.before = Snapshot(options.preserve) if keeps else None
@@ -138,13 +138,16 @@ class Calls:
             self._calls_in_vain = 0
             self._wants_session = may_tune
             if not may_tune:
-                self._note_new(state, "keeps its first config (watch=False)")
+                self._note_new(state, "keeps the config it began with (watch=False)")
 
     @contextlib.contextmanager
-    def _voting(self, state: FunctionState, run: SettledRun, *, keeps: bool) -> Iterator[None]:
+    def _reporting_run(
+        self, state: FunctionState, run: SettledRun, *, votes: bool, keeps: bool
+    ) -> Iterator[None]:
         """Let the block run with what is settled, then find out whether it has met a new key on some rank.
 
-        A rank that raises reports that instead, so that its peers do not wait for its vote.
+        A rank that raises reports that instead, so that its peers do not wait for its vote. The strict mode
+        has no vote, but reports NotTuned: peers may wait for this rank in a collective.
         """
         function, dispatcher, what = state.function, state.dispatcher, f"a call of {self._name}"
         write_stuck = functools.partial(diagnosis.write_stuck, self._note)
@@ -155,13 +158,18 @@ class Calls:
                 self._interception.installed(dispatcher.runner, dispatcher.choose),
             ):
                 yield
-            vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
+            run.wants_session = bool(dispatcher.to_tune)
+            vote = Vote(function.group.rank, function.facts({}), wants_session=run.wants_session)
         except BaseException as error:
-            function.group.fail(error)
+            if votes or (isinstance(error, NotTuned) and not state.has_refused):
+                state.has_refused |= not votes  # once: each time costs the peers an exchange
+                function.group.fail(error)
             raise
-        received = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
+        if not votes:
+            return
+        answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
         try:
-            run.wants_session = checked(decode(received), Vote).wants_session
+            run.wants_session = checked(decode(answer), Vote).wants_session
         except RankMismatch as error:
             self._wants_session = error.starts_anew
             raise
@@ -223,13 +231,13 @@ class Calls:
             self._wants_session = session.wants_another
             self._forgets = self._forgets and (session.has_failed or not session.state.results.ignores_known)
 
-    def _current_state(self, *, tunes: bool) -> FunctionState:
+    def _current_state(self, mode: str) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
         options, known, group = self._options, self.state, self._current_group()
-        if known is None or known.function.group is not group or known.function.tunes != tunes:
+        if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
-                known = FunctionState(TunedFunction(options, self._name, source, group, tunes=tunes))
+                known = FunctionState(TunedFunction(options, self._name, source, group, mode=mode))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise

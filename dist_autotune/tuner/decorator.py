@@ -82,6 +82,7 @@ def contextual_autotune(
     on_stuck: str = "raise",
     max_runs: int | None = None,
     budget_s: float | None = None,
+    compile_jobs: int | None = None,
     progress: bool | None = None,
 ) -> Any:
     """Tune the `triton.autotune` kernels that a function launches, inside that function.
@@ -110,6 +111,8 @@ def contextual_autotune(
         on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
+        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share, online
+            on half of them.
         progress: a bar on rank 0; None: when stderr is a terminal.
 
     Raises:

@@ -263,6 +263,7 @@ class Session:
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
+        self._run.close()
         is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.
         may_go_on = search.rules.tunes and search.rules.mode == "replay"

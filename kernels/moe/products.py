@@ -38,8 +38,8 @@ def multiply_rows(
     N, K = weight.N, weight.K
     inner = tl.where(expert < weight.experts, K, 0)
     expert = tl.minimum(expert, weight.experts - 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if USE_TMA:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         offs_k = tl.arange(0, BLOCK_K)
         a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
         for k in range(0, tl.cdiv(inner, BLOCK_K)):
@@ -56,7 +56,7 @@ def multiply_rows(
         # Columns beyond the edge read the first one: in bounds, and no mask in the K loop.
         b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64) * weight.row_stride
         b_rows_ptr = weight.ptr + tl.cast(expert, tl.int64) * weight.expert_stride + b_rows
-        acc = multiply(a_rows_ptr, b_rows_ptr, inner, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+        acc = multiply(a_rows_ptr, b_rows_ptr, 1, inner, acc, BLOCK_K, UPCAST)
     return acc
 
 

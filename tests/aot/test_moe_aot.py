@@ -50,9 +50,12 @@ KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, S
 CANDIDATES = {"gather": GATHER_CANDIDATES, "scatter": SCATTER_CANDIDATES}
 
 
-def compile_candidate(name, config, target, world=8):
+def compile_candidate(name, config, target, world=8, ones=()):
+    """Return the compiled kernel; ones: sizes that are 1, which Triton makes constants."""
     kernel, types = KERNELS[name]
+    types = {each: kind for each, kind in types.items() if each not in ones}
     constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False}
+    constexprs |= dict.fromkeys(ones, 1)
     if name == "gather":
         constexprs["HEIGHTS"] = 4
     return compile_for(
@@ -79,6 +82,13 @@ def test_candidates_fit_the_device(name, target, monkeypatch):
         assert used["registers"] <= REGISTERS[target], config
         assert used["spilled"] <= SPILLED[name][target], config
         assert used["shared_bytes"] <= SHARED_BYTES[target], config
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_weight_of_one_element_an_expert_is_compiled(name):
+    config = next(config for config in CANDIDATES[name] if not config.kwargs["TMA"])
+    compiled = compile_candidate(name, config, HOPPER, ones=SIZES)
+    assert resources(compiled, HOPPER)["shared_bytes"] <= SHARED_BYTES[HOPPER]
 
 
 EVENTS = {

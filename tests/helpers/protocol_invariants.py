@@ -68,6 +68,7 @@ class Witness:
         self.ranks: list[VirtualRank] = []
         self._statuses: dict[str, str] = {}
         self._runs_at_open: list[int] = []
+        self._compiling: set[tuple[int, str]] = set()  # (rank, context): told at the last exchange
         self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
@@ -88,6 +89,7 @@ class Witness:
                 self._unmeasured.clear()
         else:
             self._check_launches()
+        self._compiling = {(rank, name) for rank, payload in enumerate(told) for name in _compiling(payload)}
         if kinds == {"run"}:
             self._check_runs()
             self._note_samples(functools.reduce(Message.merged, told))
@@ -179,6 +181,9 @@ class Witness:
         banned = {context.digests[index] for index in context.banned}
         assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
         planned = context.digests[context.planned]
+        if context.is_tuned_by_launches and any(name == told for _, told in self._compiling):
+            self.counts["launches held"] += 1
+            assert planned == context.digests[context.incumbent], "tried before all ranks have it"
         known = rank.state.registry.by_name[name]
         if planned in known.texts and planned not in known.bans.keys() | failed:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
@@ -201,6 +206,12 @@ class Witness:
             size + sum(bans[name].values()) + MERGE_SLACK_BYTES for name, size in largest.items()
         )
         assert len(merge(*payloads)) <= allowed + MERGE_SLACK_BYTES, "the merged payload grows with ranks"
+
+
+def _compiling(payload: Message) -> list[str]:
+    if not isinstance(payload, RunReport):
+        return []
+    return [name for name, part in payload.parts.items() if part.compiling]
 
 
 def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:

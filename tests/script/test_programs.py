@@ -38,7 +38,7 @@ def run(name: str, ranks: int, *, options: Sequence[str] | None, arguments: Sequ
 def skip_without(name: str) -> None:
     package = FRAMEWORKS.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}: pip install {package}")
+        pytest.skip(f"needs {package}: pip install transformers accelerate lightning")
 
 
 def settled(ranks: int) -> list[dict[str, str]]:

@@ -88,7 +88,7 @@ def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, step_tun
         with step_tuner.step(), other.step():
             inner()
     assert (step_tuner.settled, inner.report, other.report) == (True, None, None)
-    assert bench.blocks(n=8) == [16, 32]
+    assert bench.blocks(n=8) == [32, 16]
     assert [record.thunk for record in records(SessionOpened)] == ["outer", "step"]
 
 

@@ -208,25 +208,6 @@ def test_cache_clear_yes_does_not_ask(tmp_cache: Path) -> None:
     assert run("cache", "clear", "--yes").stdout == f"Deleted 1 entry in {tmp_cache}\n"
 
 
-def test_cache_export_and_import_carry_entries_over(
-    tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Winners(tmp_cache).put(entry())
-    assert "Exported 1 entry" in run("cache", "export", "all.json").stdout
-    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
-    assert "Imported 1 entry" in run("cache", "import", "all.json").stdout
-    assert Winners(tmp_path / "other").get(KEY) == entry()
-
-
-@pytest.mark.parametrize(
-    "content", [None, "", "{}", '{"schema": 1}'], ids=["missing", "empty", "no export", "no entries"]
-)
-def test_cache_import_of_what_is_no_export_is_one_line(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "all.json").write_text(content)
-    assert_one_line_error(run("cache", "import", "all.json"), "all.json")
-
-
 def test_cache_help_lists_its_commands() -> None:
     printed = run("cache", "--help").stdout
     for command in ("list", "show", "clear", "export", "import"):
