@@ -58,8 +58,13 @@ class RankContext:
     launches: int = 0
     is_preflighted: bool = False  # its candidates are compiled, or a backlog has them
     compiling: int = 0  # candidates that a backlog has still to compile or load
+    launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
+    default: str = ""  # the candidate that is launched untuned, by digest
+
+    def __post_init__(self) -> None:
+        self.default = next(iter(self.texts), "")
 
     @property
     def title(self) -> str:

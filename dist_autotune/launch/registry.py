@@ -119,7 +119,7 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
-        if claim is None and context.search is None:
+        if claim is None and context.search is None and len(texts) > 1:
             context.begin_with(self._find_winners(context))
         self.ban(context, bans)
         return context
@@ -178,6 +178,8 @@ class Registry:
         """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
+            if context.launches and not context.is_settled:
+                context.launches_per_run = context.launches
             earlier = context.report_earlier_runs()
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
@@ -214,6 +216,7 @@ class Registry:
             slot=context.slot,
             claim=context.claim,
             like=context.like,
+            default=context.default,
         )
 
     def reported(self) -> list[RankContext]:

@@ -54,6 +54,7 @@ class Context:
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
+        self._default = self.index_of(announcement.default) or 0
         self.narrow(announcement)
 
     @property
@@ -75,6 +76,11 @@ class Context:
     def judge(self) -> str:
         """Return what its candidates are judged by now."""
         return self._judges[0]
+
+    @property
+    def final_judge(self) -> str:
+        """Return what its result is judged by."""
+        return self._judges[-1]
 
     @property
     def is_tuned_by_launches(self) -> bool:
@@ -135,6 +141,21 @@ class Context:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
+
+    def ban_texts(self) -> dict[str, str]:
+        """Return candidate's text -> `rank 3: reason`."""
+        bans = sorted(self.banned.items())
+        return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
+
+    @property
+    def default(self) -> int:
+        """Return the candidate that is launched untuned; if it is banned, the first that works."""
+        order = (self._default, *range(len(self.digests)))
+        return next((index for index in order if index not in self.banned), self._default)
+
+    @property
+    def default_ms(self) -> float | None:
+        return dict(self.known_ms()).get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the candidate that ranks call so; None: it is none of this context."""

@@ -113,7 +113,8 @@ def contextual_autotune(
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
         compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share, online
             on half of them.
-        progress: a bar on rank 0; None: when stderr is a terminal.
+        progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
+            line every 5 s. False shows nothing.
 
     Raises:
         TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.

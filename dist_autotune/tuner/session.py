@@ -7,12 +7,12 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
-from ..formatting import described
+from ..formatting import counted, described
 from ..logs import decisions
 from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
@@ -26,7 +26,7 @@ from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
 from .rank_run import RankRun
 from .recorder import Recorder
-from .report import TunedContext, TuningReport, tuned_contexts
+from .report import TunedContext, TuningReport, step_times, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
@@ -43,11 +43,12 @@ class Session:
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
         self._log_dir = None if log_dir is None else str(log_dir)
-        self._began = time.monotonic()
+        self._began, self._ended = time.monotonic(), 0.0
         self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
         self._run = RankRun(state, self._recorder)
         self._diagnosis = Diagnosis(state, self._recorder, self._log_dir)
-        self._progress = Progress(function.name, function.options.progress, function.group.rank)
+        is_first = function.group.rank == function.group.ranks[0]
+        self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
@@ -57,7 +58,7 @@ class Session:
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
-        return time.monotonic() - self._began
+        return (self._ended or time.monotonic()) - self._began
 
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
@@ -172,15 +173,16 @@ class Session:
             self._recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
         for context in self.state.publish(self.elapsed_s):
-            self._recorder.write(decisions.settled(run, context))
-        detail = ", ".join(context.title for context in search.unsettled) or self.function.name
+            here = self.state.registry.by_name.get(context.name)
+            launches = 0 if here is None else here.launches_per_run
+            self._recorder.write(decisions.settled(run, context, launches=launches))
         forecast = search.forecast
         is_replay = search.rules.mode == "replay"
         expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
         if not is_replay and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
             self._recorder.write(Note(text=str(forecast)))
-        self._progress.update(search.runs, expected, detail[:60])
+        self._progress.update(forecast, expected, lambda: step_times(self._contexts()))
         self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
@@ -249,7 +251,8 @@ class Session:
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
-        unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
+        unfinished: Any = {"status": "unfinished", "config": None, "config_text": ""}
+        unfinished |= {"ms": None, "fastest_rank_ms": None}
         contexts = self._contexts()
         self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
         self.state.drop_searches()
@@ -259,7 +262,7 @@ class Session:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
             return
-        self.is_over = True
+        self._ended, self.is_over = time.monotonic(), True
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
@@ -268,7 +271,6 @@ class Session:
         # Online the next session would be the next call, see `Context.stands`.
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
-        self._progress.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [context for context in launched if context.provisional and not context.is_unasked]
         if not outcome:
@@ -283,15 +285,19 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        runs, contexts = self.executions, len(self._contexts())
-        closed = SessionClosed(runs=runs, contexts=contexts, outcome=outcome, warning=self.warning)
-        self._recorder.write(closed)
+        contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
+        counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
+        ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
+        self._progress.close(ended if step is None else f"{ended}: {step}")
+        self._recorder.write(SessionClosed(outcome=outcome, warning=self.warning, **counts))
         self._recorder.close()
 
     def report(self) -> TuningReport:
         """Return what the session has found so far."""
         return TuningReport(
             runs=self.executions,
+            function=self.function.name,
+            session=self._recorder.session,
             contexts=self._contexts(),
             world_size=len(self.function.group.ranks),
             seconds=self.elapsed_s,
