@@ -10,6 +10,7 @@ from typing import Any
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
+from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
@@ -119,7 +120,7 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
-        if claim is None and context.search is None:
+        if claim is None and context.search is None and len(texts) > 1:
             context.begin_with(self._find_winners(context))
         self.ban(context, bans)
         return context
@@ -168,7 +169,7 @@ class Registry:
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = report.ran if report is not None and report.pending else context.choice
             if candidate is not None:
-                text = context.texts.get(candidate, "several configs")
+                text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
         running = [text for context, text in chosen if context.samples.is_running]
         trials = [text for context, text in chosen if context.search is None or context.search.is_on_trial]
@@ -178,6 +179,8 @@ class Registry:
         """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
+            if context.launches and not context.is_settled:
+                context.launches_per_run = context.launches
             earlier = context.report_earlier_runs()
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
@@ -214,6 +217,7 @@ class Registry:
             slot=context.slot,
             claim=context.claim,
             like=context.like,
+            default=context.default,
         )
 
     def reported(self) -> list[RankContext]:

@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ..errors import NoValidConfig
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .running_flow import RunningFlow
@@ -54,6 +54,7 @@ class Context:
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
+        self._default = self.index_of(announcement.default) or 0
         self.narrow(announcement)
 
     @property
@@ -77,6 +78,11 @@ class Context:
         return self._judges[0]
 
     @property
+    def final_judge(self) -> str:
+        """Return what its result is judged by."""
+        return self._judges[-1]
+
+    @property
     def is_tuned_by_launches(self) -> bool:
         """Return whether its search by launches is under way."""
         return self.judge == BY_LAUNCH and not self.settled
@@ -98,7 +104,8 @@ class Context:
         if not self.is_spent:
             return next(index for index in range(len(self.digests)) if index not in self.banned)
         bans = sorted(self.banned.items())
-        reasons = " ".join(f"Rank {rank}, {self.texts[index]}: {reason}." for index, (rank, reason) in bans)
+        failed = ((rank, config_label(self.texts[index]), reason) for index, (rank, reason) in bans)
+        reasons = " ".join(f"Rank {rank}, {config}: {reason}." for rank, config, reason in failed)
         raise NoValidConfig(f"{self.title}: all {len(self.digests)} configs failed on some rank. {reasons}")
 
     @property
@@ -135,6 +142,21 @@ class Context:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
+
+    def ban_texts(self) -> dict[str, str]:
+        """Return candidate's text -> `rank 3: reason`."""
+        bans = sorted(self.banned.items())
+        return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
+
+    @property
+    def default(self) -> int:
+        """Return the candidate that is launched untuned; if it is banned, the first that works."""
+        order = (self._default, *range(len(self.digests)))
+        return next((index for index in order if index not in self.banned), self._default)
+
+    @property
+    def default_ms(self) -> float | None:
+        return dict(self.known_ms()).get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the candidate that ranks call so; None: it is none of this context."""

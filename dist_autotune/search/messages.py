@@ -104,6 +104,7 @@ class Announcement:
     slot: str = ""  # what makes the context's name of `kernel_id`
     claim: Claim | None = None  # a result it already has
     like: str = ""  # the tuned key whose winner stands first in `order`
+    default: str = ""  # the candidate that `rank` launches untuned; "": the first
 
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)

@@ -99,6 +99,8 @@ class SearchState:
         return Forecast(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),
+            contexts=len(searched),
+            settled=sum(context.settled for context in searched),
             planned_trials=budget.planned_runs(self.rules, searched) - 1,
             runs=self.runs,
             trials=self._trials_made,
