@@ -58,6 +58,12 @@ def process_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def world_size() -> int:
+    """Return how many ranks torchrun has started, 1 without one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1
+
+
 def place_on_host(position: int, ranks: int) -> tuple[int, int]:
     """Return which of its host's ranks this process is, of how many; without torchrun, of the group's."""
     said = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")

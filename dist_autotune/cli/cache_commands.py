@@ -24,14 +24,14 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
-    names = ("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
+    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel", "winner")
     rows = []
     for entry in cache.entries():
-        key, winner = entry.key, (entry.config, format_ms(entry.ms))
-        machine = key.device, str(key.world_size), entry.created_at
-        rows.append((key.digest[:8], key.kernel, key.key, *winner, *machine))
+        key, created = entry.key, entry.created_at[:16].replace("T", " ")
+        figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
+        rows.append((*figures, entry.title, config_label(entry.config)))
     if rows:
-        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
+        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, texts=2)
         terminal.print_tables(terminal.open_console(), table)
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")

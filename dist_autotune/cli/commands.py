@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from ..logs.history import History, load
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from ..version import __version__
-from . import cache_commands, replay, terminal
+from . import cache_commands, replay, run, terminal
 from .html import write_html
 from .session_report import SessionReport, reports_of
 from .trace import write_trace
@@ -31,12 +31,22 @@ app = typer.Typer(
 app.add_typer(cache_commands.app, name="cache")
 
 
+app.command("run", context_settings={"allow_interspersed_args": False})(run.prepare)
+
+
 def main() -> None:
-    """Run the command line; characters of keys that the output's encoding lacks are written as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    app(prog_name="dist-autotune")
+    """Run the command line; a program of `run` after it, as the command line would change what ends it."""
+    programs: list[Callable[[], None]] = []
+    hook = sys.excepthook  # typer's shows a program's errors in its own way
+    with terminal.escaping_characters():
+        try:
+            app(prog_name="dist-autotune", obj=programs)
+        except SystemExit:
+            if not programs:
+                raise
+    sys.excepthook = hook
+    for execute in programs:
+        execute()
 
 
 def _show_version(wanted: bool) -> None:

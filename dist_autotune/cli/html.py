@@ -81,8 +81,9 @@ def _session(shown: SessionReport) -> Iterator[Html]:
     yield element("div", *cards, class_="cards")
     if shown.contexts:
         yield element("h3", "Contexts, the largest share of a run's launches first")
-        lines = "A line for each candidate: a dot for each rank's time, | for the agreed time."
-        yield element("p", lines, class_="dim")
+        marks = "a dot for each rank's time, | for the agreed time"
+        alone = "Ranks alone would take what is marked so"
+        yield element("p", f"A line for each candidate: {marks}. {alone}.", class_="dim")
     for place, (tuned, context) in enumerate(zip(report.contexts, shown.contexts, strict=True)):
         content = _context(shown, tuned, context)
         yield element("details", *content, class_="context", open="" if place < MOST_OPEN else None)
@@ -131,7 +132,8 @@ def _time_card(spans: Mapping[int, Sequence[Span]]) -> Html:
     first, seconds = next(iter(spent.items()))
     legend = _legend({kind: f"{kind} {seconds[kind]:.1f} s" for kind in SPENT})
     more = len(spans) - len(bars)
-    note = f"Seconds of rank {first}." + (f" {counted(more, 'more rank')} not drawn." if more else "")
+    note = f"Seconds of rank {first}. Rest: between runs."
+    note += f" {counted(more, 'more rank')} not drawn." if more else ""
     return _card("Where the time went", element("dl", *bars, class_="bars"), legend, note=note)
 
 

@@ -12,6 +12,7 @@ from ..logs.history import (
     ContextHistory,
     History,
     SessionHistory,
+    is_time,
     of_kind,
     percent_over,
 )
@@ -99,13 +100,13 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
         kernel=first.kernel,
         key=first.key,
         config=config,
-        ms=settled.ms,
-        fastest_rank_ms=settled.fastest_rank_ms,
+        ms=_time(settled.ms),
+        fastest_rank_ms=_time(settled.fastest_rank_ms),
         status=settled.status,
         timings=timed if settled is NOT_SETTLED else settled.timings,
         banned=banned,
         launch_bound=settled.launch_bound,
-        default_ms=settled.default_ms,
+        default_ms=_time(settled.default_ms),
         judge=settled.judge or (BY_LAUNCH if winner is None or winner.rank_ms else BY_RUN),
         launches=settled.launches,
         key_text=first.key,
@@ -126,7 +127,11 @@ def _default_ms(context: ContextHistory) -> float | None:
     default = next((each.default for each in of_kind(context.records, ContextAdmitted)), 0)
     usable = [each for each in context.candidates if not each.banned]
     usable.sort(key=lambda each: each.config_id != default)
-    return usable[0].agreed_ms if usable else None
+    return _time(usable[0].agreed_ms) if usable else None
+
+
+def _time(ms: float | None) -> float | None:
+    return ms if is_time(ms) else None  # a log may hold anything
 
 
 def cost_alone_percent(context: ContextHistory) -> float | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -120,6 +123,29 @@ class OneLineErrors(TyperGroup):
             finally:
                 for warning in caught:
                     typer.echo(str(warning.message), err=True)
+
+
+def print_ending(program: str, report: object | None, remark: str) -> None:
+    """Print on stderr what was found while a program ran."""
+    console = Console(stderr=True, highlight=False)
+    if report is not None:
+        print_text(console, f"\n{program}: {report}")
+    if remark:
+        print_text(console, f"dist_autotune: {remark}", "yellow")
+
+
+@contextlib.contextmanager
+def escaping_characters() -> Iterator[None]:
+    """Write characters of keys that the output's encoding lacks as escapes."""
+    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, io.TextIOWrapper)]
+    before = [each.errors for each in streams]
+    try:
+        for stream in streams:
+            stream.reconfigure(errors="backslashreplace")
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            stream.reconfigure(errors=errors)
 
 
 def fail(message: str) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 from triton.runtime.autotuner import Autotuner
 
 from ..errors import NoValidConfig
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from ..search.context import Context
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
@@ -173,11 +173,11 @@ class RankContext:
     def _reasons(self) -> Iterator[str]:
         for candidate, text in self.texts.items():
             if candidate in self.bans:
-                yield f"Rank {self.rank}, {text}: {self.bans[candidate]}."
+                yield f"Rank {self.rank}, {config_label(text)}: {self.bans[candidate]}."
             elif self.search is not None and candidate in self.search.digests:
                 index = self.search.digests.index(candidate)
                 rank, reason = self.search.banned.get(index, (self.rank, "pruned away"))
-                yield f"Rank {rank}, {text}: {reason}."
+                yield f"Rank {rank}, {config_label(text)}: {reason}."
 
     def config_of(self, candidate: str) -> Any:
         """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""

@@ -10,6 +10,7 @@ from typing import Any
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
+from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
@@ -173,7 +174,7 @@ class Registry:
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = report.ran if report is not None and report.pending else context.choice
             if candidate is not None:
-                text = context.texts.get(candidate, "several configs")
+                text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
         running = [text for context, text in chosen if context.samples.is_running]
         trials = [text for context, text in chosen if context.search is None or context.search.is_on_trial]

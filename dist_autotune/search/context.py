@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ..errors import NoValidConfig
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .running_flow import RunningFlow
@@ -104,7 +104,8 @@ class Context:
         if not self.is_spent:
             return next(index for index in range(len(self.digests)) if index not in self.banned)
         bans = sorted(self.banned.items())
-        reasons = " ".join(f"Rank {rank}, {self.texts[index]}: {reason}." for index, (rank, reason) in bans)
+        failed = ((rank, config_label(self.texts[index]), reason) for index, (rank, reason) in bans)
+        reasons = " ".join(f"Rank {rank}, {config}: {reason}." for rank, config, reason in failed)
         raise NoValidConfig(f"{self.title}: all {len(self.digests)} configs failed on some rank. {reasons}")
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import TypeVar
 
 from ..compilation.pool import Tally, Terms
 from ..launch.backlog import Backlog
@@ -24,11 +24,9 @@ from ..triton_api import interception
 from .function_state import SOURCE_OF, FunctionState
 from .recorder import Recorder
 
-T = TypeVar("T")
-
 
 class RankRun:
-    """This rank's runs: `begin`, `make`, `report`, `apply_outcomes`, or `abandon`; at last `close`."""
+    """This rank's runs: `begin`, `timed`, `report`, `apply_outcomes`, or `abandon`; at last `close`."""
 
     def __init__(self, state: FunctionState, log: Recorder) -> None:
         options, clock = state.function.options, state.function.clock
@@ -55,8 +53,9 @@ class RankRun:
         on_trial = {name: search.contexts[name].digests[index] for name, index in plan.items()}
         state.guard.begin_run(search.runs, on_trial)
 
-    def make(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Let the block run behind a filler if it is a trial; time it as a whole if it is judged so."""
         search, time_spent = self._state.search, self._state.time_spent
         is_timed = search.judged_run is not None and self._whole.report is None
         filler = self._filler if search.tries and not interception.is_capturing() else None
@@ -67,12 +66,11 @@ class RankRun:
             length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
             filler.begin(lambda: self._start.lead_ms(length_ms))
         mark = self._whole.start() if is_timed else None
-        result = thunk()
+        yield
         if is_timed:
             self._whole.stop(mark)
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
-        return result
 
     def report(self, elapsed_s: float) -> RunReport:
         """Compile what is new, read the clocks that can be read, and return this rank's report on the run.

@@ -20,7 +20,7 @@ from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
-from ..triton_api.interception import INTERCEPTION
+from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
@@ -36,8 +36,9 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log_dir: Path | None) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None, interception: Interception) -> None:
         function = state.function
+        self._interception = interception
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
@@ -68,7 +69,8 @@ class Session:
             if before is not None:
                 snapshot.restore()
             while True:
-                result = self._run_once(thunk)
+                with self._one_run():
+                    result = thunk()
                 if self.state.search.done:
                     self.close()
                     return result
@@ -77,13 +79,14 @@ class Session:
                 del result  # a trial's outputs must not add to the memory of the next
                 snapshot.restore()
 
-    def online(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk` once, as one trial of the session."""
+    @contextlib.contextmanager
+    def online(self) -> Iterator[None]:
+        """Make the block one run, a trial of the session."""
         with self._reporting_failures():
-            result = self._run_once(thunk)
+            with self._one_run():
+                yield
             if not self.state.search.has_work:
                 self.close()
-            return result
 
     def open_once(self) -> None:
         """Agree with the peers on what the session is, once; raises RankMismatch."""
@@ -132,24 +135,25 @@ class Session:
         else:
             self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
 
-    def _run_once(self, thunk: Callable[[], T]) -> T:
-        """Make one run and agree on what follows from it."""
+    @contextlib.contextmanager
+    def _one_run(self) -> Iterator[None]:
+        """Make the block one run, and agree on what follows from it."""
         state = self.state
         self._run.begin()
         self.executions += 1
         watch = self._diagnosis.watch()
         with (
             self.function.group.running(watch),
-            INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
+            self._interception.installed(state.dispatcher.runner, state.dispatcher.choose),
             state.time_spent.adding("runs_s"),
         ):
             self._is_in_function = True
-            result = self._run.make(thunk)
+            with self._run.timed():
+                yield
             self._is_in_function = False
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, watch.what))
-        return result
 
     def _step(self, received: Message) -> None:
         """Apply what all ranks reported of the run, publish what is settled by it, and write both down."""
@@ -254,10 +258,6 @@ class Session:
         self.state.drop_searches()
         self.close(error, outcome)
 
-    def stop_compiling(self) -> None:
-        """End what compiles candidates behind the runs, as nobody goes on with the session."""
-        self._run.close()
-
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
@@ -266,7 +266,7 @@ class Session:
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
-        self.stop_compiling()
+        self._run.close()
         is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.
         may_go_on = search.rules.tunes and search.rules.mode == "replay"

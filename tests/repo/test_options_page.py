@@ -22,7 +22,7 @@ BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 # What the examples name: a mesh is accepted unread, as every group is until the function is called.
 EXAMPLES_NAME = {
-    **vars(dist_autotune),
+    **{name: getattr(dist_autotune, name) for name in dist_autotune.__all__},
     "mesh": {"tp": "a mesh of one dimension"},
     "model": torch.nn.Linear(1, 1),
     "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),

@@ -187,7 +187,7 @@ def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
-    assert f"{KEY.digest[:8]} matmul 4096, 'fp16' BLOCK=128 0.2500 test device 2 2026-01-02T03:04:05Z" in rows
+    assert f"{KEY.digest[:8]} 0.2500 test device 2 2026-01-02 03:04 matmul[4096, fp16] BLOCK=128" in rows
 
 
 def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:

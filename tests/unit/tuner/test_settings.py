@@ -136,7 +136,7 @@ def test_every_public_name_is_exported_once():
     documented = {
         "contextual_autotune", "ContextualAutotuner", "is_tuning", "TuningReport", "TunedContext", "Clock",
         "EventClock", "WallClock", "tunable", "TuningError", "NoValidConfig", "RankMismatch",
-        "AgreementTimeout", "PeerFailed", "NotTuned", "CacheWarning", "__version__",
+        "AgreementTimeout", "PeerFailed", "NotTuned", "CacheWarning", "StepTuner", "__version__",
     }  # fmt: skip
     assert set(dist_autotune.__all__) == documented
     assert len(dist_autotune.__all__) == len(documented)
