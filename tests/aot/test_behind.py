@@ -18,6 +18,7 @@ import pytest
 import torch
 from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
 
+import compile_behind
 from dist_autotune import AgreementTimeout, contextual_autotune
 from dist_autotune.cli import replay
 from dist_autotune.codec import from_json
@@ -383,3 +384,20 @@ def test_ranks_of_a_host_compile_each_candidate_once(device, compiler, tmp_path)
     assert assert_all_ok(run_ranks(program, 2)) == [[ABORTS]] * 2
     compiled = compiler.compilations()
     assert (compiled.count(64), compiled.count(ABORTS)) == (1, 1)
+
+
+def test_the_benchmark_times_the_first_step_and_those_while_candidates_are_compiled(device, monkeypatch):
+    monkeypatch.setattr(compile_behind, "CONFIGS", compile_behind.CONFIGS[:2])
+    monkeypatch.setattr(compile_behind, "LATER_STEPS", 5)
+
+    def program(rank: int) -> dict[str, Any]:
+        return compile_behind.steps_of("tuned", STEP_S, 1, cuda=False)
+
+    (row,) = assert_all_ok(run_ranks(program, 1, init="none"))
+    assert row["first_s"] > 0
+    assert len(row["while_compiling_ms"]) > 0
+    assert len(row["later_ms"]) == 5
+    assert row["steps"] > len(row["while_compiling_ms"])
+    text = compile_behind.line_of("tuned", [row])
+    assert text.startswith("tuned     first step")
+    assert "all compiled after" in text
