@@ -14,10 +14,11 @@ CACHE_DIR = "DIST_AUTOTUNE_CACHE_DIR"
 LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
+COMPILE_JOBS = "DIST_AUTOTUNE_COMPILE_JOBS"
 
 # Read by launch.sh and the test suite; listed so that a typo is an error.
 READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
-KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S, *READ_ELSEWHERE)
+KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S, COMPILE_JOBS, *READ_ELSEWHERE)
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
 OTHERS_VARIABLES = (
     "TRITON_INTERPRET",
@@ -57,6 +58,12 @@ def process_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def world_size() -> int:
+    """Return how many ranks torchrun has started, 1 without one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1
+
+
 def place_on_host(position: int, ranks: int) -> tuple[int, int]:
     """Return which of its host's ranks this process is, of how many; without torchrun, of the group's."""
     said = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -77,6 +84,14 @@ def timeout_s() -> float:
 def compile_timeout_s() -> float:
     """Return the seconds that one candidate may take to compile; 0: no limit, and no process of its own."""
     return _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S, "seconds, or 0 for no limit", least=0.0)
+
+
+def compile_jobs() -> int | None:
+    """Return DIST_AUTOTUNE_COMPILE_JOBS, how many candidates a rank compiles at a time; None: not given."""
+    text = os.environ.get(COMPILE_JOBS)
+    if text and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise InvalidOption(f"{COMPILE_JOBS}={text!r}: expected an int of at least 1")
+    return int(text) if text else None
 
 
 def cache_directory() -> Path | None:
@@ -112,6 +127,7 @@ def check_variables() -> None:
     check_names()
     run_mode()
     compile_timeout_s()
+    compile_jobs()
     timeout_s()
 
 

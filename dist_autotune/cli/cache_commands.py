@@ -24,14 +24,14 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
-    names = ("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
+    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel", "winner")
     rows = []
     for entry in cache.entries():
-        key, winner = entry.key, (entry.config, format_ms(entry.ms))
-        machine = key.device, str(key.world_size), entry.created_at
-        rows.append((key.digest[:8], key.kernel, key.key, *winner, *machine))
+        key, created = entry.key, entry.created_at[:16].replace("T", " ")
+        figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
+        rows.append((*figures, entry.title, config_label(entry.config)))
     if rows:
-        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
+        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, texts=2)
         terminal.print_tables(terminal.open_console(), table)
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
@@ -89,7 +89,9 @@ HOW_TO_USE = {
 def export_entries(
     path: Annotated[Path, typer.Argument(help="The file to write; for other tools a directory.")],
     format_name: Annotated[Format, typer.Option("--format", help="What is to be written.")] = Format.bundle,
-    kernels: Annotated[list[str] | None, typer.Option("--kernel", help="Only this kernel's. Repeat.")] = None,
+    kernels: Annotated[
+        list[str] | None, typer.Option("--kernel", help="Only this kernel's; may be repeated.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Only those of this device: a part of its name.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Write over files that are there.")] = False,
 ) -> None:
@@ -153,16 +155,16 @@ def import_entries(
         terminal.fail(f"{path}: {error}. Give a file that `dist-autotune cache export` wrote.")
     here = Device.current()
     hardware = _hardware(here.name, here.capability)
-    fitting = [e for e in entries if _hardware(e.key.device, e.key.capability) == hardware]
-    if len(fitting) < len(entries) and not any_hardware:
-        foreign = sorted({_hardware(e.key.device, e.key.capability) for e in entries if e not in fitting})
-        count = f"{len(entries) - len(fitting)} of {_entries(len(entries))}"
-        text = f"{path}: {count} not for this machine, which has {hardware}, but for {', '.join(foreign)}. "
-        text += "--any-hardware stores them, too."
-        if not fitting:
+    others = Counter(_hardware(entry.key.device, entry.key.capability) for entry in entries)
+    del others[hardware]
+    if others and not any_hardware:
+        count = f"{others.total()} of {_entries(len(entries))}"
+        text = f"{path}: {count} not for this machine, which has {hardware}, but for "
+        text += f"{', '.join(sorted(others))}. --any-hardware stores them, too."
+        if others.total() == len(entries):
             terminal.fail(text)
         typer.echo(text, err=True)
-        entries = fitting
+        entries = [e for e in entries if _hardware(e.key.device, e.key.capability) == hardware]
     _report_import(cache, bundle.merge(cache, entries, replaces=replace), replaces=replace)
     _report_unused(entries, here.driver)
 

@@ -16,6 +16,7 @@ from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
 from ..triton_api.launch import Key, Launch, load
+from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
 from .registry import Registry
@@ -45,8 +46,8 @@ class Dispatcher:
         self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
-        # The first launches of new contexts: their arguments are held no longer than the run.
-        self.to_preflight: list[tuple[Binding, Launch]] = []
+        # A launch of each context that is new: their arguments are held no longer than the run.
+        self.to_preflight: dict[RankContext, tuple[Binding, Launch]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
@@ -63,6 +64,8 @@ class Dispatcher:
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(launch)
+        if self.tunes and binding.rank_context.is_to_preflight and not interception.is_interpreted():
+            self.to_preflight.setdefault(binding.rank_context, (binding, launch))
         candidate = self._candidate(binding)
         while True:
             self._check_tuned(binding.rank_context, candidate)
@@ -162,7 +165,7 @@ class Dispatcher:
             self._refuse(context)
 
     def _binding(self, launch: Launch) -> Binding:
-        """Return what the launch belongs to; a context that is new is to be preflighted after the run."""
+        """Return what the launch belongs to, which may be new."""
         if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
@@ -171,8 +174,6 @@ class Dispatcher:
                 for known in self._fast_path.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
-                if self.tunes and binding.rank_context.measures and not interception.is_interpreted():
-                    self.to_preflight.append((binding, launch))
             return binding
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -197,15 +198,24 @@ class Dispatcher:
 
     def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
         """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
-        launches, self.to_preflight = self.to_preflight, []
-        for binding, launch in launches:
-            context = binding.rank_context
-            if context.announced:
-                continue
-            tried = {context.choice, *context.bans}
-            untried = {digest: config for digest, config in binding.configs.items() if digest not in tried}
+        for context, launch, configs in self._untried():
             loading = functools.partial(self._guard.launching, context.name, loads=True)
-            found = preflight.preflight(launch, untried, terms, loading)
+            found = preflight.preflight(launch, configs, terms, loading)
             if found.tally is not None:
                 yield context, found.tally
             self._registry.ban(context, found.reasons)
+
+    def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, Tally]]:
+        """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
+        for context, launch, configs in self._untried():
+            if configs:
+                backlog.add(context, launch, configs)
+        yield from backlog.advance()
+
+    def _untried(self) -> Iterator[tuple[RankContext, Launch, dict[str, Any]]]:
+        """Yield a launch of each context that the run has met, and the configs that it has not launched."""
+        launches, self.to_preflight = self.to_preflight, {}
+        for context, (binding, launch) in launches.items():
+            context.is_preflighted = True
+            tried = {context.choice, *context.bans}
+            yield context, launch, {c: config for c, config in binding.configs.items() if c not in tried}

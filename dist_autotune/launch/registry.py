@@ -10,6 +10,7 @@ from typing import Any
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
+from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
@@ -119,10 +120,14 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
-        if claim is None and context.search is None:
-            context.begin_with(self._find_winners(context))
+        self._choose_first(context)
         self.ban(context, bans)
         return context
+
+    def _choose_first(self, context: RankContext) -> None:
+        """Let a context that no rank has announced begin with the winner of the nearest tuned key."""
+        if context.search is None and context.claim is None and len(context.texts) > 1:
+            context.begin_with(self._find_winners(context))
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Keep which candidates failed here, and why; the peers hear of it at the end of the run."""
@@ -151,6 +156,7 @@ class Registry:
         self.has_news = False
         for context in self.by_name.values():
             context.begin_run()
+            self._choose_first(context)  # anew: ranks that announce it together know the same winners
 
     def abandon_run(self) -> None:
         for context in self.by_name.values():
@@ -168,7 +174,7 @@ class Registry:
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = report.ran if report is not None and report.pending else context.choice
             if candidate is not None:
-                text = context.texts.get(candidate, "several configs")
+                text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
         running = [text for context, text in chosen if context.samples.is_running]
         trials = [text for context, text in chosen if context.search is None or context.search.is_on_trial]
@@ -178,12 +184,14 @@ class Registry:
         """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
+            if context.launches and not context.is_settled:
+                context.launches_per_run = context.launches
             earlier = context.report_earlier_runs()
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
             }
             is_repeated = context.samples.report is not None
-            if not (context.ran or is_repeated or bans or earlier is not None):
+            if not (context.ran or is_repeated or bans or context.compiling or earlier is not None):
                 continue
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
@@ -193,7 +201,9 @@ class Registry:
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
-            context.report = reports[context.name] = replace(part, bans=bans, announcement=announcement)
+            context.report = reports[context.name] = replace(
+                part, bans=bans, announcement=announcement, compiling=context.compiling
+            )
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
@@ -202,7 +212,7 @@ class Registry:
             rank=context.rank,
             kernel=context.source.short_name,
             key=context.key_text,
-            order=tuple(context.texts.items()),
+            order=tuple(context.candidates.items()),
             shared=tuple(sorted(context.texts)),
             is_choice=context.is_choice,
             kernel_id=self.names.alias(kernel),
@@ -212,6 +222,7 @@ class Registry:
             slot=context.slot,
             claim=context.claim,
             like=context.like,
+            default=context.default,
         )
 
     def reported(self) -> list[RankContext]:

@@ -16,7 +16,8 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    fields = {**fields_of(run, context), "candidates": context.texts, "like": context.like}
+    texts = {"candidates": context.texts, "default": context.default, "like": context.like}
+    fields = {**fields_of(run, context), **texts}
     return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
 
@@ -43,13 +44,19 @@ def bans(run: int, context: Context, part: Part) -> list[Banned]:
     ]
 
 
-def settled(run: int, context: Context) -> ContextSettled:
+def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
+    """Return the result of a context. launches: of this rank in one run."""
     return ContextSettled(
         **fields_of(run, context, context.incumbent),
         status=context.status,
         ms=context.times.ms.get(context.incumbent),
         timings={context.texts[index]: ms for index, ms in context.known_ms()},
         launch_bound=context.is_launch_bound,
+        fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
+        default_ms=context.default_ms,
+        banned=context.ban_texts(),
+        judge=context.final_judge,
+        launches=launches,
     )
 
 

@@ -84,6 +84,7 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     incumbent: int
     local: bool = True  # False: only other ranks launch it
     like: str = ""  # the nearest tuned key: its winner is the first candidate; "": there was none
+    default: int = 0  # the candidate that is launched untuned
 
 
 class RunStarted(Record, event="run_started"):
@@ -134,7 +135,7 @@ class Banned(ConfigRecord, event="banned", level=logging.INFO):
 
 
 class Preflighted(Record, event="preflighted", level=logging.INFO):
-    """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
+    """How this rank compiled and loaded the candidates of one (kernel, key), all by the end of `run`."""
 
     run: int
     kernel: str
@@ -160,6 +161,11 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
+    fastest_rank_ms: float | None = None
+    default_ms: float | None = None  # agreed, of the candidate that is launched untuned
+    banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
+    judge: str = ""  # what `ms` is the time of: one "launch", or the whole "run"; older logs do not say
+    launches: int = 1  # of this rank in one run; 0: only other ranks launch it
 
 
 class RunFailed(Record, event="run_failed", level=logging.INFO):
@@ -173,6 +179,10 @@ class SessionClosed(Record, event="session_closed", level=logging.INFO):
     contexts: int
     outcome: str  # "settled" | "partial" | the error's class name
     warning: str = ""
+    seconds: float = 0.0  # since the first call, on this rank
+    compiling_s: float = 0.0
+    runs_s: float = 0.0
+    exchanges_s: float = 0.0
 
 
 class Note(Record, event="note", level=logging.INFO):

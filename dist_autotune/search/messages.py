@@ -104,6 +104,7 @@ class Announcement:
     slot: str = ""  # what makes the context's name of `kernel_id`
     claim: Claim | None = None  # a result it already has
     like: str = ""  # the tuned key whose winner stands first in `order`
+    default: str = ""  # the candidate that `rank` launches untuned; "": the first
 
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)
@@ -138,6 +139,7 @@ class Part(Mergeable):
     bans: Bans = field(default_factory=dict)
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
     gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
+    compiling: Annotated[int, max] = 0  # online: candidates that some rank has still to compile or load
 
     def agreed_ms(self, rank_reduce: str) -> float | None:
         """Return the statistic reduced over the ranks; None where a rank that launched it has none."""

@@ -47,7 +47,7 @@ class SearchState:
         self._idle_runs = 0
         self._is_judging = True  # the run under way may judge what is judged by the whole run
         self._bringing_runs = 0  # in a row that announced kernels
-        self._trials_made = self._waits = 0  # runs of the session
+        self._trials_made = self._waits = self._held = 0  # runs of the session
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -99,10 +99,14 @@ class SearchState:
         return Forecast(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),
+            contexts=len(searched),
+            settled=sum(context.settled for context in searched),
             planned_trials=budget.planned_runs(self.rules, searched) - 1,
             runs=self.runs,
             trials=self._trials_made,
             waits=self._waits,
+            held=self._held,
+            compiling=sum(context.compiling for context in searched),
         )
 
     def is_final(self, context: Context) -> bool:
@@ -140,7 +144,7 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
-        self.runs = self._trials_made = self._waits = self._idle_runs = 0
+        self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.whole_run, self._turns = True, None, Turns()
         for context in self.contexts.values():
@@ -182,13 +186,17 @@ class SearchState:
         is_new = any(part.announcement for part in merged.parts.values())
         is_trial = is_new or any(each.is_on_trial for each in self._trials)
         self._trials_made += is_trial
-        self._waits += not is_trial and any(each.waiting for each in self._trials)
+        is_wait = not is_trial and any(each.waiting for each in self._trials)
+        self._waits += is_wait
+        self._held += not (is_trial or is_wait) and any(c.compiling for c in self.contexts.values())
         self._turns.record_launches(merged)
         self.runs += 1
         merged = _with_late_hosts(merged)
         self._is_judging = not self._brings_kernels(merged)
         outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
+        for name, context in self.contexts.items():
+            context.compiling = merged.parts[name].compiling if name in merged.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
         self.has_counted_run = any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
         if plan_trial is not None:

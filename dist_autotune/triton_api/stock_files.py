@@ -38,7 +38,7 @@ def result_file(tuner: Autotuner, key: Key, configs: Mapping[str, Any]) -> str:
     """Return where stock Triton keeps a result with `cache_results=True`, below its cache directory.
 
     configs: the candidates after pruning, by digest. "": it keeps none, as a config has a hook or kernels are
-    interpreted; or its list of configs is not known, as some were equal before pruning.
+    interpreted; or the name cannot be known, as equal configs were pruned or the driver cannot be asked.
     """
     function = tuner.fn
     while not isinstance(function, JITFunction) and hasattr(function, "fn"):
@@ -50,9 +50,13 @@ def result_file(tuner: Autotuner, key: Key, configs: Mapping[str, Any]) -> str:
         if len(candidates) < len(_digests(tuner.configs)):
             return ""
         candidates = tuner.configs
+    try:
+        compiler = make_backend(driver.active.get_current_target()).hash()
+    except (RuntimeError, OSError):  # no driver, no ptxas: no reason to end a session
+        return ""
     parts = [
         triton_key(),
-        make_backend(driver.active.get_current_target()).hash(),
+        compiler,
         function.cache_key,
         str(sorted(get_cache_invalidating_env_vars().items())),
         str(key),

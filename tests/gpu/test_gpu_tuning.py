@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+from typer.testing import CliRunner
 
 from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning
+from dist_autotune.cli.commands import app
 from dist_autotune.errors import LaunchTimeout
 from ranks import run_ranks
 
@@ -359,3 +361,24 @@ def test_an_illegal_access_ends_the_call_and_names_the_config() -> None:
     assert "Rank 0: run 1 of step: " in text
     assert "illegal memory access" in text
     assert f"OFFSET: {1 << 40}" in text
+
+
+def test_stock_triton_reads_the_exported_winner_and_benchmarks_nothing(
+    tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_bench(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("stock benchmarking must not happen")
+
+    x = torch.randn(SIZE, device="cuda")
+    kernel = make_scale()
+    tuned(lambda: launch(kernel, x), cache=True)()
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(out)])
+    assert done.exit_code == 0, done.output
+    stock = make_scale(cache_results=True, do_bench=no_bench)
+    with pytest.raises(AssertionError, match="stock benchmarking must not happen"):
+        launch(stock, x)  # without the file it would
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(out))
+    stock = make_scale(cache_results=True, do_bench=no_bench)
+    assert torch.equal(launch(stock, x), 2 * x)
+    assert stock.best_config.kwargs == kernel.best_config.kwargs

@@ -108,7 +108,7 @@ def test_without_the_vote_new_keys_keep_the_config_of_the_nearest_key_and_are_lo
     assert one[:3] == (True, [32, 32, 32], 0)
     (note,) = one[3]
     assert note.startswith("add[8, ")
-    assert "keeps the config it began with" in note
+    assert "keeps the config of the nearest tuned key" in note
 
 
 def test_without_the_vote_ranks_need_not_call_equally_often():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -56,6 +58,8 @@ def test_the_log_names_the_key(tuned):
     *_, admitted = records(ContextAdmitted)
     assert admitted.like == "64, 'torch.float32', 'torch.float32'"
     assert admitted.candidates[admitted.incumbent].startswith("BLOCK: 32")
+    text = Path(".autotune_logs/rank-0.log").read_text()
+    assert "3 candidates, incumbent #0, as with the key 64, 'torch.float32', 'torch.float32'" in text
 
 
 def test_another_dtype_or_kernel_is_no_neighbour(bench):
