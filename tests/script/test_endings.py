@@ -12,7 +12,7 @@ import pytest
 
 ENDINGS = {
     "returns": "print('fine', type(__builtins__), __doc__, __spec__, __package__)",
-    "is there at exit": "import atexit, sys; m = sys.modules; atexit.register(lambda: print(m[__name__].sys))",
+    "has exit handlers": "import atexit, sys; x = 5; atexit.register(lambda: print(sys.modules[__name__].x))",
     "exits": "import sys; print('before'); sys.exit(3)",
     "exits with a text": "raise SystemExit('why')",
     "exits with None": "raise SystemExit",
