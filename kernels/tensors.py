@@ -70,7 +70,7 @@ def check_tensor(
         raise ValueError(f"{name} is {given}; this operation was opened for {wanted}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {needed}")
-    if not lies_by_columns(tensor) or (may_lie_by_columns and 1 in (tensor.stride(0), tensor.shape[0])):
+    if not lies_by_columns(tensor) or (may_lie_by_columns and 1 in (tensor.stride(-2), tensor.shape[-2])):
         return
     which = "neither the rows nor the columns" if may_lie_by_columns else "the rows"
     verb = "are" if may_lie_by_columns else "are not"
@@ -82,9 +82,9 @@ def lies_by_columns(tensor: torch.Tensor) -> bool:
     return tensor.stride(-1) != 1 and tensor.shape[-1] > 1
 
 
-def pitch_of(matrix: torch.Tensor) -> int:
-    """Return how many elements apart the contiguous rows, or columns, of a checked matrix begin."""
-    return matrix.stride(1 if lies_by_columns(matrix) else 0)
+def pitch_of(tensor: torch.Tensor) -> int:
+    """Return how many elements apart the contiguous rows, or columns, of a checked tensor begin."""
+    return tensor.stride(-1 if lies_by_columns(tensor) else -2)
 
 
 def check_out(

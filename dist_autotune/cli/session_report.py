@@ -12,6 +12,7 @@ from ..logs.history import (
     ContextHistory,
     History,
     SessionHistory,
+    is_time,
     of_kind,
     percent_over,
 )
@@ -95,26 +96,27 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
     banned = settled.banned or {each.config: each.banned for each in context.candidates if each.banned}
     timed = {each.config: each.agreed_ms for each in context.candidates if each.agreed_ms is not None}
     config = None if settled is NOT_SETTLED else settled.config
+    is_new = settled.judge in (BY_LAUNCH, BY_RUN)  # else of an older version, or not settled
     tuned = TunedContext(
         kernel=first.kernel,
         key=first.key,
         config=config,
-        ms=settled.ms,
-        fastest_rank_ms=settled.fastest_rank_ms,
+        ms=_time(settled.ms),
+        fastest_rank_ms=_time(settled.fastest_rank_ms),
         status=settled.status,
         timings=timed if settled is NOT_SETTLED else settled.timings,
         banned=banned,
         launch_bound=settled.launch_bound,
-        default_ms=settled.default_ms,
-        judge=settled.judge or (BY_LAUNCH if winner is None or winner.rank_ms else BY_RUN),
-        launches=settled.launches,
+        default_ms=_time(settled.default_ms),
+        judge=settled.judge if is_new else BY_LAUNCH if winner is None or winner.rank_ms else BY_RUN,
+        launches=max(settled.launches, 0),
         key_text=first.key,
         config_text=config or "",
     )
     if settled is NOT_SETTLED:
         launches = [record.launches for record in context.records if isinstance(record, Trial)]
         tuned = replace(tuned, launches=launches[-1] if launches else 0)
-    if tuned.default_ms is None:
+    if tuned.default_ms is None and not is_new:
         tuned = replace(tuned, default_ms=_default_ms(context))
     if tuned.fastest_rank_ms is None and winner is not None and tuned.judge == BY_LAUNCH:
         tuned = replace(tuned, fastest_rank_ms=min(winner.rank_ms.values(), default=None))
@@ -126,7 +128,11 @@ def _default_ms(context: ContextHistory) -> float | None:
     default = next((each.default for each in of_kind(context.records, ContextAdmitted)), 0)
     usable = [each for each in context.candidates if not each.banned]
     usable.sort(key=lambda each: each.config_id != default)
-    return usable[0].agreed_ms if usable else None
+    return _time(usable[0].agreed_ms) if usable else None
+
+
+def _time(ms: float | None) -> float | None:
+    return ms if is_time(ms) else None  # a log may hold anything
 
 
 def cost_alone_percent(context: ContextHistory) -> float | None:

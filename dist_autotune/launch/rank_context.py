@@ -39,7 +39,7 @@ class RankContext:
     source: KernelSource
     key: Key
     key_text: str
-    texts: dict[str, str]  # of the candidates, by digest
+    texts: dict[str, str]  # of the candidates, by digest, in the order of the configs
     samples: Samples
     rank: int
     slot: str  # what tells it from other contexts of the kernel
@@ -47,7 +47,8 @@ class RankContext:
     key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None  # a result that it had when this rank first launched it
-    like: str = ""  # the nearest tuned key: the context begins with its winner
+    like: str = ""  # the nearest tuned key; "": none
+    first: str = ""  # its winner, which this context begins with
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -117,14 +118,18 @@ class RankContext:
         return trial is not None and self.search.is_on_trial and self.search.digests[trial] == candidate
 
     def begin_with(self, winners: Mapping[str, str]) -> None:
-        """Put the winner of the nearest tuned key first, of the keys whose winner is a candidate here.
+        """Begin with the winner of the nearest tuned key, of those whose winner is a candidate here.
 
         winners: digests by tuned key, the same on all ranks, so that all begin with the same config.
         """
         usable = {key: winner for key, winner in winners.items() if winner in self.texts}
-        for key in by_distance(self.key_text, usable)[:1]:
-            self.like, winner = key, usable[key]
-            self.texts = {winner: self.texts[winner], **self.texts}
+        self.like = next(iter(by_distance(self.key_text, usable)), "")
+        self.first = usable.get(self.like, "")
+
+    @property
+    def candidates(self) -> dict[str, str]:
+        """Return the texts of the candidates by digest, first the one that the context begins with."""
+        return {self.first: self.texts[self.first], **self.texts} if self.first else self.texts
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
@@ -151,14 +156,15 @@ class RankContext:
 
         among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
         """
-        known = self.texts if among is None else among
+        candidates = self.candidates
+        known = candidates if among is None else among
         banned = set(self.bans)
         if self.search is not None:
             incumbent = self.search.digests[self.search.incumbent]
             banned |= {self.search.digests[index] for index in self.search.banned}
         else:
-            incumbent = next(iter(self.texts)) if self.claim is None else self.claim[1]
-        for candidate in (incumbent, *self.texts, *known):
+            incumbent = next(iter(candidates)) if self.claim is None else self.claim[1]
+        for candidate in (incumbent, *candidates, *known):
             if candidate not in banned and candidate in known:
                 return candidate
         reasons = " ".join(self._reasons())

@@ -120,10 +120,14 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
-        if claim is None and context.search is None and len(texts) > 1:
-            context.begin_with(self._find_winners(context))
+        self._choose_first(context)
         self.ban(context, bans)
         return context
+
+    def _choose_first(self, context: RankContext) -> None:
+        """Let a context that no rank has announced begin with the winner of the nearest tuned key."""
+        if context.search is None and context.claim is None and len(context.texts) > 1:
+            context.begin_with(self._find_winners(context))
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Keep which candidates failed here, and why; the peers hear of it at the end of the run."""
@@ -152,6 +156,7 @@ class Registry:
         self.has_news = False
         for context in self.by_name.values():
             context.begin_run()
+            self._choose_first(context)  # anew: ranks that announce it together know the same winners
 
     def abandon_run(self) -> None:
         for context in self.by_name.values():
@@ -207,7 +212,7 @@ class Registry:
             rank=context.rank,
             kernel=context.source.short_name,
             key=context.key_text,
-            order=tuple(context.texts.items()),
+            order=tuple(context.candidates.items()),
             shared=tuple(sorted(context.texts)),
             is_choice=context.is_choice,
             kernel_id=self.names.alias(kernel),

@@ -138,7 +138,7 @@ class Calls:
             self._calls_in_vain = 0
             self._wants_session = may_tune
             if not may_tune:
-                self._note_new(state, "keeps the config it began with (watch=False)")
+                self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
 
     @contextlib.contextmanager
     def _reporting_run(

@@ -17,15 +17,17 @@ import torch
 import torch.distributed._functional_collectives  # it registers torch.ops._c10d_functional
 from torch import Tensor
 
-from .registry import find_gather, find_scatter, size_of
+from ..ag_gemm import AllGatherGemm
+from ..gemm_rs import GemmReduceScatter
+from .registry import find, size_of
 
-_library = torch.library.Library("dist_autotune", "DEF")
-_library.define(
+library = torch.library.Library("dist_autotune", "DEF")
+library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] weights, str group_name, bool save_gathered)"
     " -> (Tensor[], Tensor)"
 )
-_library.define("matmul_reduce_scatter(Tensor[] a, Tensor[] weights, str group_name) -> Tensor")
-_library.define(
+library.define("matmul_reduce_scatter(Tensor[] a, Tensor[] weights, str group_name) -> Tensor")
+library.define(
     "matmul_reduce_scatter_backward(Tensor grad, Tensor[] a, Tensor[] weights, str group_name, "
     "bool[] for_a, bool[] for_weights) -> (Tensor[], Tensor[])"
 )
@@ -46,9 +48,9 @@ def _all_gather_matmul(
 
 def _gather(a_shard: Tensor, weights: list[Tensor], group_name: str) -> tuple[list[Tensor], Tensor]:
     """Return the products, and all rows until the next call: the gather hides behind the largest product."""
-    operation = find_gather(a_shard, group_name)
+    operation = find(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
     largest = max(range(len(weights)), key=lambda i: weights[i].shape[0])
-    first = operation(_by_rows(a_shard), weights[largest])
+    first = operation(by_rows(a_shard), weights[largest])
     gathered = operation.gathered
     others = (gathered @ weight.T if i != largest else first for i, weight in enumerate(weights))
     return list(others), gathered
@@ -61,8 +63,9 @@ def _matmul_reduce_scatter(a: list[Tensor], weights: list[Tensor], group_name: s
     for i, (rows, weight) in enumerate(zip(a, weights, strict=True)):
         if i != largest:
             addend = rows @ weight.T if addend is None else addend.addmm_(rows, weight.T)
-    operation = find_scatter(a[largest], weights[largest].shape[0], group_name)
-    return operation(_by_rows(a[largest]), weights[largest], addend=addend)
+    rows, weight = a[largest], weights[largest]
+    operation = find(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
+    return operation(by_rows(rows), weight, addend=addend)
 
 
 def _matmul_reduce_scatter_backward(
@@ -77,22 +80,23 @@ def _matmul_reduce_scatter_backward(
     if across:
         of_a, gathered = _gather(grad, across, group_name)
     else:
-        of_a, gathered = [], _wait(_start_gather(grad, group_name))
+        of_a, gathered = [], wait(start_gather(grad, group_name))
     return of_a, [gathered.T @ rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
 
 
-def _by_rows(matrix: Tensor) -> Tensor:
+def by_rows(matrix: Tensor) -> Tensor:
     """Return the matrix with contiguous rows that do not overlap, as those of an expanded gradient do."""
     lies_by_rows = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
     return matrix if lies_by_rows or matrix.numel() == 0 else matrix.contiguous()
 
 
-def _start_gather(shard: Tensor, group_name: str) -> Tensor:
+def start_gather(shard: Tensor, group_name: str) -> Tensor:
+    """Return what will be all ranks' rows; `wait` before they are read."""
     ranks = size_of(group_name)
     return torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), ranks, group_name)
 
 
-def _wait(gathered: Tensor) -> Tensor:
+def wait(gathered: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(gathered)
 
 
@@ -138,18 +142,18 @@ def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tenso
 
 
 def _gradients_of_gather(ctx: Any, grads: list[Tensor | None], _of_gathered: None) -> tuple[Any, ...]:
-    _check_first_order()
+    check_first_order()
     rows, *weights = ctx.saved_tensors
     for_a, for_weights, *_ = ctx.needs_input_grad
     needs_rows = any(grad is not None and asked for grad, asked in zip(grads, for_weights, strict=True))
     if needs_rows and not ctx.is_gathered:
-        rows = _start_gather(rows, ctx.group_name)
+        rows = start_gather(rows, ctx.group_name)
     of_a = None
     pairs = [(grad, weight.T) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
     if for_a and pairs:
         of_a = _ops.matmul_reduce_scatter(*map(list, zip(*pairs, strict=True)), ctx.group_name)
     if needs_rows and not ctx.is_gathered:
-        rows = _wait(rows)
+        rows = wait(rows)
     of_weights = [
         grad.T @ rows if asked and grad is not None else None
         for grad, asked in zip(grads, for_weights, strict=True)
@@ -164,7 +168,7 @@ def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    _check_first_order()
+    check_first_order()
     saved = ctx.saved_tensors  # once: a checkpoint computes them anew at each access
     a, weights = list(saved[: ctx.pairs]), list(saved[ctx.pairs :])
     for_a, for_weights, _ = ctx.needs_input_grad
@@ -180,7 +184,7 @@ def _spread(gradients: list[Tensor], needed: list[bool]) -> list[Tensor | None]:
     return [next(left) if is_needed else None for is_needed in needed]
 
 
-def _check_first_order() -> None:
+def check_first_order() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "these products have no second derivative: call backward without create_graph=True"
@@ -192,14 +196,14 @@ for _name, _compute, _shapes in (
     ("matmul_reduce_scatter", _matmul_reduce_scatter, _shape_of_scatter),
     ("matmul_reduce_scatter_backward", _matmul_reduce_scatter_backward, _shapes_of_backward),
 ):
-    _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dist_autotune::{_name}", _shapes, lib=_library)
+    library.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dist_autotune::{_name}", _shapes, lib=library)
 torch.library.register_autograd(
-    "dist_autotune::all_gather_matmul", _gradients_of_gather, setup_context=_keep_for_gather, lib=_library
+    "dist_autotune::all_gather_matmul", _gradients_of_gather, setup_context=_keep_for_gather, lib=library
 )
 torch.library.register_autograd(
     "dist_autotune::matmul_reduce_scatter",
     _gradients_of_scatter,
     setup_context=_keep_for_scatter,
-    lib=_library,
+    lib=library,
 )

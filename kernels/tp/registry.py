@@ -7,7 +7,7 @@ in one. Opening, growing and closing are collective: ranks make the same calls i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ..gemm_rs import GemmReduceScatter
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
-Kind = TypeVar("Kind", AllGatherGemm, GemmReduceScatter)
+Kind = TypeVar("Kind", bound=Operation)
 
 GROWTH = 1.5  # of a workspace that has become too small, at least: sequences that lengthen open few
 TIMEOUT_S = 300.0
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 class Workspace:
     """An open operation, how many rows it takes, and whether a graph may replay in its memory."""
 
-    operation: AllGatherGemm | GemmReduceScatter
+    operation: Operation
     group: dist.ProcessGroup
     rows: int
     timeout_s: float
@@ -76,16 +76,6 @@ def size_of(group_name: str) -> int:
 
 def _group_of(group_name: str) -> dist.ProcessGroup:
     return _resolve_process_group(group_name)  # type: ignore[arg-type]  # its kind of str is not public
-
-
-def find_gather(shard: torch.Tensor, group_name: str) -> AllGatherGemm:
-    """Return the operation that gathers such shards [m, K]; collective if it must be opened or grown."""
-    return _find(AllGatherGemm, shard, shard.shape[0], shard.shape[1], group_name)
-
-
-def find_scatter(a: torch.Tensor, columns: int, group_name: str) -> GemmReduceScatter:
-    """Return the operation that scatters sums [M, columns] for operands with the rows of `a`; see above."""
-    return _find(GemmReduceScatter, a, a.shape[0], columns, group_name)
 
 
 def reserve(
@@ -133,7 +123,11 @@ def release(group: Group = None) -> None:
         raise failures[0]
 
 
-def _find(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
+def find(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
+    """Return the open operation of that kind for tensors of the type and place of `like`.
+
+    rows, columns: what it is opened with. Collective if it must be opened or grown.
+    """
     key = Key(kind, group_name, columns, like.dtype, like.device)
     found = _find_open(key)
     is_capturing = _is_capturing(like)
@@ -171,7 +165,7 @@ def _replace(key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) 
         else:
             outgrown.operation.close()
     group = _group_of(key.group_name)
-    kind = AllGatherGemm if key.kind is AllGatherGemm else GemmReduceScatter
-    operation = kind(rows, key.columns, key.dtype, group, timeout_s=timeout_s)
+    open_one: Any = key.kind
+    operation = open_one(rows, key.columns, key.dtype, group, timeout_s=timeout_s)
     _open[key] = workspace = Workspace(operation, group, rows, timeout_s)
     return workspace

@@ -91,6 +91,7 @@ class Witness:
             self._check_launches()
         self._compiling = {(rank, name) for rank, payload in enumerate(told) for name in _compiling(payload)}
         if kinds == {"run"}:
+            self._check_beginnings(told)
             self._check_runs()
             self._note_samples(functools.reduce(Message.merged, told))
             if sequence % SIZES_EVERY == 1:  # the first run, the one that announces, among them
@@ -143,6 +144,15 @@ class Witness:
             digest = context.digests[context.trial]
             if part.ran == digest:
                 self._unmeasured[name, digest] = part.unmeasured > 0
+
+    def _check_beginnings(self, told: list[Any]) -> None:
+        """Ranks that announce a context together begin with the winner of the same key."""
+        for name in {name for payload in told for name in payload.parts}:
+            parts = [payload.parts[name] for payload in told if name in payload.parts]
+            new = [part.announcement for part in parts if part.announcement is not None]
+            likes = {each.like for each in new if each.claim is None and each.shared == new[0].shared}
+            assert len(likes) <= 1, f"{new[0].kernel}[{new[0].key}] begins as {likes}"
+            self.counts["began as another key"] += any(likes)
 
     def _check_runs(self) -> None:
         """A session ends within what its options and its contexts allow."""

@@ -9,6 +9,9 @@ import ag_gemm_runs
 import gemm_rs_runs
 import torch
 import torch.distributed as dist
+from ag_moe_runs import GATHERING
+from moe_rs_runs import SCATTERING
+from operation_runs import seed_and_leave_one
 from torch import Tensor
 
 from dist_autotune.kernels import tp
@@ -21,6 +24,8 @@ def workspaces(rank: int, candidate: int | None = None) -> Iterator[int]:
     """Leave each kernel one candidate, by default another on each rank; yield how many ranks there are."""
     ag_gemm_runs.begin(rank, candidate)
     gemm_rs_runs.begin(rank, candidate)
+    for runs in (GATHERING, SCATTERING):
+        seed_and_leave_one(rank, runs.kernel, runs.candidates, candidate)
     yield dist.get_world_size()
     tp.release()
 

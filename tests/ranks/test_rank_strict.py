@@ -103,10 +103,10 @@ def test_in_a_settled_call_peers_that_wait_for_nothing_learn_it_at_their_next_ex
     assert one == ["NotTuned", "returned tensor"]
 
 
-def test_in_a_settled_call_a_peer_in_a_collective_is_released_when_asked_for(shipped, quick_heartbeats):
+@pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled call"])
+def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, quick_heartbeats):
     def program(rank, pid):
-        bench, step = step_of(rank)
-        step([64])
+        bench = Bench()
         kernel = bench.kernel({16: 3.0, 32: 1.0})
 
         def thunk(n):
@@ -117,7 +117,8 @@ def test_in_a_settled_call_a_peer_in_a_collective_is_released_when_asked_for(shi
 
         step = tune(bench, thunk, cache=own_cache(rank), on_stuck="abort", timeout_s=SHORT_S)
         meet()
-        step(64)
+        if settled:
+            step(64)
         end = ending(lambda: step(100 if rank == 0 else 64))
         wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
         return end
@@ -126,7 +127,7 @@ def test_in_a_settled_call_a_peer_in_a_collective_is_released_when_asked_for(shi
     (error,) = assert_all_ok([zero])
     assert error.startswith("NotTuned: add[n=100")
     assert one.exitcode == 1, describe(one)
-    assert "is still in a call of" in one.stderr
+    assert f"is still in {'a call of' if settled else 'run 0 of'}" in one.stderr
     assert "rank 0 has failed (NotTuned: add[n=100" in one.stderr
     assert one.elapsed_s < 30  # rank 0 would wait for its end until the time-out of run_ranks
 

@@ -7,7 +7,7 @@ import torch
 from kernels_for_tests import KEY, grid_of, launch, no_bench, numbers, out_of_resources
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import NotTuned, TuningError, tunable
+from dist_autotune import NotTuned, StepTuner, TuningError, tunable
 
 
 @pytest.fixture
@@ -171,3 +171,16 @@ def test_configs_that_a_result_is_none_of_are_an_error(bench, shipped):
     fresh = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
     with pytest.raises(NotTuned, match="there is no result"):
         bench.tune(lambda: launch(fresh, numbers()))()
+
+
+def test_steps_of_a_loop_are_strict_too(bench, shipped):
+    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuner = StepTuner(clock=bench.clock, progress=False)
+    for n in (64, 1024, 64):
+        with tuner.step():
+            launch(fresh, numbers(n))
+    with pytest.raises(NotTuned, match=r"add\[n=100"), tuner.step():
+        launch(fresh, numbers(100))
+    with tuner.step():
+        launch(fresh, numbers(64))
+    assert bench.blocks() == [32] * 4

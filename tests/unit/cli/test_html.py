@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -105,8 +107,15 @@ def test_no_text_of_a_log_becomes_html(tmp_path: Path, text: str) -> None:
     assert "\x1b" not in page.text
 
 
-def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path) -> None:
-    write_session(tmp_path)
+@pytest.mark.parametrize("ms", [2.0, 1e-300, math.inf, math.nan, -1.0, 0.0], ids=str)
+def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path, ms: float) -> None:
+    for rank in (0, 1):
+        for record in session_records("s1", rank, "layer", "EventClock"):
+            if isinstance(record, records.ContextSettled):
+                timings = {**record.timings, record.config: ms}
+                record = dataclasses.replace(record, ms=ms, default_ms=ms, timings=timings)
+            with SessionLog(tmp_path, rank) as log:
+                log.write(record)
     page = Page(write_page(tmp_path))
     found = [style for name, style in page.attributes if name == "style"]
     numbers = [float(number) for style in found for number in re.findall(r":([^;%]*)%", style)]
