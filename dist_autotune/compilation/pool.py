@@ -37,7 +37,7 @@ class Compilation:
 
     key: str  # names the binary in Triton's cache
     compile: Callable[[], Any]  # finds the binary there, or compiles it; returns the kernel
-    keep: Callable[[Any], None]  # puts the kernel where launches find it
+    keep: Callable[[Any], Any]  # puts the kernel where launches find it; returns that which they find
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ before its first sample; and a config that does not load on some rank must be kn
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, load
+from ..triton_api.launch import Launch, keep, load
 from .config_failures import config_failure
 from .pool import Compilation, NotCompiled, Pool, Tally, Terms
 from .pre_hooks import rehearse
@@ -75,8 +76,7 @@ def preflight(
         tasks = {task.compilation: task for task in pool.tasks}
     for digest, compilation in planned.compilations.items():
         with keeping_reason(reasons, digest):
-            kernels[digest] = tasks[compilation].result()
-            compilation.keep(kernels[digest])
+            kernels[digest] = compilation.keep(tasks[compilation].result())
     for digest, kernel in kernels.items():
         if digest not in reasons:
             with keeping_reason(reasons, digest), loading(digest):
@@ -136,7 +136,9 @@ class _Queue:
         future = kernel.future
         if future not in self._compilations:
             key = str(future._key)  # put there by AsyncCompileMode
-            self._compilations[future] = Compilation(key, self._work[future], kernel.finalize_compile)
+            self._compilations[future] = Compilation(
+                key, self._work[future], functools.partial(keep, kernel.finalize_compile)
+            )
         return self._compilations[future]
 
     def __enter__(self) -> _Queue:

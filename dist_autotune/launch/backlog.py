@@ -133,8 +133,7 @@ class Backlog:
         candidate = next(iter(entry.to_load))
         compilation = entry.to_load.pop(candidate)
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
-            kernel = compilation.compile()
-            compilation.keep(kernel)
+            kernel = compilation.keep(compilation.compile())
             with self._loading(context.name, candidate):
                 load(kernel)
 
@@ -151,7 +150,7 @@ class Backlog:
             entry.end(candidate, told)
             self._in_vain = 0
         if has_ended:
-            self._in_vain += 1
+            self._in_vain += any(candidate in entry.to_compile for entry, candidate in self._asked)
             self._stop()
 
     def _start(self) -> None:

@@ -7,7 +7,7 @@ around `prune_configs`; `best_config` is written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -132,6 +132,21 @@ def load(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
     if hasattr(kernel, "_init_handles"):
         kernel._init_handles()  # compiling alone does not check shared memory
+
+
+def keep(finalize: Callable[[Any], None], kernel: Any) -> Any:
+    """Put a kernel where launches find it, unless they have one; return that which they find.
+
+    finalize: of Triton's FutureKernel. It would replace a kernel that was compiled meanwhile, whose module
+    is unloaded then, though launches or CUDA graphs may still run it.
+    """
+    known = inspect.getclosurevars(finalize).nonlocals
+    if known.keys() >= {"kernel_cache", "key"}:
+        there = known["kernel_cache"].get(known["key"])
+        if there is not None:
+            return there
+    finalize(kernel)
+    return kernel
 
 
 def texts_of(configs: Sequence[Any]) -> list[str]:

@@ -23,8 +23,12 @@ from dist_autotune import AgreementTimeout, contextual_autotune
 from dist_autotune.cli import replay
 from dist_autotune.codec import from_json
 from dist_autotune.compilation.compiler_child import LOW_PRIORITY
+from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool_process import PoolProcess
+from dist_autotune.compilation.preflight import plan
 from dist_autotune.logs.history import load
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
+from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -184,6 +188,20 @@ def test_a_hook_is_rehearsed_and_what_it_makes_of_the_launch_is_compiled_elsewhe
     assert hooked == [64] * blocks(device).count(64)
 
 
+def test_a_kernel_that_somebody_else_has_compiled_meanwhile_stays(device, compiler):
+    compiler.behaves({64: "wait"})
+    tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    step = stepping(tuner)
+    begin(step, compiler)
+    compiler.behaves({})
+    theirs = Launch(tuner, (x, y), {"grid": (1,), "warmup": False}).run(tuner.configs[1])
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+    assert banned(step) == {}
+    launched = Launch(tuner, (x, y), {"grid": (1,), "warmup": False}).run(tuner.configs[1])
+    assert launched is theirs
+
+
 # ---- how much is compiled at a time, and in which order
 
 
@@ -284,17 +302,21 @@ def test_the_end_of_a_rank_ends_its_compilers(device, compiler, how):
 
 def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, compiler):
     compiler.behaves({64: "wait"})
-    step = stepping(kernel(GOOD, 64))
-    begin(step, compiler)
+    tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    launch = Launch(tuner, (x, y), {"grid": (1,)})
+    planned = plan(launch, launch.candidates(), 0.0)
+    process = PoolProcess(list(planned.compilations.values()), Terms(is_behind=True))
+    compiler.wait_for(64)
     pid = os.fork()
     if pid == 0:
-        step._calls._session.stop_compiling()
-        os._exit(0)
+        with contextlib.suppress(BaseException):
+            process.close()
+            os._exit(0)
+        os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    compiler.let_go()
-    steps_until(lambda: step.settled, step)
-    assert banned(step) == {}
-    assert compiler.compilations().count(64) == 1
+    assert not process.has_ended
+    process.close()
+    assert compiler.processes_left() == []
 
 
 def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):
