@@ -351,6 +351,13 @@ def models(mesh: DeviceMesh, device: torch.device) -> tuple[Transformer, Transfo
     return plain, parallel
 
 
+def angles_of(length: int, device: torch.device) -> Tensor:
+    """Return by how much the rotary embedding turns the pairs of a head, [length, head_dim / 2]."""
+    half = Shape().width // Shape().heads // 2
+    wavelengths = BASE ** (torch.arange(half, device=device) / half)
+    return torch.arange(length, device=device)[:, None] / wavelengths
+
+
 def set_up() -> torch.device:
     """Join the process group that torchrun describes, on this rank's device."""
     if not ON_GPU:
@@ -376,9 +383,7 @@ def main() -> None:
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=3e-4 if ON_GPU else 1e-2) for each in (plain, parallel)
     ]
-    half = Shape().width // Shape().heads // 2
-    wavelengths = BASE ** (torch.arange(half, device=device) / half)
-    angles = torch.arange(options.tokens, device=device)[:, None] / wavelengths
+    angles = angles_of(options.tokens, device)
 
     @contextual_autotune(is_dist=True, mode="online", name="train_transformer example")
     def step(tokens: Tensor, labels: Tensor) -> Tensor:

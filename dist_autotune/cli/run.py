@@ -81,7 +81,7 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
     try:
         tuned.run()
     finally:
-        if settings.process_rank() == 0:
+        if tuned.rank == 0:
             with contextlib.suppress(OSError, ValueError):  # the program may have closed stderr
                 terminal.print_ending(program.name, tuned.report, tuned.remark)
 

@@ -199,6 +199,23 @@ def test_a_rank_without_the_command_costs_the_others_the_time_out_once():
     assert results[0].stderr.count("goes on untuned: Rank 0 waited 2 s for rank 1") == 1
 
 
+def test_a_program_that_wraps_the_autotuner_itself_is_tuned_and_ends():
+    text = (
+        "from triton.runtime.autotuner import Autotuner\n"
+        "before, seen = Autotuner.run, []\n"
+        "def run(self, *args, **kwargs):\n    seen.append(1)\n    return before(self, *args, **kwargs)\n"
+        "Autotuner.run = run\n"
+        "single = triton.autotune([triton.Config({'BLOCK': 16})], ['n'])(scale_kernel.fn)\n"
+        "def launch():\n    x = torch.ones(3)\n    single[(1,)](x, x, 3, 2.0)\n    return x\n"
+        "train(9)\n"
+        "assert launch().tolist() == [2.0] * 3\n"
+        "import atexit\natexit.register(lambda: print('at exit', launch().tolist()))\n"
+        "assert seen and Autotuner.run is not run\n"
+    )
+    assert_all_ok(start("import triton\n" + text))
+    assert_agreed()
+
+
 # ---- afterwards
 
 
