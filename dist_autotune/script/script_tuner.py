@@ -27,7 +27,8 @@ class ScriptTuner(Tuned):
 
     Nothing is tried before the first boundary, and nobody is asked: ranks come to their first launch at
     different times, and there may be no process group yet. Launches take what is known, else the first
-    config. So it is again after ranks have failed to agree: the program goes on without them.
+    config. So it is again after ranks have failed to agree: the program goes on without them, unless the mode
+    is strict.
     """
 
     def __init__(self, options: Options, name: str) -> None:
@@ -68,6 +69,8 @@ class ScriptTuner(Tuned):
                 self._run.close()
                 self._begin_run(self._tried if self._may_try() else self._untried)
             except (AgreementTimeout, PeerFailed, RankMismatch) as error:
+                if settings.run_mode() == "strict":
+                    raise
                 self.lost = error
                 logging.getLogger("dist_autotune").warning("%s goes on untuned: %s", self._name, error)
                 self._tried.close()

@@ -195,6 +195,36 @@ def test_the_second_start_takes_everything_from_the_cache():
     assert " cached " in second[0].stderr
 
 
+def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else():
+    text = "train(9)\nprint('trained')\nscale(torch.zeros(12), 2.0)"
+    (new,) = start("train(9)", ranks=1, DIST_AUTOTUNE_MODE="strict")
+    assert str(new.error).startswith("NotTuned: scale_kernel[n=32, x_ptr.dtype=float32, ")  # its first launch
+    assert_all_ok(start("train(9)", ranks=1))
+    (other,) = start(text, ranks=1, DIST_AUTOTUNE_MODE="strict")
+    assert printed(0) == "trained\n"
+    assert str(other.error).startswith("NotTuned: scale_kernel[n=12, ")
+    assert "Nearest tuned keys: [n=32, " in str(other.error)
+
+
+def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all():
+    began = time.monotonic()
+    assert_all_ok(start("train(9)"))
+    assert_all_ok(start("train(9)", DIST_AUTOTUNE_MODE="strict"))
+    text = "train(1)\nif rank: scale(torch.zeros(12), 2.0)\ntrain(2)"
+    zero, one = start(text, DIST_AUTOTUNE_MODE="strict")
+    assert str(one.error).startswith("NotTuned: scale_kernel[n=12, ")
+    assert str(zero.error).startswith(
+        "PeerFailed: rank 1 failed, so this call ends on rank 0 too: NotTuned: "
+    )
+    assert time.monotonic() - began < 2 * SOON_S
+
+
+def test_in_the_strict_mode_several_ranks_ask_from_their_second_run_on():
+    results = start("train(1)\nprint('one', rank)\ntrain(1)", DIST_AUTOTUNE_MODE="strict")
+    assert [printed(rank) for rank in range(2)] == ["one 0\n", "one 1\n"]
+    assert all(str(each.error).startswith(("NotTuned: ", "PeerFailed: ")) for each in results)
+
+
 def test_without_an_optimizer_a_named_function_ends_the_runs():
     text = "with torch.no_grad():\n    for x, _ in batches(rank): model(x)\n"
     assert_all_ok(start(text, options=[*OPTIONS, "--step", "scaled:Model.forward"]))
