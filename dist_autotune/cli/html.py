@@ -117,6 +117,7 @@ def _step_card(step: StepTimes) -> Html:
     ]
     of = "All tuned launches of a step" if step.judge == BY_LAUNCH else "A step as a whole"
     note = f"{of}: {format_percent(-step.gain_percent)} %. Before: with the first configs."
+    note += f" {counted(step.left_out, 'context')} without that time left out." if step.left_out else ""
     return _card("A step", element("dl", *bars, class_="bars"), note=note)
 
 
@@ -205,7 +206,8 @@ def _candidates(context: ContextHistory) -> list[Html]:
     ordered, shared = tables.in_order(context.candidates), tables.shared_parts(context)
     alone = {choice.config_id: ranks for choice, ranks in tables.ranks_by_choice(context)}
     times = [ms for each in ordered for ms in (each.agreed_ms, *each.rank_ms.values()) if is_time(ms)]
-    longest_ms = min(max(times, default=1.0), LONGEST_SHOWN * min(times, default=1.0))
+    best_ms = ordered[0].agreed_ms if ordered else None
+    longest_ms = min(max(times, default=1.0), LONGEST_SHOWN * (best_ms if is_time(best_ms) else math.inf))
     rows = []
     for each in ordered:
         is_winner = each is context.winner
@@ -217,7 +219,7 @@ def _candidates(context: ContextHistory) -> list[Html]:
         if each.banned:
             figures = [element("div", f"banned by {each.banned}", class_="banned")]
         else:
-            over = format_percent(percent_over(each.agreed_ms, ordered[0].agreed_ms))
+            over = format_percent(percent_over(each.agreed_ms, best_ms))
             figures = [_line(each, longest_ms), element("div", format_ms(each.agreed_ms), class_="ms")]
             figures.append(element("div", f"{over} %" if over != "-" else over, class_="over"))
         place = element("div", str(each.config_id), class_="id")

@@ -96,6 +96,7 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
     banned = settled.banned or {each.config: each.banned for each in context.candidates if each.banned}
     timed = {each.config: each.agreed_ms for each in context.candidates if each.agreed_ms is not None}
     config = None if settled is NOT_SETTLED else settled.config
+    is_new = settled.judge in (BY_LAUNCH, BY_RUN)  # else of an older version, or not settled
     tuned = TunedContext(
         kernel=first.kernel,
         key=first.key,
@@ -107,15 +108,15 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
         banned=banned,
         launch_bound=settled.launch_bound,
         default_ms=_time(settled.default_ms),
-        judge=settled.judge or (BY_LAUNCH if winner is None or winner.rank_ms else BY_RUN),
-        launches=settled.launches,
+        judge=settled.judge if is_new else BY_LAUNCH if winner is None or winner.rank_ms else BY_RUN,
+        launches=max(settled.launches, 0),
         key_text=first.key,
         config_text=config or "",
     )
     if settled is NOT_SETTLED:
         launches = [record.launches for record in context.records if isinstance(record, Trial)]
         tuned = replace(tuned, launches=launches[-1] if launches else 0)
-    if tuned.default_ms is None:
+    if tuned.default_ms is None and not is_new:
         tuned = replace(tuned, default_ms=_default_ms(context))
     if tuned.fastest_rank_ms is None and winner is not None and tuned.judge == BY_LAUNCH:
         tuned = replace(tuned, fastest_rank_ms=min(winner.rank_ms.values(), default=None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import os
 import runpy
@@ -46,7 +47,7 @@ def _run_file(path: str) -> None:
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     main = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(code, vars(main))
 

@@ -27,12 +27,13 @@ class ScriptTuner(Tuned):
 
     Nothing is tried before the first boundary, and nobody is asked: ranks come to their first launch at
     different times, and there may be no process group yet. Launches take what is known, else the first
-    config. So it is again after ranks have failed to agree: the program goes on without them.
+    config. So it is again after ranks have failed to agree: the program goes on without them, unless the mode
+    is strict.
     """
 
     def __init__(self, options: Options, name: str) -> None:
         super().__init__(None, options, name)
-        self.ended_runs = 0
+        self.boundaries = 0  # that the program has come to, inside functions that it tunes itself too
         self.lost: Exception | None = None  # why tuning has ended before its time
         self._pid = os.getpid()
         self._run = contextlib.ExitStack()  # the run under way
@@ -40,6 +41,11 @@ class ScriptTuner(Tuned):
         cache = options.cache if self._is_alone() else False
         alone = replace(options, is_dist=False, cache=cache, log_dir=None, progress=False)
         self._untried = Calls(None, alone, name, None, PROGRAM)
+
+    @property
+    def rank(self) -> int:
+        state = self._tried.state or self._untried.state
+        return settings.process_rank() if state is None else state.function.group.rank
 
     def begin(self) -> None:
         """Begin the first run."""
@@ -53,16 +59,18 @@ class ScriptTuner(Tuned):
         """
         if os.getpid() != self._pid or interception.is_capturing():
             return
+        self.boundaries += 1
         with self._turn() as is_own:
             if not is_own:
                 return
-            self.ended_runs += 1
             try:
-                if self._run_belongs_to_others():
+                if self._tried.group_has_changed():
                     self._abandon_run(RunAbandoned("another process group"))
                 self._run.close()
                 self._begin_run(self._tried if self._may_try() else self._untried)
             except (AgreementTimeout, PeerFailed, RankMismatch) as error:
+                if settings.run_mode() == "strict":
+                    raise
                 self.lost = error
                 logging.getLogger("dist_autotune").warning("%s goes on untuned: %s", self._name, error)
                 self._tried.close()
@@ -92,11 +100,8 @@ class ScriptTuner(Tuned):
     def _begin_run(self, calls: Calls) -> None:
         mode = settings.run_mode()
         if mode != "off":
-            self._run.enter_context(calls.step("cached" if calls is self._untried else mode))
-
-    def _run_belongs_to_others(self) -> bool:
-        """Return whether the process group has changed since the run began."""
-        return self._tried.group_has_changed()
+            tries_nothing = calls is self._untried and not (mode == "strict" and self._is_alone())
+            self._run.enter_context(calls.step("cached" if tries_nothing else mode))
 
     def _abandon_run(self, error: BaseException) -> None:
         self._run.__exit__(type(error), error, error.__traceback__)

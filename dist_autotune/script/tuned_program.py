@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .. import settings
 from ..options import Options
 from .after_import import AfterImport
 from .boundaries import Boundary
@@ -35,11 +36,15 @@ class TunedProgram:
         return None if self._tuner is None else self._tuner.report
 
     @property
+    def rank(self) -> int:
+        return settings.process_rank() if self._tuner is None else self._tuner.rank
+
+    @property
     def remark(self) -> str:
         """Why less was tuned than the user may expect; empty: no reason, or the program failed."""
         if self._error is not None:
             return ""
-        if self._tuner is None or not self._tuner.ended_runs:
+        if self._tuner is None or not self._tuner.boundaries:
             return f"Nothing was tuned: {self._boundary.missing}"
         return "" if self._tuner.lost is None else f"Tuning ended early: {self._tuner.lost}"
 
@@ -60,7 +65,7 @@ class TunedProgram:
                 self._tuner.close(self._error)
 
     def _set_gate(self, autotuner: ModuleType) -> None:
-        """Let the first launch begin the first run."""
+        """Let the first launch begin the first run. Others may have wrapped the gate by then, and keep it."""
         owner, stock = autotuner.Autotuner, vars(autotuner.Autotuner)["run"]
 
         def gate(*args: Any, **kwargs: Any) -> Any:
@@ -73,10 +78,13 @@ class TunedProgram:
         owner.run, self._remove_gate = gate, remove
 
     def _begin_at_launch(self) -> bool:
-        """Begin the first run, unless a forked child or a tuned function of the program's launches."""
+        """Return whether this launch belongs to a first run that it, or one beside it, has begun.
+
+        A launch of a forked child, or of a function that the program tunes itself, begins none.
+        """
         from ..triton_api.interception import INTERCEPTION
 
-        if INTERCEPTION.active or os.getpid() != self._pid:
+        if self._tuner is not None or INTERCEPTION.active or os.getpid() != self._pid:
             return False
         with self._lock:
             if self._tuner is None:

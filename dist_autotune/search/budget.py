@@ -57,6 +57,7 @@ class StepTimes:
     before_ms: float
     after_ms: float
     judge: str
+    left_out: int = 0  # contexts judged so that lack one of the times
 
     @property
     def gain_percent(self) -> float:
@@ -65,7 +66,8 @@ class StepTimes:
     def __str__(self) -> str:
         of = "launches" if self.judge == BY_LAUNCH else "whole run"
         times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
-        return f"{of} {times} a step ({format_percent(-self.gain_percent)} %)"
+        left_out = f"; {counted(self.left_out, 'context')} left out" if self.left_out else ""
+        return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
 
 
 def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:

@@ -155,8 +155,8 @@ class Context:
         return next((index for index in order if index not in self.banned), self._default)
 
     @property
-    def default_ms(self) -> float | None:
-        return dict(self.known_ms()).get(self.default)
+    def default_ms(self) -> float | None:  # of samples: its warm-up may hold what a first launch costs
+        return self.times.ms.get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the candidate that ranks call so; None: it is none of this context."""

@@ -111,8 +111,8 @@ def contextual_autotune(
         on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
-        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share, online
-            on half of them.
+        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
+            host, online on all but two of them.
         progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
             line every 5 s. False shows nothing.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
 from ..search.budget import Forecast, StepTimes
-from ..search.rules import BY_LAUNCH
+from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 
 if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
@@ -124,9 +124,10 @@ class TuningReport:
         Keys: function, session, runs, world_size, seconds, clock, log_dir, warning, spent (compiling_s,
         runs_s, exchanges_s), outlook (None once over; timed, candidates, contexts, settled, planned_trials,
         trials, waits, held, compiling, runs, more_runs), step (None where unknown; before_ms, after_ms,
-        gain_percent, judge), contexts (a list of kernel, key, config, ms, fastest_rank_ms, spread_percent,
-        default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings, banned). Configs
-        and keys are the texts of the log. `report --json` of the command line has the same as "report".
+        gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
+        spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
+        banned). Configs and keys are the texts of the log. `report --json` of the command line has the same
+        as "report".
         """
         step, outlook = self.step, self.outlook
         return {
@@ -168,22 +169,32 @@ class TuningReport:
 
 def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
     """Return what one run takes without and with tuning; None where no context has both times."""
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    of = {BY_RUN: _Sides(), BY_LAUNCH: _Sides()}
     for context in contexts:
         best_ms = context.ms
         if context.status == "tuning" and context.judge == BY_LAUNCH:  # known, though not launched yet
             best_ms = min(context.timings.values(), default=None)
-        if best_ms is not None and context.default_ms:
-            factor = context.launches if context.judge == BY_LAUNCH else 1
-            pair = context.default_ms * factor, best_ms * factor
-            pairs.setdefault(context.judge, []).append(pair)
-    for judge, known in sorted(pairs.items(), reverse=True):  # "run" before "launch": it holds the launches
-        before, after = zip(*known, strict=True)
-        if judge != BY_LAUNCH:
-            return StepTimes(max(before), min(after), judge)
-        if sum(before):
-            return StepTimes(sum(before), sum(after), judge)
-    return None
+        factor, sides = context.launches if context.judge == BY_LAUNCH else 1, of[context.judge]
+        if best_ms is None or not context.default_ms:
+            sides.left_out += 1
+        elif factor:
+            sides.before_ms.append(context.default_ms * factor)
+            sides.after_ms.append(best_ms * factor)
+    if run := of[BY_RUN].before_ms:  # the whole run holds the launches
+        return StepTimes(max(run), min(of[BY_RUN].after_ms), BY_RUN)
+    launches = of[BY_LAUNCH]
+    if not launches.before_ms:
+        return None
+    return StepTimes(sum(launches.before_ms), sum(launches.after_ms), BY_LAUNCH, launches.left_out)
+
+
+@dataclass
+class _Sides:
+    """The times of the contexts that are judged alike."""
+
+    before_ms: list[float] = field(default_factory=list)
+    after_ms: list[float] = field(default_factory=list)
+    left_out: int = 0
 
 
 def time_order(context: TunedContext) -> tuple[float, str]:

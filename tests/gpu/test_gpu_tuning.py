@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.gpu
 
 SIZE = 1 << 24
+SETTLES_S = 60.0  # for a session of an online function, with all that it compiles
 BLOCKS = (256, 1024, 4096)
 
 
@@ -235,14 +237,42 @@ def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
 def test_online_mode_settles_without_waiting_for_the_device() -> None:
     kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
     thunk = tuned(lambda: launch(kernel, x), mode="online")
-    calls = 0
-    while not thunk.settled and calls < 200:
+    deadline = time.monotonic() + SETTLES_S
+    while not thunk.settled and time.monotonic() < deadline:
         assert torch.equal(thunk(), 2 * x)
-        calls += 1
     assert thunk.settled
     report = thunk.report
     assert report is not None
     assert report.contexts[0].status == "tuned"
+
+
+def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that touched the GPU would fail, and its config would be banned."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    kernel, x, launched = make_scale(), torch.randn(SIZE, device="cuda"), []
+
+    def step() -> torch.Tensor:
+        y = launch(kernel, x)
+        launched.append(kernel.best_config.kwargs["BLOCK"])
+        return y
+
+    function = tuned(step, mode="online", log_dir=str(tmp_path))
+    for _ in range(3):
+        function()
+    assert set(launched) == {BLOCKS[0]}  # the others take longer to compile than three steps
+    deadline = time.monotonic() + SETTLES_S
+    while not function.settled and time.monotonic() < deadline:
+        assert torch.equal(function(), 2 * x)
+    report = function.report
+    assert report is not None
+    assert report.contexts[0].status == "tuned"
+    assert report.contexts[0].banned == {}
+    assert set(launched) == set(BLOCKS)
+    records = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
+    (compiled,) = [record for record in records if record["event"] == "preflighted"]
+    assert (compiled["compiled"], compiled["remark"]) == (2, "")
 
 
 def test_the_whole_run_decides_where_it_is_the_objective() -> None:

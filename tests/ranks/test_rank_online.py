@@ -6,7 +6,7 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
 from rank_programs import blocks_of, ending, statuses_of, tune
 
-from dist_autotune import tunable
+from dist_autotune import PeerFailed, StepTuner, tunable
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from ranks import assert_all_ok, run_ranks
 
@@ -265,3 +265,26 @@ def test_a_kernel_that_all_ranks_stop_launching_does_not_hold_the_others_up():
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one
     assert zero[1]["add64"] == "tuned"
+
+
+def test_steps_of_all_ranks_are_one_run_and_one_that_raises_is_made_again():
+    def program(rank):
+        bench, x, endings = Bench(), numbers(), []
+        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.5})
+        options = {"clock": bench.clock, "n_warmup": 0, "n_repeat": 1, "cache": False, "progress": False}
+        tuner = StepTuner(is_dist=True, **options)
+        for turn in range(5):
+            try:
+                with tuner.step():
+                    assert torch.equal(launch(kernel, x), x + 1)
+                    if (turn, rank) == (1, 0):
+                        raise ValueError("boom")
+                endings.append("fine")
+            except (ValueError, PeerFailed) as error:
+                endings.append(type(error).__name__)
+        return bench.blocks(), blocks_of(tuner), tuner.settled, endings
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero[:3] == one[:3] == ([16, 32, 32, 64, 32], {"add64": 32}, True)
+    assert zero[3] == ["fine", "ValueError", "fine", "fine", "fine"]
+    assert one[3] == ["fine", "PeerFailed", "fine", "fine", "fine"]

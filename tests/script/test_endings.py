@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ENDINGS = {
-    "returns": "print('fine')",
+    "returns": "print('fine', type(__builtins__), __doc__, __spec__, __package__)",
+    "has exit handlers": "import atexit, sys; x = 5; atexit.register(lambda: print(sys.modules[__name__].x))",
     "exits": "import sys; print('before'); sys.exit(3)",
     "exits with a text": "raise SystemExit('why')",
     "exits with None": "raise SystemExit",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -67,6 +68,19 @@ def test_a_program_prints_the_same_losses_and_all_its_ranks_take_the_same_config
     first, *others = settled(ranks)
     assert first
     assert others == [first] * (ranks - 1)
+
+
+@pytest.mark.torchrun
+def test_torchrun_starts_the_ranks_of_a_tuned_program(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    program = ["-m", "dist_autotune", "run", *ONE_OF_EACH, str(PROGRAMS / "plain_loop.py")]
+    ended = subprocess.run([*launcher, *program], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 2 * 14
+    assert ended.stderr.count("1 context in 3 runs on 2 ranks") == 1  # rank 0 alone says so
+    first, second = settled(2)
+    assert first
+    assert second == first
 
 
 def recipe(name: str) -> str:

@@ -13,7 +13,7 @@ from kernels_for_tests import records
 from programs import printed, start_program
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune.logs.records import ContextSettled, RunStarted, SessionOpened
+from dist_autotune.logs.records import ContextSettled, RunStarted, SessionClosed, SessionOpened
 from dist_autotune.options import Options
 from dist_autotune.script.boundaries import NamedCalls, OptimizerSteps
 from dist_autotune.script.program import Program
@@ -124,6 +124,21 @@ def test_what_forks_of_data_loaders_do_is_not_tuned():
     assert printed(0) == printed(1) == f"{sum(6.0 * i for i in range(8))}\n"
 
 
+def test_a_forked_child_that_ends_as_the_program_does_ends_alone():
+    text = "train(2)\nif os.fork() == 0:\n    train(2)\n    sys.exit(0)\nos.wait()\ntrain(7)\nprint('end')"
+    results = start(text, BLOCKS="16")
+    assert_all_ok(results)
+    assert printed(0) == "end\n"
+    assert results[0].stderr.count("on 2 ranks") == 1
+
+
+def test_a_program_that_ends_before_all_is_settled_says_so():
+    results = start("train(2)", options=["--no-progress"])
+    assert_all_ok(results)
+    assert [record.outcome for record in records(SessionClosed)] == ["unfinished"]
+    assert " tuning " in results[0].stderr
+
+
 def test_functions_that_the_program_tunes_itself_are_tuned_as_without_the_command():
     text = (
         "from dist_autotune import contextual_autotune\n"
@@ -178,6 +193,36 @@ def test_the_second_start_takes_everything_from_the_cache():
     assert " cached " in second[0].stderr
 
 
+def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else():
+    text = "train(9)\nprint('trained')\nscale(torch.zeros(12), 2.0)"
+    (new,) = start("train(9)", ranks=1, DIST_AUTOTUNE_MODE="strict")
+    assert str(new.error).startswith("NotTuned: scale_kernel[n=32, x_ptr.dtype=float32, ")  # its first launch
+    assert_all_ok(start("train(9)", ranks=1))
+    (other,) = start(text, ranks=1, DIST_AUTOTUNE_MODE="strict")
+    assert printed(0) == "trained\n"
+    assert str(other.error).startswith("NotTuned: scale_kernel[n=12, ")
+    assert "Nearest tuned keys: [n=32, " in str(other.error)
+
+
+def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all():
+    began = time.monotonic()
+    assert_all_ok(start("train(9)"))
+    assert_all_ok(start("train(9)", DIST_AUTOTUNE_MODE="strict"))
+    text = "train(1)\nif rank: scale(torch.zeros(12), 2.0)\ntrain(2)"
+    zero, one = start(text, DIST_AUTOTUNE_MODE="strict")
+    assert str(one.error).startswith("NotTuned: scale_kernel[n=12, ")
+    assert str(zero.error).startswith(
+        "PeerFailed: rank 1 failed, so this call ends on rank 0 too: NotTuned: "
+    )
+    assert time.monotonic() - began < 2 * SOON_S
+
+
+def test_in_the_strict_mode_several_ranks_ask_from_their_second_run_on():
+    results = start("train(1)\nprint('one', rank)\ntrain(1)", DIST_AUTOTUNE_MODE="strict")
+    assert [printed(rank) for rank in range(2)] == ["one 0\n", "one 1\n"]
+    assert all(str(each.error).startswith(("NotTuned: ", "PeerFailed: ")) for each in results)
+
+
 def test_without_an_optimizer_a_named_function_ends_the_runs():
     text = "with torch.no_grad():\n    for x, _ in batches(rank): model(x)\n"
     assert_all_ok(start(text, options=[*OPTIONS, "--step", "scaled:Model.forward"]))
@@ -197,6 +242,23 @@ def test_a_rank_without_the_command_costs_the_others_the_time_out_once():
     assert_all_ok(results)
     assert [printed(rank) for rank in range(2)] == ["end 0\n", "end 1\n"]
     assert results[0].stderr.count("goes on untuned: Rank 0 waited 2 s for rank 1") == 1
+
+
+def test_a_program_that_wraps_the_autotuner_itself_is_tuned_and_ends():
+    text = (
+        "from triton.runtime.autotuner import Autotuner\n"
+        "before, seen = Autotuner.run, []\n"
+        "def run(self, *args, **kwargs):\n    seen.append(1)\n    return before(self, *args, **kwargs)\n"
+        "Autotuner.run = run\n"
+        "single = triton.autotune([triton.Config({'BLOCK': 16})], ['n'])(scale_kernel.fn)\n"
+        "def launch():\n    x = torch.ones(3)\n    single[(1,)](x, x, 3, 2.0)\n    return x\n"
+        "train(9)\n"
+        "assert launch().tolist() == [2.0] * 3\n"
+        "import atexit\natexit.register(lambda: print('at exit', launch().tolist()))\n"
+        "assert seen and Autotuner.run is not run\n"
+    )
+    assert_all_ok(start("import triton\n" + text))
+    assert_agreed()
 
 
 # ---- afterwards
