@@ -72,9 +72,9 @@ def launch_ag_gemm(device: str) -> Arguments:
     words = torch.empty(6 * WORLD, dtype=torch.int32, device=device)
     errors = torch.empty(WORLD, dtype=torch.int64, device=device)
     sizes = {"M": ROWS, "N": COLUMNS, "K": INNER, "slots": WORLD, "capacity": ROWS // WORLD}
-    strides = {"stride_bn": INNER, "stride_cm": COLUMNS}
+    strides = {"stride_b": INNER, "stride_cm": COLUMNS}
     any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0)
-    constants = {"WORLD": WORLD, "TMA_LEGAL": True, "FENCE": True, "UPCAST": False}
+    constants = {"WORLD": WORLD, "TMA_LEGAL": True, "BY_COLUMNS": False, "FENCE": True, "UPCAST": False}
     return (a, a, a, words, errors), {"grid": (1,), **any_value, **sizes, **strides, **constants}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dist_autotune.search.messages import Announcement, Part, RunReport, checked, decode, femtoseconds, merge
@@ -37,6 +38,7 @@ class Simulation:
         run_ms: Callable[[dict[str, str]], float] = lambda plan: 0.0,
         launches: Callable[[int, int, str], bool] = lambda run, rank, name: True,
         bans: Callable[[int, int, str], dict[str, str]] = lambda run, rank, name: {},
+        compiling: Callable[[int, int, str], int] = lambda run, rank, name: 0,
         second: float = 0.0,
         **options: Any,
     ) -> None:
@@ -47,6 +49,7 @@ class Simulation:
         self.run_ms = run_ms
         self.launches = launches
         self.bans = bans
+        self.compiling = compiling
         self.second = second  # what each run takes of the budget
         self.tuning = SearchState(rules(**options))
         self.plans: list[dict[str, str]] = []  # of each run: context -> candidate launched
@@ -96,6 +99,9 @@ class Simulation:
         if judged is not None:
             whole = self._timed("|".join(judged), took + self.run_ms(plan), ("run", rank, judged))
         parts = {name: self._part(run, rank, name, plan[name]) for name in names}
+        for name in self.contexts:
+            if (left := self.compiling(run, rank, name)) and (rank, name) in self._announced:
+                parts[name] = replace(parts.get(name, Part()), compiling=left)
         elapsed_s = self.second * (run + 1)
         return RunReport(rank, parts=parts, run=whole, elapsed_s=elapsed_s)
 

@@ -91,19 +91,24 @@ class Step:
 
 
 def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
-    """Tune the step, one trial a call; return the configs, the report and how many calls it took."""
+    """Tune the step, one trial a call; return the configs, the report and how many calls it took.
+
+    Calls that waited for a compiler, with the first configs, do not count.
+    """
     tuned = contextual_autotune(
         step, is_dist=True, mode="online", objective=objective, share=False, name=f"step by {objective}"
     )
     tuned.retune()
-    calls = 0
-    while not tuned.settled and calls < MOST_STEPS:
+    calls = held = 0
+    while not tuned.settled and calls - held < MOST_STEPS:
         tuned()
         calls += 1
+        outlook = tuned.report.outlook
+        held = held if outlook is None else outlook.held
     report = tuned.report
     configs = {tuple(map(int, context.key[:3])): context.config for context in report.contexts}
     step.example.persistent_gemm.cache.clear()  # where Triton keeps results, which the next would respect
-    return configs, report, calls
+    return configs, report, calls - held
 
 
 def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:

@@ -11,6 +11,14 @@ class NoValidConfig(TuningError):
     """No config of a kernel works on every rank; the message lists each config's reason."""
 
 
+class NotTuned(TuningError):
+    """DIST_AUTOTUNE_MODE=strict met a key without a result; `nearest`: keys of the kernel that have one."""
+
+    def __init__(self, message: str, kernel: str = "", key: str = "", nearest: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.kernel, self.key, self.nearest = kernel, key, nearest
+
+
 class RankMismatch(TuningError, ValueError):
     """The ranks of one group do not run the same thing: versions, options, function or kernel source."""
 

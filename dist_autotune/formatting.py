@@ -25,6 +25,11 @@ def format_ms(ms: float | None) -> str:
     return f"{ms:.{4 if ms < 1 else 3 if ms < 10 else 2}f}"
 
 
+def format_percent(percent: float | None) -> str:
+    """Return `percent` with its sign and one decimal; `-` for None."""
+    return "-" if percent is None else f"{round(percent, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
+
+
 def status_label(status: str, *, launch_bound: bool) -> str:
     """Return a context's status, marked where its times hold the host's part."""
     return f"{status}, launch-bound" if launch_bound else status
@@ -55,8 +60,13 @@ def context_label(kernel: str, key: str) -> str:
 
 
 def config_label(config: object) -> str:
-    """Return a config's text without the options that are not set."""
-    return re.sub(r", \w+: None\b", "", str(config))
+    """Return a config's text without options at their defaults: None, and one CTA."""
+    return re.sub(r", (\w+: None|num_ctas: 1)\b(?![\w.])", "", str(config))
+
+
+def config_parts(text: str) -> tuple[str, ...]:
+    """Return the `name: value` parts of a config's text; of other text itself."""
+    return tuple(re.split(r", (?=\w+: )", config_label(text)))
 
 
 def align(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
@@ -75,3 +85,4 @@ class Table:
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
+    texts: int = 0  # the last so many columns hold long texts: on a terminal they share one column

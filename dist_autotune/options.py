@@ -42,6 +42,7 @@ class Options:
     on_stuck: str = "raise"
     max_runs: int | None = None
     budget_s: float | None = None
+    compile_jobs: int | None = None
     progress: bool | None = None
     bits: str = settings.DEFAULT_BITS
     outputs: Sequence[Any] = ()
@@ -60,6 +61,7 @@ class Options:
         _at_least("n_repeat", self.n_repeat, 1)
         _at_least("n_warmup", self.n_warmup, 0)
         _at_least("max_runs", self.max_runs, 1)
+        _at_least("compile_jobs", self.compile_jobs, 1)
         _positive("timeout_s", self.timeout_s)
         if self.budget_s is not None:
             _positive("budget_s", self.budget_s)
@@ -143,6 +145,10 @@ class Options:
     def resolved_timeout_s(self) -> float:
         is_default = isinstance(self.timeout_s, settings.DefaultSeconds)
         return settings.timeout_s() if is_default else self.timeout_s
+
+    def resolved_compile_jobs(self) -> int | None:
+        """Return how many candidates a rank compiles at a time; None: as its cores allow."""
+        return settings.compile_jobs() if self.compile_jobs is None else self.compile_jobs
 
     def resolved_cache_dir(self) -> Path | None:
         """Return the directory of the on-disk cache; None: caching is off, or there is no place for it."""

@@ -15,10 +15,14 @@ LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 BITS = "DIST_AUTOTUNE_BITS"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
+COMPILE_JOBS = "DIST_AUTOTUNE_COMPILE_JOBS"
 
 # Read by launch.sh and the test suite; listed so that a typo is an error.
 READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
-KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, BITS, COMPILE_TIMEOUT_S, *READ_ELSEWHERE)
+KNOWN_VARIABLES = (
+    *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, BITS, COMPILE_TIMEOUT_S, COMPILE_JOBS),
+    *READ_ELSEWHERE,
+)
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
 OTHERS_VARIABLES = (
     "TRITON_INTERPRET",
@@ -28,7 +32,7 @@ OTHERS_VARIABLES = (
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "NVSHMEM_DISABLE_NVLS",
 )
-MODES = ("tune", "cached", "off")
+MODES = ("tune", "cached", "strict", "off")
 BIT_RULES = ("any", "same", "check")
 NO_HOME = f"this user has no home directory. Set HOME, or {CACHE_DIR} to a directory that can be written"
 
@@ -60,6 +64,12 @@ def process_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def world_size() -> int:
+    """Return how many ranks torchrun has started, 1 without one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1
+
+
 def place_on_host(position: int, ranks: int) -> tuple[int, int]:
     """Return which of its host's ranks this process is, of how many; without torchrun, of the group's."""
     said = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -88,6 +98,14 @@ def bits() -> str:
 def compile_timeout_s() -> float:
     """Return the seconds that one candidate may take to compile; 0: no limit, and no process of its own."""
     return _seconds(COMPILE_TIMEOUT_S, DEFAULT_COMPILE_TIMEOUT_S, "seconds, or 0 for no limit", least=0.0)
+
+
+def compile_jobs() -> int | None:
+    """Return DIST_AUTOTUNE_COMPILE_JOBS, how many candidates a rank compiles at a time; None: not given."""
+    text = os.environ.get(COMPILE_JOBS)
+    if text and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise InvalidOption(f"{COMPILE_JOBS}={text!r}: expected an int of at least 1")
+    return int(text) if text else None
 
 
 def cache_directory() -> Path | None:
@@ -124,6 +142,7 @@ def check_variables() -> None:
     run_mode()
     bits()
     compile_timeout_s()
+    compile_jobs()
     timeout_s()
 
 

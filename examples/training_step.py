@@ -112,7 +112,7 @@ def set_up() -> torch.device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A training step, tuned while it trains.")
-    parser.add_argument("--steps", type=int, default=200 if ON_GPU else 60)
+    parser.add_argument("--steps", type=int, default=5000 if ON_GPU else 60)
     parser.add_argument("--batch", type=int, default=4096 if ON_GPU else 48, help="rows on each rank")
     parser.add_argument("--width", type=int, default=2048 if ON_GPU else 32)
     options = parser.parse_args()

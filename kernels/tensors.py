@@ -56,8 +56,13 @@ def check_tensor(
     device: torch.device,
     dims: int = 2,
     needed: str = "two dimensions are needed",
+    *,
+    may_lie_by_columns: bool = False,
 ) -> None:
-    """Raise unless `tensor` has this type, place and number of dimensions, and contiguous rows."""
+    """Raise unless `tensor` has this type, place and number of dimensions, and contiguous rows.
+
+    may_lie_by_columns: contiguous columns will do, as a transposed matrix has them.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
     if tensor.device != device or tensor.dtype != dtype:
@@ -65,10 +70,21 @@ def check_tensor(
         raise ValueError(f"{name} is {given}; this operation was opened for {wanted}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {needed}")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"the rows of {name} are not contiguous (strides {tensor.stride()}); call .contiguous()"
-        )
+    if not lies_by_columns(tensor) or (may_lie_by_columns and 1 in (tensor.stride(-2), tensor.shape[-2])):
+        return
+    which = "neither the rows nor the columns" if may_lie_by_columns else "the rows"
+    verb = "are" if may_lie_by_columns else "are not"
+    raise ValueError(f"{which} of {name} {verb} contiguous (strides {tensor.stride()}); call .contiguous()")
+
+
+def lies_by_columns(tensor: torch.Tensor) -> bool:
+    """Return whether the rows of a checked tensor are not contiguous: then its columns are."""
+    return tensor.stride(-1) != 1 and tensor.shape[-1] > 1
+
+
+def pitch_of(tensor: torch.Tensor) -> int:
+    """Return how many elements apart the contiguous rows, or columns, of a checked tensor begin."""
+    return tensor.stride(-1 if lies_by_columns(tensor) else -2)
 
 
 def check_out(

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..search.messages import Bits
+from ..timing.clock import Clock
 from .tensor_hash import hash_tensor
 
 PLAIN = (str, bytes, int, float, complex, type(None))
@@ -39,6 +41,42 @@ class OutputDigests:
             said = "" if words is None else words.cpu().numpy().tobytes().hex()
             digests[path] = digest_of(f"{described} {said}")
         return digests
+
+
+class OutputComparison:
+    """The outputs of this rank's runs in one session; `named` are those beside the result."""
+
+    def __init__(self, clock: Clock, named: Sequence[Any], rank: int) -> None:
+        self._clock, self._named, self._rank = clock, named, rank
+        self._result: Any = None
+        self._digests: OutputDigests | None = None  # of the run under way
+        self._mark: Any = None  # of the clock, behind them
+        self._first: dict[str, str] | None = None  # digests of the session's first run, by path
+
+    def take_result(self, result: Any) -> None:
+        """Keep what the function returned until its run has been timed."""
+        self._result = result
+
+    def hash_result(self) -> None:
+        """Hash the outputs of the run, on their devices; forget the result."""
+        self._digests, self._result = OutputDigests(self._result, self._named), None
+        self._mark = self._clock.start()
+        self._clock.stop(self._mark)
+
+    def report_run(self) -> Bits:
+        """Return what the run put out; waits for it."""
+        assert self._digests is not None
+        self._clock.read_ms(self._mark)  # polls: a device that is stuck is an error in time
+        digests, tensors = self._digests.read(), self._digests.tensors
+        self.abandon_run()
+        first = self._first = self._first or digests
+        changed = [path for path in {**first, **digests} if digests.get(path) != first.get(path)]
+        differs = (self._rank, changed[0]) if changed else None
+        return Bits(digest_of(f"rank {self._rank} {digests}"), tensors, differs)
+
+    def abandon_run(self) -> None:
+        """Drop the run under way."""
+        self._result, self._digests, self._mark = None, None, None
 
 
 def digest_of(text: str) -> str:

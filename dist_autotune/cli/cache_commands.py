@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +11,10 @@ import typer
 
 from .. import settings
 from ..codec import to_json
-from ..formatting import Table, counted, format_ms
+from ..formatting import Table, config_label, counted, format_ms
+from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
-from ..storage.winners import Winners
+from ..storage.winners import Entry, Winners
 from . import terminal
 
 app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
@@ -21,14 +24,14 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
-    names = ("digest", "kernel", "key", "winner", ">ms", "device", ">ranks", "created (UTC)")
+    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel", "winner")
     rows = []
     for entry in cache.entries():
-        key, winner = entry.key, (entry.config, format_ms(entry.ms))
-        machine = key.device, str(key.world_size), entry.created_at
-        rows.append((key.digest[:8], key.kernel, key.key, *winner, *machine))
+        key, created = entry.key, entry.created_at[:16].replace("T", " ")
+        figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
+        rows.append((*figures, entry.title, config_label(entry.config)))
     if rows:
-        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows)
+        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, texts=2)
         terminal.print_tables(terminal.open_console(), table)
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
@@ -66,21 +69,138 @@ def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] 
     typer.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
 
 
+class Format(enum.StrEnum):
+    """The files that `cache export` can write."""
+
+    bundle = "bundle"
+    triton = "triton"
+    fla = "fla"
+    vllm = "vllm"
+
+
+HOW_TO_USE = {
+    "triton": "Set TRITON_CACHE_DIR={path}, or copy its folders into Triton's cache.",
+    "fla": "Set FLA_CONFIG_DIR={path} and FLA_CACHE_MODE=strict.",
+    "vllm": "Set VLLM_TUNED_CONFIG_FOLDER={path}; for SGLang copy the files to its configs of this Triton.",
+}
+
+
 @app.command("export")
-def export_entries(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
-    """Write all entries to one file, for another machine of the same kind."""
+def export_entries(
+    path: Annotated[Path, typer.Argument(help="The file to write; for other tools a directory.")],
+    format_name: Annotated[Format, typer.Option("--format", help="What is to be written.")] = Format.bundle,
+    kernels: Annotated[
+        list[str] | None, typer.Option("--kernel", help="Only this kernel's; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Only those of this device: a part of its name.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Write over files that are there.")] = False,
+) -> None:
+    """Write winners with their evidence to a bundle, or as files of other tools."""
     cache = _open_cache()
-    typer.echo(f"Exported {_entries(cache.export(path))} of {cache.directory} to {path}")
+    entries = [
+        entry
+        for entry in cache.entries()
+        if (not kernels or entry.key.kernel in kernels) and (device or "") in entry.key.device
+    ]
+    if not entries:
+        terminal.fail(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
+    if format_name is Format.bundle:
+        try:
+            bundle.write(path, entries, replaces=replace)
+        except ValueError as error:
+            terminal.fail(f"{error}. Choose kernels by --kernel.")
+        typer.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
+    else:
+        _export_files(path, entries, format_name.value, replaces=replace)
+
+
+def _export_files(path: Path, entries: list[Entry], format_name: str, *, replaces: bool) -> None:
+    """Write the files of another tool into a directory, and say what is left out."""
+    devices = sorted({entry.key.device for entry in entries})
+    if len(devices) > 1:
+        terminal.fail(f"The entries are of several devices, {', '.join(devices)}: choose one by --device.")
+    files = other_formats.files_of(entries, format_name)
+    for entry, reason in files.left_out:
+        typer.echo(f"Left out {entry.title}: {reason}", err=True)
+    texts = {path / name: text for name, text in files.texts().items()}
+    if not texts:
+        terminal.fail(f"Nothing can be written as --format {format_name}.")
+    there = [str(file) for file in texts if file.exists()]
+    if there and not replaces:
+        terminal.fail(f"{there[0]} is there already, {len(there)} in all: --replace writes over them.")
+    for file, text in texts.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        bundle.write_whole(file, text, replaces=True)
+    written = f"{counted(len(texts), 'file')} for {_entries(files.written)}"
+    typer.echo(f"Wrote {written} to {path}. {HOW_TO_USE[format_name].format(path=path)}")
 
 
 @app.command("import")
-def import_entries(path: Annotated[Path, typer.Argument(help="A file that `cache export` wrote.")]) -> None:
-    """Store the entries of an exported file; they replace others of the same key."""
+def import_entries(
+    path: Annotated[Path, typer.Argument(help="A bundle that `cache export` wrote.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Where winners differ, take those of the bundle.")
+    ] = False,
+    any_hardware: Annotated[
+        bool, typer.Option("--any-hardware", help="Store entries for other devices than this machine's, too.")
+    ] = False,
+) -> None:
+    """Add the entries of a bundle to the cache; where winners differ, those of the cache stay."""
+    from ..storage.device import Device  # it imports torch, which serves this command alone
+
     cache = _open_cache()
     try:
-        typer.echo(f"Imported {_entries(cache.import_(path))} into {cache.directory}")
+        entries = bundle.read(path)
     except ValueError as error:
         terminal.fail(f"{path}: {error}. Give a file that `dist-autotune cache export` wrote.")
+    here = Device.current()
+    hardware = _hardware(here.name, here.capability)
+    others = Counter(_hardware(entry.key.device, entry.key.capability) for entry in entries)
+    del others[hardware]
+    if others and not any_hardware:
+        count = f"{others.total()} of {_entries(len(entries))}"
+        text = f"{path}: {count} not for this machine, which has {hardware}, but for "
+        text += f"{', '.join(sorted(others))}. --any-hardware stores them, too."
+        if others.total() == len(entries):
+            terminal.fail(text)
+        typer.echo(text, err=True)
+        entries = [e for e in entries if _hardware(e.key.device, e.key.capability) == hardware]
+    _report_import(cache, bundle.merge(cache, entries, replaces=replace), replaces=replace)
+    _report_unused(entries, here.driver)
+
+
+def _report_import(cache: Winners, merged: bundle.Merged, *, replaces: bool) -> None:
+    """Say what became of the entries; of those that differ, which winner stands."""
+    differing = f"{len(merged.conflicts)} with another winner"
+    typer.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
+    for old, new in merged.conflicts:
+        kept, other = (new, old) if replaces else (old, new)
+        advice = "" if replaces else "; --replace takes that of the bundle"
+        typer.echo(f"{old.title}: kept {_winner(kept)}, not {_winner(other)}{advice}")
+    if merged.missing:
+        terminal.fail(f"{_entries(merged.missing)} could not be stored.")
+
+
+def _report_unused(entries: list[Entry], driver: str) -> None:
+    """Say which entries sessions on this machine do not use, as it is now."""
+    import triton
+
+    versions = Counter((entry.key.triton_version, entry.key.driver) for entry in entries)
+    here = triton.__version__, driver
+    for there, count in versions.items():
+        if there != here:
+            names = [f"Triton {version}, driver {of or 'unknown'}" for version, of in (there, here)]
+            typer.echo(
+                f"{_entries(count)} not used now: tuned with {names[0]}; here are {names[1]}", err=True
+            )
+
+
+def _hardware(device: str, capability: str) -> str:
+    return f"{device} {capability}".strip()
+
+
+def _winner(entry: Entry) -> str:
+    return f"{config_label(entry.config)} ({format_ms(entry.ms)} ms, {entry.created_at or 'undated'})"
 
 
 def _open_cache() -> Winners:

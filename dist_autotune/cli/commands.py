@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,11 @@ from ..codec import to_json
 from ..logs.history import History, load
 from ..options import Options
 from ..search.strategies import STRATEGIES
-from . import cache_commands, replay, terminal
+from ..version import __version__
+from . import cache_commands, replay, run, terminal
 from .html import write_html
+from .session_report import SessionReport, reports_of
+from .trace import write_trace
 
 app = typer.Typer(
     cls=terminal.OneLineErrors,
@@ -28,12 +31,28 @@ app = typer.Typer(
 app.add_typer(cache_commands.app, name="cache")
 
 
+app.command("run", context_settings={"allow_interspersed_args": False})(run.prepare)
+
+
 def main() -> None:
-    """Run the command line; characters of keys that the output's encoding lacks are written as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    app(prog_name="dist-autotune")
+    """Run the command line; a program of `run` after it, as the command line would change what ends it."""
+    programs: list[Callable[[], None]] = []
+    hook = sys.excepthook  # typer's shows a program's errors in its own way
+    with terminal.escaping_characters():
+        try:
+            app(prog_name="dist-autotune", obj=programs)
+        except SystemExit:
+            if not programs:
+                raise
+    sys.excepthook = hook
+    for execute in programs:
+        execute()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dist-autotune {__version__}")
+        raise typer.Exit
 
 
 LogDirectory = Annotated[
@@ -44,23 +63,44 @@ EverySession = Annotated[bool, typer.Option("--all", help="Take every session, n
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options that no command needs."""
+
+
 @app.command()
 def report(
     directory: LogDirectory = None,
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page instead.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace for https://ui.perfetto.dev or chrome://tracing instead."),
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="Show only kernels with this in their name.")] = "",
+    session: Annotated[str, typer.Option(help="Show the session whose name begins so.")] = "",
     every: EverySession = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
-    found = _read(directory)
-    shown = found.sessions if every else found.newest()
-    if html is None:
-        terminal.print_history(terminal.open_console(), found, shown)
-        return
-    try:
-        write_html(html, found, shown)
-    except ImportError as error:
-        terminal.fail(f"The HTML report needs matplotlib ({error}): pip install matplotlib")
-    typer.echo(f"Wrote {html}")
+    if sum((html is not None, trace is not None, as_json)) > 1:
+        terminal.fail("--html, --trace and --json: give one of them")
+    history = _read(directory)
+    shown = _reports(history, kernel, session, every)
+    if html is not None:
+        write_html(html, history, shown)
+        typer.echo(f"Wrote {html}")
+    elif trace is not None:
+        write_trace(trace, [each.session for each in shown])
+        typer.echo(f"Wrote {trace}: open it in https://ui.perfetto.dev or chrome://tracing")
+    elif as_json:
+        data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
+        typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
+    else:
+        terminal.print_history(terminal.open_console(), history, shown)
 
 
 @app.command("replay")
@@ -122,6 +162,23 @@ def examine_machine(as_json: AsJson = False) -> None:
         terminal.print_text(console, "\n".join(["", *findings.next_steps(found)]), "bold")
     if not findings.is_healthy(found):
         raise typer.Exit(1)
+
+
+def _reports(history: History, kernel: str, session: str, every: bool) -> list[SessionReport]:
+    """Return the sessions that the options choose, never none; or end with what there is."""
+    chosen = history.sessions if every else history.newest()
+    if session:
+        chosen = tuple(each for each in history.sessions if each.opened.session.startswith(session))
+        if not chosen:
+            names = ", ".join(each.opened.session for each in history.sessions[-8:])
+            terminal.fail(f"No session {session!r} in {history.directory}. The newest: {names}")
+    shown = reports_of(history, chosen, kernel)
+    if not shown:
+        known = {context.records[0].kernel for each in chosen for context in each.contexts}
+        terminal.fail(
+            f"No kernel {kernel!r} in these sessions. Tuned were: {', '.join(sorted(known)) or 'none'}"
+        )
+    return shown
 
 
 def _read(given: Path | None) -> History:

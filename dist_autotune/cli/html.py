@@ -1,53 +1,261 @@
-"""The report of a log directory as one HTML file that needs nothing beside it."""
+"""The report of a log directory as one HTML page that needs nothing beside it; its style is `report.css`."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 
-from rich.console import Console
+from ..formatting import Table, config_label, counted, format_ms, format_percent, one_line, status_label
+from ..logs.history import CandidateHistory, ContextHistory, History, is_time, percent_over
+from ..logs.timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
+from ..search.budget import StepTimes
+from ..search.rules import BY_LAUNCH
+from ..tuner.report import TunedContext
+from . import tables
+from .session_report import SessionReport, cost_alone_percent
 
-from ..logs.history import ContextHistory, History, SessionHistory
-from . import terminal
+MOST_OPEN = 12  # contexts, and candidates of one, that are shown unfolded
+MOST_RANKS = 16  # drawn one by one
+MOST_BARS = 400  # in the picture of the runs
+LONGEST_RUN = 4  # times the median: where a run's bar is cut
+LONGEST_SHOWN = 2.0  # times the fastest candidate: where the lines of a context end
+SPENT = ("runs", "compiling", "exchanges", "rest")
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>dist_autotune</title><style>
-{stylesheet}
-body {{ color: {foreground}; background: {background}; margin: 2rem }}
-pre {{ font: 14px/1.45 ui-monospace, monospace; overflow-x: auto }} svg {{ display: block; max-width: 100% }}
-</style></head><body><pre>{code}</pre>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
 """
 
 
-def write_html(path: Path, history: History, shown: Sequence[SessionHistory]) -> None:
-    """Write the list of all sessions and the `shown` ones in full; ImportError without matplotlib."""
-    console = Console(record=True, file=io.StringIO(), highlight=False, width=terminal.PIPE_WIDTH)
-    terminal.print_text(console, f"dist_autotune: {history.directory}", "bold")
-    terminal.print_history(console, history, shown)
-    plots = [_plot(session, each) for session in shown for each in session.contexts if each.convergence]
-    path.write_text("\n".join([console.export_html(code_format=PAGE), *plots, "</body></html>\n"]), "utf-8")
+class Html(str):
+    """Text that is HTML already; any other text is escaped where it enters an element."""
 
 
-def _plot(session: SessionHistory, context: ContextHistory) -> str:
-    """Return an SVG of the best agreed time after each run."""
-    import matplotlib  # only needed for this report
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+def element(name: str, *children: str, **attributes: object) -> Html:
+    """Return an HTML element; `class_="dim"` is its class, attributes that are None are left out."""
+    inside = "".join(each if isinstance(each, Html) else escape(one_line(each)) for each in children)
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
+    said = "".join(f' {key}="{escape(str(value))}"' for key, value in given.items() if value is not None)
+    return Html(f"<{name}{said}>{inside}</{name}>")
 
-    svg = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dist_autotune"}):
-        figure = Figure(figsize=(7, 2.6), layout="constrained")
-        axes = figure.add_subplot()
-        runs, best_ms = list(context.convergence), list(context.convergence.values())
-        axes.step(runs, best_ms, where="post", marker="o", markersize=3)
-        axes.set_xlabel("run")
-        axes.set_ylabel("best agreed ms" + (" (wall clock)" if session.is_wall_clock else ""))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(f"{session.opened.session}  {context.label}", fontsize=9, loc="left", parse_math=False)
-        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    plot = svg.getvalue()[svg.getvalue().index("<svg") :]  # without the XML prolog: it is part of a page
-    # Ids must be unique in the document: two sessions may have the same context.
-    prefix = re.sub(r"[^A-Za-z0-9-]", "-", f"{session.opened.session}-{context.records[0].context}-")
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", plot)
+
+def write_html(path: Path, history: History, shown: Sequence[SessionReport]) -> None:
+    """Write the list of all sessions and the `shown` ones in full."""
+    title = f"dist_autotune: {history.directory}"
+    body = [element("h1", title), _table(tables.sessions_table(history.sessions))]
+    for name, text in history.skipped.items():
+        body.append(element("p", f"{name}: {text}", class_="note"))
+    body += [element("section", *_session(each)) for each in shown]
+    style = files(__package__).joinpath("report.css").read_text("utf-8")
+    page = PAGE.format(title=escape(title), style=style, body="\n".join(body))
+    path.write_bytes(page.encode("utf-8", "xmlcharrefreplace"))
+
+
+def _session(shown: SessionReport) -> Iterator[Html]:
+    session, report = shown.session, shown.report
+    yield element("h2", session.opened.thunk)
+    heading = tables.session_heading(session).removeprefix(f"{session.opened.thunk}: ")
+    yield element("p", f"{heading}, started {session.opened.started_at}")
+    for note in tables.session_notes(session):
+        yield element("p", note, class_="note")
+    spans = spans_of(session)
+    cards = [] if report.step is None else [_step_card(report.step)]
+    first = session.ranks[0]
+    if runs := [span for span in spans[first] if span.kind == RUN]:
+        cards += [_time_card(spans), _runs_card(first, runs)]
+    yield element("div", *cards, class_="cards")
+    if shown.contexts:
+        yield element("h3", "Contexts, the largest share of a run's launches first")
+        marks = "a dot for each rank's time, | for the agreed time"
+        alone = "Ranks alone would take what is marked so"
+        yield element("p", f"A line for each candidate: {marks}. {alone}.", class_="dim")
+    for place, (tuned, context) in enumerate(zip(report.contexts, shown.contexts, strict=True)):
+        content = _context(shown, tuned, context)
+        yield element("details", *content, class_="context", open="" if place < MOST_OPEN else None)
+    yield from (_table(table) for table in tables.rank_tables(session) if table.rows)
+
+
+# -- the session as a whole ----------------------------------------------------------------------------------
+
+
+def _card(title: str, *body: Html, note: str) -> Html:
+    return element("div", element("h3", title), *body, element("p", note, class_="dim"), class_="card")
+
+
+def _bar(name: str, shares: Mapping[str, float], said: str, title: str | None = None) -> Html:
+    """Return one bar of several; shares: class -> its part of the longest bar."""
+    parts = [element("i", class_=kind, style=f"width:{100 * share:.2f}%") for kind, share in shares.items()]
+    bar = element("span", *parts, class_="bar", title=title)
+    return Html(element("dt", name) + element("dd", bar, element("b", said)))
+
+
+def _legend(kinds: Mapping[str, str]) -> Html:
+    items = [element("span", element("i", class_=kind), said) for kind, said in kinds.items()]
+    return element("p", *items, class_="legend")
+
+
+def _step_card(step: StepTimes) -> Html:
+    longest_ms = max(step.before_ms, step.after_ms)
+    bars = [
+        _bar(name, {name: ms / longest_ms}, f"{format_ms(ms)} ms")
+        for name, ms in (("before", step.before_ms), ("after", step.after_ms))
+    ]
+    of = "All tuned launches of a step" if step.judge == BY_LAUNCH else "A step as a whole"
+    note = f"{of}: {format_percent(-step.gain_percent)} %. Before: with the first configs."
+    note += f" {counted(step.left_out, 'context')} without that time left out." if step.left_out else ""
+    return _card("A step", element("dl", *bars, class_="bars"), note=note)
+
+
+def _time_card(spans: Mapping[int, Sequence[Span]]) -> Html:
+    """Return where the time of each rank went, up to its last record."""
+    spent = {rank: _seconds(own) for rank, own in spans.items()}
+    longest_s = max(sum(seconds.values()) for seconds in spent.values()) or 1.0
+    bars = []
+    for rank, seconds in list(spent.items())[:MOST_RANKS]:
+        title = ", ".join(f"{kind} {seconds[kind]:.1f} s" for kind in SPENT)
+        shares = {kind: seconds[kind] / longest_s for kind in SPENT}
+        bars.append(_bar(f"rank {rank}", shares, f"{sum(seconds.values()):.1f} s", title))
+    first, seconds = next(iter(spent.items()))
+    legend = _legend({kind: f"{kind} {seconds[kind]:.1f} s" for kind in SPENT})
+    more = len(spans) - len(bars)
+    note = f"Seconds of rank {first}. Rest: between runs."
+    note += f" {counted(more, 'more rank')} not drawn." if more else ""
+    return _card("Where the time went", element("dl", *bars, class_="bars"), legend, note=note)
+
+
+def _seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds of one rank by what they went to."""
+    total = {kind: sum(s.seconds for s in spans if s.kind == kind) for kind in (RUN, COMPILING, EXCHANGE)}
+    first_s = next((span.begin_s for span in spans if span.kind == RUN), math.inf)
+    inside = [s for s in spans if s.kind in (COMPILING, EXCHANGE) and s.begin_s >= first_s]
+    own_s = max(total[RUN] - sum(span.seconds for span in inside), 0.0)
+    rest_s = max((s.end_s for s in spans), default=0.0) - own_s - total[COMPILING] - total[EXCHANGE]
+    return dict(zip(SPENT, (own_s, total[COMPILING], total[EXCHANGE], max(rest_s, 0.0)), strict=True))
+
+
+def _runs_card(rank: int, runs: Sequence[Span]) -> Html:
+    """Return a picture with a bar per run: how long it took, marked where something was on trial."""
+    several = math.ceil(len(runs) / MOST_BARS)
+    groups = [runs[start : start + several] for start in range(0, len(runs), several)]
+    longest = [max(group, key=lambda span: span.seconds) for group in groups]
+    limit_s = LONGEST_RUN * statistics.median(span.seconds for span in longest) or 1.0
+    bars = []
+    for place, span in enumerate(longest):
+        height = 100 * min(span.seconds / limit_s, 1.0)
+        title = element("title", f"{span.name}: {1e3 * span.seconds:.2f} ms, {span.facts['trials']} on trial")
+        box = {"x": f"{place}.1", "y": f"{100 - height:.2f}", "width": "0.8", "height": f"{height:.2f}"}
+        bars.append(element("rect", title, class_="trial" if span.facts["trials"] else "plain", **box))
+    frame = {"viewBox": f"0 0 {len(bars)} 100", "preserveAspectRatio": "none", "role": "img"}
+    picture = element("svg", *bars, class_="runs", aria_label="time of each run", **frame)
+    legend = _legend({"trial": "with trials", "plain": "without"})
+    each = f" A bar for every {several}, as long as the longest." if several > 1 else ""
+    note = f"{counted(len(runs), 'run')} of rank {rank}, with exchanges; cut at {1e3 * limit_s:.1f} ms.{each}"
+    return _card("Runs", picture, legend, note=note)
+
+
+# -- one context ---------------------------------------------------------------------------------------------
+
+
+def _context(shown: SessionReport, tuned: TunedContext, context: ContextHistory) -> Iterator[Html]:
+    figures = element("span", ", ".join(_figures(shown, tuned, context)))
+    yield element("summary", element("b", tuned.label), figures)
+    if tuned.config_text:
+        yield element("p", _unbroken(config_label(tuned.config_text)), class_="winner")
+    rows = _candidates(context)
+    yield element("div", *rows[:MOST_OPEN])
+    if rest := rows[MOST_OPEN:]:
+        yield element("details", element("summary", f"{len(rest)} more"), *rest)
+    yield element("p", tables.candidates_note(context), class_="dim")
+
+
+def _unbroken(config: str) -> str:
+    """Return a config's text, whose lines do not end between a name and its value."""
+    return config.replace(": ", ":\u00a0")
+
+
+def _figures(shown: SessionReport, tuned: TunedContext, context: ContextHistory) -> Iterator[str]:
+    yield status_label(tuned.status, launch_bound=tuned.launch_bound)
+    if tuned.ms is not None:
+        yield f"{format_ms(tuned.ms)} ms" if tuned.judge == BY_LAUNCH else f"{format_ms(tuned.ms)} ms a run"
+    if (share := shown.report.share_percent(tuned)) is not None:
+        yield f"{share:.1f} % of the launches' time"
+    if tuned.gain_percent is not None:
+        yield f"{format_percent(-tuned.gain_percent)} % against the first config"
+    cost = cost_alone_percent(context)
+    if cost is not None and shown.report.world_size > 1:
+        yield f"chosen by one rank alone: up to {format_percent(cost)} %"
+
+
+def _candidates(context: ContextHistory) -> list[Html]:
+    """Return a row per candidate, the fastest first."""
+    ordered, shared = tables.in_order(context.candidates), tables.shared_parts(context)
+    alone = {choice.config_id: ranks for choice, ranks in tables.ranks_by_choice(context)}
+    times = [ms for each in ordered for ms in (each.agreed_ms, *each.rank_ms.values()) if is_time(ms)]
+    best_ms = ordered[0].agreed_ms if ordered else None
+    longest_ms = min(max(times, default=1.0), LONGEST_SHOWN * (best_ms if is_time(best_ms) else math.inf))
+    rows = []
+    for each in ordered:
+        is_winner = each is context.winner
+        marks = [element("span", "winner", class_="mark")] if is_winner else []
+        if ranks := alone.get(each.config_id):
+            noun = "rank" if len(ranks) == 1 else "ranks"
+            marks.append(element("span", f"{noun} {tables.ranges(ranks)} alone", class_="mark alone"))
+        config = element("div", _unbroken(tables.short_config(each, shared)), *marks, class_="config")
+        if each.banned:
+            figures = [element("div", f"banned by {each.banned}", class_="banned")]
+        else:
+            over = format_percent(percent_over(each.agreed_ms, best_ms))
+            figures = [_line(each, longest_ms), element("div", format_ms(each.agreed_ms), class_="ms")]
+            figures.append(element("div", f"{over} %" if over != "-" else over, class_="over"))
+        place = element("div", str(each.config_id), class_="id")
+        rows.append(element("div", place, config, *figures, class_="row won" if is_winner else "row"))
+    return rows
+
+
+def _line(each: CandidateHistory, longest_ms: float) -> Html:
+    """Return the line on which a candidate's times stand; it ends at `longest_ms`."""
+
+    def at(ms: float) -> str:
+        return f"left:{100 * min(ms / longest_ms, 1.0):.2f}%"
+
+    by_rank = sorted((ms, rank) for rank, ms in each.rank_ms.items())
+    known = [ms for ms in (each.agreed_ms, *(ms for ms, _ in by_rank)) if is_time(ms)]
+    marks = []
+    if known:
+        width = 100 * (min(max(known) / longest_ms, 1.0) - min(min(known) / longest_ms, 1.0))
+        marks.append(element("i", class_="range", style=f"{at(min(known))};width:{width:.2f}%"))
+    if is_time(each.agreed_ms) and each.agreed_ms <= longest_ms:
+        marks.append(element("i", class_="agreed", style=at(each.agreed_ms)))
+    few = by_rank if len(by_rank) <= MOST_RANKS else [by_rank[0], by_rank[len(by_rank) // 2], by_rank[-1]]
+    for ms, rank in few:
+        if ms <= longest_ms:
+            marks.append(element("i", class_="rank", style=at(ms), title=f"rank {rank}: {format_ms(ms)} ms"))
+    if max(known, default=0.0) > longest_ms:
+        marks.append(element("i", "\u203a", class_="beyond", title="beyond the end of the line"))
+    said = ", ".join(f"rank {rank}: {format_ms(ms)} ms" for ms, rank in few)
+    return element("div", *marks, class_="track", role="img", aria_label=said)
+
+
+def _table(table: Table) -> Html:
+    kinds = ["figure" if name.startswith(">") else None for name in table.columns]
+    names = [name.removeprefix(">") for name in table.columns]
+    lines = [[element(tag, cell, class_=kind) for cell, kind in zip(row, kinds, strict=True)]
+             for tag, row in (("th", names), *(("td", row) for row in table.rows))]  # fmt: skip
+    rows = element("table", *(element("tr", *line) for line in lines))
+    note = [element("p", table.note, class_="dim")] if table.note else []
+    return Html(element("h3", table.title) + element("div", rows, class_="scroll") + "".join(note))

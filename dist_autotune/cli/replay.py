@@ -12,7 +12,7 @@ from typing import Any
 
 from ..codec import from_json
 from ..errors import InvalidOption, TuningError
-from ..formatting import Table, config_label, context_label, counted, format_ms, one_line
+from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent, one_line
 from ..logs import decisions
 from ..logs.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -23,7 +23,6 @@ from ..search.rules import Rules
 from ..search.state import SearchState
 from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS
-from .tables import format_percent
 
 LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
 Sample = dict[int, float]  # rank -> ms of one run

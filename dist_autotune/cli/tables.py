@@ -1,37 +1,70 @@
-"""The report of a log directory as plain tables; the terminal and the HTML file show the same ones."""
+"""The report of a session as plain tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ..formatting import LAUNCH_BOUND_NOTE, WALL_CLOCK_NOTE, Table, counted, format_ms, one_line, status_label
-from ..logs.history import ContextHistory, SessionHistory, of_kind, percent_over
+from ..formatting import (
+    LAUNCH_BOUND_NOTE,
+    WALL_CLOCK_NOTE,
+    Table,
+    config_label,
+    config_parts,
+    counted,
+    format_ms,
+    format_percent,
+    one_line,
+    status_label,
+)
+from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from ..logs.records import Preflighted
+from ..timing.time_spent import SecondsSpent
+from .session_report import SessionReport, cost_alone_percent
 
 
-def format_percent(percent: float | None) -> str:
-    """Return `percent` with its sign and one decimal; `-` for None."""
-    return "-" if percent is None else f"{percent:+.1f}"
+def ranges(ranks: Sequence[int]) -> str:
+    """Return sorted numbers as `0-3, 7`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
     """Return one row per session of the directory."""
-    names = ("session", "function", "started (UTC)", "search", ">ranks", ">runs", ">contexts", "outcome")
+    names = ("session", "started (UTC)", ">ranks", ">runs", ">contexts", "outcome", "function")
     rows = []
     for each in sessions:
         opened, closed = each.opened, each.closed
-        search = f"{opened.search}, {opened.mode}"
+        started = opened.started_at[:16].replace("T", " ")
         counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
-        rows.append((opened.session, opened.thunk, opened.started_at, search, *counts, closed.outcome))
-    return Table("Sessions", names, rows)
+        rows.append((opened.session, started, *counts, closed.outcome, opened.thunk))
+    return Table("Sessions", names, rows, texts=1)
 
 
 def session_heading(session: SessionHistory) -> str:
     """Return one line that says what was tuned, where and how."""
     opened = session.opened
-    where = f"{counted(opened.world_size, 'rank')}, {opened.device}"
+    where = f"{counted(opened.world_size, 'rank')}, {opened.device}, {opened.search}, {opened.mode}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
     return f"{opened.thunk}: session {opened.session}, {where}, {ended}"
+
+
+def session_facts(shown: SessionReport) -> list[str]:
+    """Return where the session's time went, and what a step gains."""
+    report, facts = shown.report, []
+    if report.spent != SecondsSpent():
+        spent = report.spent
+        rest_s = report.seconds - spent.compiling_s - spent.runs_s - spent.exchanges_s
+        parts = f"runs {spent.runs_s:.1f}, compiling {spent.compiling_s:.1f}"
+        parts += f", exchanges {spent.exchanges_s:.1f}, rest {rest_s:.1f}"
+        facts.append(f"{report.seconds:.1f} s on rank {shown.session.ranks[0]}: {parts}")
+    if report.step is not None:
+        facts.append(f"Tuned: {report.step}")
+    return facts
 
 
 def session_notes(session: SessionHistory) -> list[str]:
@@ -44,38 +77,49 @@ def session_notes(session: SessionHistory) -> list[str]:
     return notes + session.remarks()
 
 
-def session_tables(session: SessionHistory) -> list[Table]:
+def session_tables(shown: SessionReport) -> list[Table]:
     """Return the tables about a session as a whole: its contexts, then its ranks."""
-    return [_contexts_table(session), _stragglers_table(session), _compiling_table(session)]
+    return [contexts_table(shown), *rank_tables(shown.session)]
+
+
+def rank_tables(session: SessionHistory) -> list[Table]:
+    """Return the tables about the ranks of a session."""
+    return [_stragglers_table(session), _compiling_table(session)]
 
 
 def context_tables(context: ContextHistory) -> list[Table]:
-    """Return the tables about one context: its candidates, and what each rank alone would choose."""
-    has_spread = any(candidate.spread_percent is not None for candidate in context.candidates)
-    return [_candidates_table(context), *([_alone_table(context)] if has_spread else [])]
+    """Return the tables about one context: its candidates; what each rank alone would choose, if another."""
+    is_moot = all(choice is context.winner for choice, _ in ranks_by_choice(context))
+    return [_candidates_table(context), *([] if is_moot else [_alone_table(context)])]
 
 
-def _contexts_table(session: SessionHistory) -> Table:
-    names = ("context", "winner", ">ms", "status", ">timed", ">banned", ">spread %", ">cost alone %")
+def contexts_table(shown: SessionReport) -> Table:
+    """Return one row per context, the one that takes most of a run's time first."""
+    report = shown.report
+    names = (">share %", ">ms", ">gain %", ">spread %", ">alone %", "status", "context", "winner")
     rows = []
-    for context in session.contexts:
-        winner, settled = context.winner, context.settled
-        costs = [percent_over(choice.agreed_ms, settled.ms) for choice in context.choices_alone().values()]
-        worst = max((cost for cost in costs if cost is not None), default=None)
-        timed = sum(candidate.agreed_ms is not None for candidate in context.candidates)
-        banned = sum(bool(candidate.banned) for candidate in context.candidates)
-        found = (winner.config if winner else "-", format_ms(settled.ms))
-        status = status_label(settled.status, launch_bound=settled.launch_bound)
-        spread = format_percent(winner.spread_percent if winner else None)
-        cost = format_percent(worst if len(session.ranks) > 1 else None)
-        rows.append((context.label, *found, status, str(timed), str(banned), spread, cost))
+    for tuned, context in zip(report.contexts, shown.contexts, strict=True):
+        share = report.share_percent(tuned)
+        is_alone = report.world_size == 1
+        rows.append(
+            (
+                "-" if share is None else f"{share:.1f}",
+                format_ms(tuned.ms),
+                format_percent(tuned.gain_percent),
+                format_percent(None if is_alone else tuned.spread_percent),
+                format_percent(None if is_alone else cost_alone_percent(context)),
+                status_label(tuned.status, launch_bound=tuned.launch_bound),
+                tuned.label,
+                config_label(tuned.config or "-"),
+            )
+        )
     note = (
-        "ms: agreed over the ranks. spread: slowest rank over fastest, of the winner. "
-        "cost alone: what the worst choice of a single rank would have cost all of them."
+        "share: of the time of a run's launches. ms: agreed over the ranks. gain: over the first config. "
+        "spread: slowest rank over fastest. alone: what the worst choice of one rank would have cost all."
     )
-    if any(context.settled.launch_bound for context in session.contexts):
+    if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
-    return Table("Contexts", names, rows, note)
+    return Table("Contexts", names, rows, note, texts=2)
 
 
 def _stragglers_table(session: SessionHistory) -> Table:
@@ -99,24 +143,49 @@ def _compiling_table(session: SessionHistory) -> Table:
     return Table("Compiling", names, rows, note)
 
 
+def shared_parts(context: ContextHistory) -> tuple[str, ...]:
+    """Return what all candidates of a context have in common."""
+    parts = [config_parts(each.config) for each in context.candidates]
+    if len(parts) < 2:
+        return ()
+    return tuple(part for part in parts[0] if all(part in other for other in parts))
+
+
+def short_config(candidate: CandidateHistory, shared: Sequence[str]) -> str:
+    """Return a candidate's config without what all candidates share."""
+    own = [part for part in config_parts(candidate.config) if part not in shared]
+    return ", ".join(own) or config_label(candidate.config)
+
+
+def in_order(candidates: Iterable[CandidateHistory]) -> list[CandidateHistory]:
+    """Return the fastest candidate first, those without a time last."""
+    return sorted(candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
+
+
 def _candidates_table(context: ContextHistory) -> Table:
     names = (
-        ">id", "config", ">agreed ms", ">over best %", ">fastest (rank)", ">slowest (rank)",
-        ">spread %", ">samples", "remark",
+        ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", "config", "remark",
     )  # fmt: skip
-    in_order = sorted(context.candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
+    ordered, shared = in_order(context.candidates), shared_parts(context)
     rows = []
-    for each in in_order:
-        over_best = percent_over(each.agreed_ms, in_order[0].agreed_ms)
-        agreed, extremes = (format_ms(each.agreed_ms), format_percent(over_best)), ["-", "-"]
-        if each.spread_percent is not None:
-            times = sorted((ms, rank) for rank, ms in each.rank_ms.items())
-            extremes = [f"{format_ms(ms)} ({rank})" for ms, rank in (times[0], times[-1])]
-        counts = format_percent(each.spread_percent), str(each.samples)
+    for each in ordered:
+        over_best = percent_over(each.agreed_ms, ordered[0].agreed_ms)
+        slowest = "-" if each.spread_percent is None else str(max(each.rank_ms, key=each.rank_ms.__getitem__))
+        figures = format_ms(each.agreed_ms), format_percent(over_best), format_percent(each.spread_percent)
         winner = "winner" if each is context.winner else ""
         remark = f"banned on all ranks by {one_line(each.banned)}" if each.banned else winner
-        rows.append((str(each.config_id), each.config, *agreed, *extremes, *counts, remark))
-    return Table(f"{context.label}: candidates", names, rows, _convergence(context))
+        texts = short_config(each, shared), remark
+        rows.append((str(each.config_id), *figures, slowest, str(each.samples), *texts))
+    return Table(f"{context.label}: candidates", names, rows, candidates_note(context), texts=2)
+
+
+def candidates_note(context: ContextHistory) -> str:
+    """Return what all candidates have in common, and how the search came to its winner."""
+    shared = shared_parts(context)
+    notes = [f"All: {', '.join(shared)}."] if shared else []
+    if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:
+        notes.append("Each rank alone would choose the winner.")
+    return " ".join([*notes, _convergence(context)]).strip()
 
 
 def _convergence(context: ContextHistory) -> str:
@@ -129,11 +198,25 @@ def _convergence(context: ContextHistory) -> str:
     return f"{known}, {format_ms(best_ms[best])} ms after run {best}; last trial in run {last}."
 
 
+def ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, list[int]]]:
+    """Return the candidates that some rank alone would choose, with those ranks; none of a single rank."""
+    if not any(candidate.spread_percent is not None for candidate in context.candidates):
+        return []
+    ranks: dict[int, list[int]] = {}
+    choices = context.choices_alone()
+    for rank, choice in choices.items():
+        ranks.setdefault(choice.config_id, []).append(rank)
+    return [(choices[own[0]], own) for own in ranks.values()]
+
+
 def _alone_table(context: ContextHistory) -> Table:
-    names = ("rank", ">id", "config it alone would choose", ">own ms", ">agreed ms", ">cost %")
+    names = ("ranks", ">id", ">own ms", ">agreed ms", ">cost %", "config they alone would choose")
+    shared = shared_parts(context)
     rows = []
-    for rank, choice in context.choices_alone().items():
+    for choice, ranks in ranks_by_choice(context):
+        own = sorted(choice.rank_ms[rank] for rank in ranks)
+        own_ms = "-".join(dict.fromkeys((format_ms(own[0]), format_ms(own[-1]))))
         cost = format_percent(percent_over(choice.agreed_ms, context.settled.ms))
-        times = format_ms(choice.rank_ms[rank]), format_ms(choice.agreed_ms)
-        rows.append((str(rank), str(choice.config_id), choice.config, *times, cost))
-    return Table(f"{context.label}: each rank alone", names, rows)
+        figures = str(choice.config_id), own_ms, format_ms(choice.agreed_ms), cost
+        rows.append((ranges(ranks), *figures, short_config(choice, shared)))
+    return Table(f"{context.label}: each rank alone", names, rows, texts=1)

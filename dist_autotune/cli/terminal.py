@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+import textwrap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -14,10 +18,14 @@ from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
-from ..logs.history import History, SessionHistory
+from ..logs.history import History
 from . import tables
+from .session_report import SessionReport
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
+GAP = 2  # columns between two of a table
+LEAST_TEXT = 16  # columns for long texts; with fewer left, all columns of the table shrink
+LONGEST_TEXT = 400  # characters of a text in a table on a terminal: an error of a compiler has thousands
 
 
 def open_console() -> Console:
@@ -26,17 +34,19 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def print_history(console: Console, history: History, shown: Iterable[SessionHistory]) -> None:
+def print_history(console: Console, history: History, shown: Iterable[SessionReport]) -> None:
     """Print the list of all sessions, then the `shown` ones in full."""
     print_tables(console, tables.sessions_table(history.sessions))
     for name, text in history.skipped.items():
         print_text(console, f"{history.directory / name}: {text}", "yellow")
-    for session in shown:
-        print_text(console, f"\n{tables.session_heading(session)}", "bold")
-        for note in tables.session_notes(session):
+    for each in shown:
+        print_text(console, f"\n{tables.session_heading(each.session)}", "bold")
+        for fact in tables.session_facts(each):
+            print_text(console, fact)
+        for note in tables.session_notes(each.session):
             print_text(console, note, "yellow")
-        print_tables(console, *tables.session_tables(session))
-        for context in session.contexts:
+        print_tables(console, *tables.session_tables(each))
+        for context in each.contexts:
             print_tables(console, *tables.context_tables(context))
 
 
@@ -44,20 +54,60 @@ def print_tables(console: Console, *tables: Table) -> None:
     """Print the tables that have rows."""
     for table in (each for each in tables if each.rows):
         print_text(console, f"\n{table.title}", "bold")
-        rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for name in table.columns:
+        header = [name.removeprefix(">") for name in table.columns]
+        if table.texts and console.width < PIPE_WIDTH:
+            header, rows, widths = _fitted(header, table, console.width)
+        else:
+            rows, widths = [list(map(Text, row)) for row in table.rows], [None] * len(header)
+        rich_table = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+        for name, column, width in zip(table.columns, header, widths, strict=False):
             justify: JustifyMethod = "right" if name.startswith(">") else "left"
-            rich_table.add_column(Text(name.removeprefix(">")), justify=justify, overflow="fold")
-        for row in table.rows:
-            rich_table.add_row(*map(Text, row))  # Text: a key such as `[4096]` is no markup
+            rich_table.add_column(Text(column), justify=justify, overflow="fold", width=width)
+        for row in rows:
+            rich_table.add_row(*row)  # Text: a key such as `[4096]` is no markup
         console.print(rich_table)
         if table.note:
             print_text(console, table.note, "dim")
 
 
+def _fitted(
+    header: list[str], table: Table, width: int
+) -> tuple[list[str], list[list[Text]], list[int | None]]:
+    """Return header, rows and widths of a table whose last columns, of texts, are one."""
+    first = len(header) - table.texts  # of the texts
+    words = [max(map(len, name.split())) for name in header[:first]]
+    for measured in (str, lambda cell: max(cell.split(), key=len, default="")):
+        cells = [max(len(measured(row[place])) for row in table.rows) for place in range(first)]
+        widths = list(map(max, words, cells))
+        rest = width - sum(widths) - GAP * first
+        if rest >= 2 * LEAST_TEXT:
+            break
+    rest = max(rest, LEAST_TEXT)
+    rows = [[*map(Text, row[:first]), _stacked(row[first:], rest)] for row in table.rows]
+    return [*header[:first], "\n".join(header[first:])], rows, [*widths, rest]
+
+
+def _stacked(texts: Sequence[str], width: int) -> Text:
+    """Return the texts below each other, the first one plain; `name: value` stays on one line."""
+    stacked = Text()
+    for text, style in zip(texts, ("", *["dim"] * len(texts)), strict=False):
+        whole = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}... (the log has all of it)"
+        lines = _wrapped(whole, width)
+        stacked.append("\n".join(["", *lines] if stacked else lines), style)
+    return stacked
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text; `name: value` stays on one of them."""
+    lines = textwrap.wrap(text.replace(": ", ":\0"), width, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
 def print_text(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as it stands, long lines unbroken."""
-    console.print(Text(text, style), soft_wrap=True)
+    """Print `text` as it stands; on a terminal, its lines are broken between words."""
+    if console.width < PIPE_WIDTH:
+        text = "\n".join("\n".join(_wrapped(line, console.width)) for line in text.split("\n"))
+    console.print(Text(text, style), soft_wrap=console.width >= PIPE_WIDTH)
 
 
 class OneLineErrors(TyperGroup):
@@ -73,6 +123,29 @@ class OneLineErrors(TyperGroup):
             finally:
                 for warning in caught:
                     typer.echo(str(warning.message), err=True)
+
+
+def print_ending(program: str, report: object | None, remark: str) -> None:
+    """Print on stderr what was found while a program ran."""
+    console = Console(stderr=True, highlight=False)
+    if report is not None:
+        print_text(console, f"\n{program}: {report}")
+    if remark:
+        print_text(console, f"dist_autotune: {remark}", "yellow")
+
+
+@contextlib.contextmanager
+def escaping_characters() -> Iterator[None]:
+    """Write characters of keys that the output's encoding lacks as escapes."""
+    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, io.TextIOWrapper)]
+    before = [each.errors for each in streams]
+    try:
+        for stream in streams:
+            stream.reconfigure(errors="backslashreplace")
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            stream.reconfigure(errors=errors)
 
 
 def fail(message: str) -> NoReturn:

@@ -6,6 +6,8 @@ libraries may hang before the child has begun (`Ending.has_begun`).
 
 The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
 the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
+One that yields takes a tenth of a core that another thread wants; its limit is of seconds that it computes,
+and it may last ten times as long.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import math
 import os
@@ -37,6 +40,8 @@ START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
 SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
+STARVED = 10  # times its limit that a yielding child may last: other work may leave it little of a core
+LOW_PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -55,21 +60,22 @@ class Ending:
 class CompilerChild:
     """A forked process that runs `work`; raises OSError where the system allows no fork."""
 
-    def __init__(self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False) -> None:
+    def __init__(
+        self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False, yields: bool = False
+    ) -> None:
         self._limit_s = limit_s
+        self._lasts_s = limit_s * STARVED if yields else limit_s
         self._what = "the hook" if is_cut_off else "the compiler"
         self._late = "the hook did not end" if is_cut_off else "did not compile"
         self._said = os.memfd_create("compiler-stderr")
         self._report = os.memfd_create("compiler-report")  # a line end when it begins, then how it went
         parent = os.getpid()
-        _flush()
         try:
-            with warnings.catch_warnings():
-                # From Python 3.12 on, a fork beside other threads is a warning; this module is made for it.
-                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-                self._pid: int | None = os.fork()
+            self._pid: int | None = fork()
             if self._pid == 0:
-                _compile(work, parent, limit_s, self._said, self._report, is_cut_off=is_cut_off)
+                computes_s = limit_s if yields else None
+                settle = functools.partial(_settle_in, parent, self._lasts_s, computes_s, self._said)
+                _compile(work, settle, self._report, is_cut_off=is_cut_off)
         except OSError:
             self._pid = None
             self._close_files()
@@ -80,7 +86,7 @@ class CompilerChild:
         """Return how the child has ended; None while it works. One that is late is ended here."""
         assert self._pid is not None
         elapsed_s = time.monotonic() - self._forked
-        is_late = elapsed_s > self._limit_s or (elapsed_s > START_S and not self._reported_bytes)
+        is_late = elapsed_s > self._lasts_s or (elapsed_s > START_S and not self._reported_bytes)
         try:
             has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # a handler of the user's has reaped it
@@ -90,7 +96,7 @@ class CompilerChild:
                 return None
             code = self._end()
             late = Ending(f"{self._late} within {self._limit_s:g} s", has_begun=self._reported_bytes > 0)
-            ending = self._ending(code) if has_ended else late
+            ending = self._ending(code) if has_ended and code != -signal.SIGXCPU else late
         if said := self._said_so_far():  # to where it would have gone without a child
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(said)
@@ -134,18 +140,32 @@ class CompilerChild:
         for kill in (os.killpg, os.kill):  # kill: a child that has not come to setsid yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + REAP_S
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    return os.waitstatus_to_exitcode(status)
-                time.sleep(1e-3)
-        return None
+        return reaped(pid)
 
     def _close_files(self) -> None:
         os.close(self._said)
         os.close(self._report)
+
+
+def fork() -> int:
+    """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process."""
+    _flush()
+    with warnings.catch_warnings():
+        # From Python 3.12 on, a fork beside other threads is a warning; these children are made for it.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
+def reaped(pid: int) -> int | None:
+    """Wait for a child that was killed; return its exit code, where known."""
+    deadline = time.monotonic() + REAP_S
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(1e-3)
+    return None
 
 
 def _flush() -> None:
@@ -158,12 +178,12 @@ def _flush() -> None:
 
 
 def _compile(
-    work: Callable[[], Any], parent: int, limit_s: float, said: int, reporting: int, *, is_cut_off: bool
+    work: Callable[[], Any], settle_in: Callable[[], None], reporting: int, *, is_cut_off: bool
 ) -> NoReturn:
     try:
         reason, result = "", None
         try:
-            _settle_in(parent, limit_s, said)
+            settle_in()
             if is_cut_off:
                 _cut_off(reporting)
             os.write(reporting, b"\n")
@@ -177,24 +197,44 @@ def _compile(
         os._exit(1)
 
 
-def _settle_in(parent: int, limit_s: float, said: int) -> None:
-    """Cut this process off from the life of the rank it is a copy of."""
+def _settle_in(parent: int, lasts_s: float, computes_s: float | None, said: int) -> None:
+    """Make this a compiler's process; computes_s: the seconds of a core that one that yields may use."""
+    leave_job(parent, signal.SIGKILL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(min(math.ceil(max(lasts_s, 0)), 10**6) + GRACE_S)
+    if computes_s is not None:
+        yield_cores()
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = max(1, math.ceil(computes_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
+    os.dup2(said, 2)
+
+
+def leave_job(parent: int, dies_by: signal.Signals) -> None:
+    """Cut this process off from the life of the rank it is a copy of; it gets `dies_by` when that is gone."""
     gc.disable()
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _LIBC.prctl(PR_SET_PDEATHSIG, dies_by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
     os.setsid()  # one signal ends it with its helpers; Ctrl-C in the terminal does not reach it
     for job_signal in _JOB_SIGNALS:
-        signal.signal(job_signal, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(min(math.ceil(max(limit_s, 0)), 10**6) + GRACE_S)
+        if job_signal != dies_by:
+            signal.signal(job_signal, signal.SIG_IGN)
     faulthandler.disable()  # a crash is told by the rank, in one line
     _LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor is the whole rank to be written to a core file
-    os.dup2(said, 2)
     # Files of its own: the rank's may hold text that is not written yet.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     knobs.compilation.listener = None  # the user's, and it is told by the rank
+
+
+def yield_cores() -> None:
+    """Leave nine tenths of a core to a thread of the rank that wants it too."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
+    # Where Linux shares cores out by sessions, that counts inside of one only, and this process has its own.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+        autogroup.write(str(LOW_PRIORITY))
 
 
 def _cut_off(reporting: int) -> None:
@@ -202,8 +242,13 @@ def _cut_off(reporting: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
+    close_files(reporting)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+
+
+def close_files(reporting: int) -> None:
+    """Close what this process has open but standard files and `reporting`."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != reporting:
             with contextlib.suppress(OSError):  # the one that listed them
                 os.close(int(name))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

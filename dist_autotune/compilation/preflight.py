@@ -7,8 +7,10 @@ before its first sample; and a config that does not load on some rank must be kn
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +20,12 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, load
+from ..triton_api.launch import Launch, keep, load
 from .config_failures import config_failure
-from .pool import NotCompiled, Pool, Tally, Terms
+from .pool import Compilation, NotCompiled, Pool, Tally, Terms
 from .pre_hooks import rehearse
+
+Loading = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -32,56 +36,121 @@ class Preflight:
     tally: Tally | None = None  # None: there was nothing to compile
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What compiling the candidates of a context takes, by digest. Holds none of the launch's arguments."""
+
+    compilations: Mapping[str, Compilation] = field(default_factory=dict)
+    kernels: Mapping[str, Any] = field(default_factory=dict)  # compiled before, to be loaded
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of those that failed already
+    remark: str = ""  # on those that are left to their first launch
+
+
 def current_device() -> int:
     """Return the index of the device that Triton launches on; -1 in the interpreter."""
     return -1 if interception.is_interpreted() else torch.cuda.current_device()
+
+
+def on_device(device: int) -> AbstractContextManager[Any]:
+    """Return a block in which Triton loads on a device of `current_device`."""
+    return nullcontext() if device == current_device() else torch.cuda.device(device)
 
 
 def preflight(
     launch: Launch,
     configs: Mapping[str, Any],
     terms: Terms,
-    loading: Callable[[str], AbstractContextManager[None]] = lambda digest: nullcontext(),
+    loading: Loading = lambda digest: nullcontext(),
 ) -> Preflight:
     """Compile all `configs` in child processes, together with the other ranks of this host; load each here.
 
-    loading: entered around the loading of each candidate. A config with a `pre_hook`, which may change what
-    the kernel is compiled for, is compiled for what the hook makes of the arguments in a child. Where that
-    cannot be found out, the config is left to its first launch, and the tally's remark says why.
+    loading: entered around the loading of each candidate.
     """
     if interception.is_interpreted() or not configs:
         return Preflight()
     began = time.monotonic()
-    hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
-    rehearsed = rehearse(launch, hooked, min(terms.limit_s, terms.until - began))
-    reasons: dict[str, str] = {}
-    kernels: dict[str, Any] = {}
-    pool = Pool(terms)
-    # The pool is left first: the mode, when it is left, waits for every compilation that it has asked for.
-    with AsyncCompileMode(pool, ignore_errors=True), pool:
-        for digest, config in configs.items():
-            as_hooked = rehearsed.get(digest, launch)
-            if isinstance(as_hooked, Launch):
-                with _keeping_reason(reasons, digest):
-                    kernels[digest] = as_hooked.compile(config)
-        tally = pool.run()
-        for digest, kernel in kernels.items():  # before the mode ends, which would swallow what went wrong
-            with _keeping_reason(reasons, digest):
-                kernels[digest] = kernel.result() if hasattr(kernel, "result") else kernel
+    planned = plan(launch, configs, min(terms.limit_s, terms.until - began))
+    reasons, kernels = dict(planned.reasons), dict(planned.kernels)
+    with Pool(terms.in_turn(list(dict.fromkeys(planned.compilations.values()))), terms) as pool:
+        pool.run()
+        tasks = {task.compilation: task for task in pool.tasks}
+    for digest, compilation in planned.compilations.items():
+        with keeping_reason(reasons, digest):
+            kernels[digest] = compilation.keep(tasks[compilation].result())
     for digest, kernel in kernels.items():
         if digest not in reasons:
-            with _keeping_reason(reasons, digest), loading(digest):
+            with keeping_reason(reasons, digest), loading(digest):
                 load(kernel)
+    tally = pool.tally()
     tally.seconds = time.monotonic() - began
-    if left_out := [why for why in rehearsed.values() if isinstance(why, str)]:
-        left = f"{counted(len(left_out), 'candidate')} left to the first launch"
-        remark = f"{left}, as pre_hook could not be rehearsed: {left_out[0]}"
-        tally.remark = f"{tally.remark}; {remark}" if tally.remark else remark
+    tally.remark = "; ".join(filter(None, (tally.remark, planned.remark)))
     return Preflight(reasons, tally)
 
 
+def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
+    """Return what there is to compile for a launch, and compile nothing.
+
+    A config with a `pre_hook`, which may change what the kernel is compiled for, is compiled for what the
+    hook makes of the arguments in a child, within `hooks_s`. Where that cannot be found out, the config is
+    left to its first launch, and the remark says why.
+    """
+    hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
+    rehearsed = rehearse(launch, hooked, hooks_s)
+    reasons: dict[str, str] = {}
+    kernels: dict[str, Any] = {}
+    queue = _Queue()
+    # The queue is left first: the mode, when it is left, waits for all that it has asked for.
+    with AsyncCompileMode(queue, ignore_errors=True), queue:
+        for digest, config in configs.items():
+            as_hooked = rehearsed.get(digest, launch)
+            if isinstance(as_hooked, Launch):
+                with keeping_reason(reasons, digest):
+                    kernels[digest] = as_hooked.compile(config)
+        compilations = {
+            digest: queue.compilation_of(kernel)
+            for digest, kernel in kernels.items()
+            if hasattr(kernel, "result")
+        }
+    remark = ""
+    if left_out := [why for why in rehearsed.values() if isinstance(why, str)]:
+        left = f"{counted(len(left_out), 'candidate')} left to the first launch"
+        remark = f"{left}, as pre_hook could not be rehearsed: {left_out[0]}"
+    there = {digest: kernel for digest, kernel in kernels.items() if digest not in compilations}
+    return Planned(compilations, there, reasons, remark)
+
+
+class _Queue:
+    """Stands in for the executor of Triton's AsyncCompileMode: keeps what is submitted, compiles nothing."""
+
+    def __init__(self) -> None:
+        self._work: dict[Future[Any], Callable[[], Any]] = {}
+        self._compilations: dict[Future[Any], Compilation] = {}
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work[future] = work
+        return future
+
+    def compilation_of(self, kernel: Any) -> Compilation:
+        """Return what is behind a `FutureKernel`: the same for all configs that make one binary."""
+        future = kernel.future
+        if future not in self._compilations:
+            key = str(future._key)  # put there by AsyncCompileMode
+            self._compilations[future] = Compilation(
+                key, self._work[future], functools.partial(keep, kernel.finalize_compile)
+            )
+        return self._compilations[future]
+
+    def __enter__(self) -> _Queue:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for future in self._work:  # so the mode forgets it, and a launch does not find it
+            future.set_exception(NotCompiled("not compiled yet"))
+
+
 @contextlib.contextmanager
-def _keeping_reason(reasons: dict[str, str], digest: str) -> Iterator[None]:
+def keeping_reason(reasons: dict[str, str], digest: str) -> Iterator[None]:
     """Swallow the failure of one config and keep why; other exceptions pass."""
     try:
         yield

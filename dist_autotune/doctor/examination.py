@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,9 @@ CUT_OFF = "cut off after"
 STARTUP = "the start"  # the stage before the first
 REPORT = "dist_autotune doctor: "  # begins a line of JSON: the report so far
 CACHE, LOGS = "cache directory", "log directory"
-PACKAGES = ("numpy", "filelock", "nvshmem4py", "nvidia-nvshmem", "cuda-bindings", "cuda-core", "nvidia-nccl")
+PACKAGES = re.compile(
+    r"(numpy|filelock|nvshmem4py|nvidia-nvshmem|cuda-bindings|cuda-core|nvidia-nccl)(-cu\d+)?", re.I
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +114,7 @@ def versions() -> dict[str, str | None]:
         "triton": triton.__version__,
     }
     installed = importlib.metadata.distributions()
-    return imported | {
-        each.name: each.version for each in installed if (each.name or "").startswith(PACKAGES)
-    }
+    return imported | {each.name: each.version for each in installed if PACKAGES.fullmatch(each.name or "")}
 
 
 def run_helpers(

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure
@@ -16,6 +16,7 @@ from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
 from ..triton_api.launch import Key, Launch, load
+from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
 from .registry import Registry
@@ -27,7 +28,7 @@ class Dispatcher:
 
     compiling: entered while this rank compiles, so that its peers wait on. passes_single: a kernel with one
     config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
-    settled now will never be.
+    settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
     """
 
     def __init__(
@@ -39,16 +40,17 @@ class Dispatcher:
         *,
         passes_single: bool,
         is_frozen: bool,
+        refuse: Callable[[RankContext], NoReturn] | None,
     ) -> None:
         self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
         self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
-        # The first launches of new contexts: their arguments are held no longer than the run.
-        self.to_preflight: list[tuple[Binding, Launch]] = []
+        # A launch of each context that is new: their arguments are held no longer than the run.
+        self.to_preflight: dict[RankContext, tuple[Binding, Launch]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
-        self._compiling, self._is_frozen = compiling, is_frozen
+        self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -58,12 +60,15 @@ class Dispatcher:
         if launch.kwargs.get("warmup"):
             return launch.run(self._quiet_config(launch))
         if interception.is_capturing() or interception.is_async_compiling():
-            config = self._quiet_config(launch)
+            config = self._quiet_config(launch, runs=True)
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(launch)
+        if self.tunes and binding.rank_context.is_to_preflight and not interception.is_interpreted():
+            self.to_preflight.setdefault(binding.rank_context, (binding, launch))
         candidate = self._candidate(binding)
         while True:
+            self._check_tuned(binding.rank_context, candidate)
             config = binding.configs[candidate]
             try:
                 result = self._launch(launch, binding, candidate)
@@ -84,6 +89,7 @@ class Dispatcher:
             context = self._registry.choice(name, key, dict(zip(texts, options, strict=True)))
         is_capturing = interception.is_capturing()
         candidate = context.stand_in() if is_capturing else self._candidate(context.bindings[0])
+        self._check_tuned(context, candidate)
         place = texts.index(context.texts[candidate])
         if not is_capturing:
             context.ran.add(candidate)
@@ -146,13 +152,20 @@ class Dispatcher:
             self.to_tune.add(context.name)
         return True
 
-    def _quiet_config(self, launch: Launch) -> Any:
-        """Return the incumbent's config without admitting a context."""
+    def _quiet_config(self, launch: Launch, *, runs: bool = False) -> Any:
+        """Return the incumbent's config without admitting a context; `runs`: it is to be launched."""
         binding = self._registry.find(launch) or self._registry.look(launch)
-        return binding.configs[binding.rank_context.stand_in(binding.configs)]
+        candidate = binding.rank_context.stand_in(binding.configs)
+        if runs:
+            self._check_tuned(binding.rank_context, candidate)
+        return binding.configs[candidate]
+
+    def _check_tuned(self, context: RankContext, candidate: str) -> None:
+        if self._refuse is not None and candidate != context.tuned:
+            self._refuse(context)
 
     def _binding(self, launch: Launch) -> Binding:
-        """Return what the launch belongs to; a context that is new is to be preflighted after the run."""
+        """Return what the launch belongs to, which may be new."""
         if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
@@ -161,8 +174,6 @@ class Dispatcher:
                 for known in self._fast_path.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
-                if self.tunes and binding.rank_context.measures and not interception.is_interpreted():
-                    self.to_preflight.append((binding, launch))
             return binding
 
     # -- one run -------------------------------------------------------------------------------------------
@@ -187,15 +198,24 @@ class Dispatcher:
 
     def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
         """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
-        launches, self.to_preflight = self.to_preflight, []
-        for binding, launch in launches:
-            context = binding.rank_context
-            if context.announced:
-                continue
-            tried = {context.choice, *context.bans}
-            untried = {digest: config for digest, config in binding.configs.items() if digest not in tried}
+        for context, launch, configs in self._untried():
             loading = functools.partial(self._guard.launching, context.name, loads=True)
-            found = preflight.preflight(launch, untried, terms, loading)
+            found = preflight.preflight(launch, configs, terms, loading)
             if found.tally is not None:
                 yield context, found.tally
             self._registry.ban(context, found.reasons)
+
+    def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, Tally]]:
+        """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
+        for context, launch, configs in self._untried():
+            if configs:
+                backlog.add(context, launch, configs)
+        yield from backlog.advance()
+
+    def _untried(self) -> Iterator[tuple[RankContext, Launch, dict[str, Any]]]:
+        """Yield a launch of each context that the run has met, and the configs that it has not launched."""
+        launches, self.to_preflight = self.to_preflight, {}
+        for context, (binding, launch) in launches.items():
+            context.is_preflighted = True
+            tried = {context.choice, *context.bans}
+            yield context, launch, {c: config for c, config in binding.configs.items() if c not in tried}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
 from ..errors import NoValidConfig
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from ..search.context import Context
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
-from ..triton_api.identity import KernelSource
+from ..triton_api.identity import KernelSource, value_text
 from ..triton_api.launch import Key
+from .nearest_key import by_distance
 
 
 @dataclass(eq=False)
@@ -38,13 +39,16 @@ class RankContext:
     source: KernelSource
     key: Key
     key_text: str
-    texts: dict[str, str]  # of the candidates, by digest
+    texts: dict[str, str]  # of the candidates, by digest, in the order of the configs
     samples: Samples
     rank: int
     slot: str  # what tells it from other contexts of the kernel
     constants: str
+    key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`
     claim: Claim | None = None  # a result that it had when this rank first launched it
+    like: str = ""  # the nearest tuned key; "": none
+    first: str = ""  # its winner, which this context begins with
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -53,17 +57,42 @@ class RankContext:
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
+    is_preflighted: bool = False  # its candidates are compiled, or a backlog has them
+    compiling: int = 0  # candidates that a backlog has still to compile or load
+    launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
+    default: str = ""  # the candidate that is launched untuned, by digest
+
+    def __post_init__(self) -> None:
+        self.default = next(iter(self.texts), "")
 
     @property
     def title(self) -> str:
         return context_label(self.source.short_name, self.key_text)
 
     @property
+    def named_key(self) -> str:
+        """Return the key with the names of its values, as in `M=4096, a.dtype='torch.float16'`."""
+        if not self.key_names:
+            return self.key_text
+        named = zip(self.key_names, self.key, strict=True)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in named)
+
+    @property
     def is_settled(self) -> bool:
         """Return whether its result stands in this process."""
         return self.search is not None and self.search.stands
+
+    @property
+    def tuned(self) -> str | None:
+        """Return the candidate that was found by a search, or that is the only one; None: it is not tuned."""
+        if len(self.texts) == 1:
+            return next(iter(self.texts))
+        if self.search is None:
+            return None if self.claim is None else self.claim[1]
+        has_result = self.search.winner is not None and not self.search.provisional and self.search.settled
+        return self.search.digests[self.search.incumbent] if has_result else None
 
     @property
     def measures(self) -> bool:
@@ -72,6 +101,13 @@ class RankContext:
             return self.claim is None and not self.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
+    @property
+    def is_to_preflight(self) -> bool:
+        """Return whether its candidates are to be compiled before they are tried, and nobody does it yet."""
+        if self.is_preflighted:
+            return False
+        return self.claim is None if self.search is None else self.search.is_tuned_by_launches
+
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""
         if len(self.texts) == 1 or candidate not in self.texts:
@@ -79,6 +115,20 @@ class RankContext:
         if self.search is None:
             return self.claim is None
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
+
+    def begin_with(self, winners: Mapping[str, str]) -> None:
+        """Begin with the winner of the nearest tuned key, of those whose winner is a candidate here.
+
+        winners: digests by tuned key, the same on all ranks, so that all begin with the same config.
+        """
+        usable = {key: winner for key, winner in winners.items() if winner in self.texts}
+        self.like = next(iter(by_distance(self.key_text, usable)), "")
+        self.first = usable.get(self.like, "")
+
+    @property
+    def candidates(self) -> dict[str, str]:
+        """Return the texts of the candidates by digest, first the one that the context begins with."""
+        return {self.first: self.texts[self.first], **self.texts} if self.first else self.texts
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
@@ -105,14 +155,15 @@ class RankContext:
 
         among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
         """
-        known = self.texts if among is None else among
+        candidates = self.candidates
+        known = candidates if among is None else among
         banned = set(self.bans)
         if self.search is not None:
             incumbent = self.search.digests[self.search.incumbent]
             banned |= {self.search.digests[index] for index in self.search.banned}
         else:
-            incumbent = next(iter(self.texts)) if self.claim is None else self.claim[1]
-        for candidate in (incumbent, *self.texts, *known):
+            incumbent = next(iter(candidates)) if self.claim is None else self.claim[1]
+        for candidate in (incumbent, *candidates, *known):
             if candidate not in banned and candidate in known:
                 return candidate
         reasons = " ".join(self._reasons())
@@ -121,11 +172,11 @@ class RankContext:
     def _reasons(self) -> Iterator[str]:
         for candidate, text in self.texts.items():
             if candidate in self.bans:
-                yield f"Rank {self.rank}, {text}: {self.bans[candidate]}."
+                yield f"Rank {self.rank}, {config_label(text)}: {self.bans[candidate]}."
             elif self.search is not None and candidate in self.search.digests:
                 index = self.search.digests.index(candidate)
                 rank, reason = self.search.banned.get(index, (self.rank, "pruned away"))
-                yield f"Rank {rank}, {text}: {reason}."
+                yield f"Rank {rank}, {config_label(text)}: {reason}."
 
     def config_of(self, candidate: str) -> Any:
         """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""

@@ -10,6 +10,7 @@ from typing import Any
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
+from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
@@ -28,7 +29,7 @@ class Registry:
     """The contexts of this rank, by name. Not for several threads at once.
 
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
-    find_claim: the result that memory or disk has for it.
+    find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class Registry:
         rank: int,
         recall: Callable[[RankContext], Mapping[str, str]],
         find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
+        find_winners: Callable[[RankContext], Mapping[str, str]],
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names = names
         self._options, self._clock, self._rank = options, clock, rank
-        self._recall, self._find_claim = recall, find_claim
+        self._recall, self._find_claim, self._find_winners = recall, find_claim, find_winners
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -106,8 +108,9 @@ class Registry:
             name = context_name(f"{kernel}!", slot)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
         constants = "" if launch is None else launch.constants_text()
+        names, is_choice = () if launch is None else launch.key_names(), launch is None
         context = RankContext(
-            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, launch is None
+            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names, is_choice
         )
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:
@@ -117,8 +120,14 @@ class Registry:
             else:
                 claim = None
         context.claim = claim
+        self._choose_first(context)
         self.ban(context, bans)
         return context
+
+    def _choose_first(self, context: RankContext) -> None:
+        """Let a context that no rank has announced begin with the winner of the nearest tuned key."""
+        if context.search is None and context.claim is None and len(context.texts) > 1:
+            context.begin_with(self._find_winners(context))
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Keep which candidates failed here, and why; the peers hear of it at the end of the run."""
@@ -147,6 +156,7 @@ class Registry:
         self.has_news = False
         for context in self.by_name.values():
             context.begin_run()
+            self._choose_first(context)  # anew: ranks that announce it together know the same winners
 
     def abandon_run(self) -> None:
         for context in self.by_name.values():
@@ -164,7 +174,7 @@ class Registry:
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = report.ran if report is not None and report.pending else context.choice
             if candidate is not None:
-                text = context.texts.get(candidate, "several configs")
+                text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
         running = [text for context, text in chosen if context.samples.is_running]
         trials = [text for context, text in chosen if context.search is None or context.search.is_on_trial]
@@ -174,12 +184,14 @@ class Registry:
         """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
+            if context.launches and not context.is_settled:
+                context.launches_per_run = context.launches
             earlier = context.report_earlier_runs()
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
             }
             is_repeated = context.samples.report is not None
-            if not (context.ran or is_repeated or bans or earlier is not None):
+            if not (context.ran or is_repeated or bans or context.compiling or earlier is not None):
                 continue
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
@@ -189,7 +201,9 @@ class Registry:
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
-            context.report = reports[context.name] = replace(part, bans=bans, announcement=announcement)
+            context.report = reports[context.name] = replace(
+                part, bans=bans, announcement=announcement, compiling=context.compiling
+            )
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
@@ -198,7 +212,7 @@ class Registry:
             rank=context.rank,
             kernel=context.source.short_name,
             key=context.key_text,
-            order=tuple(context.texts.items()),
+            order=tuple(context.candidates.items()),
             shared=tuple(sorted(context.texts)),
             is_choice=context.is_choice,
             kernel_id=self.names.alias(kernel),
@@ -207,6 +221,8 @@ class Registry:
             place=place,
             slot=context.slot,
             claim=context.claim,
+            like=context.like,
+            default=context.default,
         )
 
     def reported(self) -> list[RankContext]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidOption
 from ..triton_api import identity
-from ..triton_api.interception import INTERCEPTION
+from ..triton_api.interception import INTERCEPTION, PROGRAM
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = ()) -> T:
     """
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
-    choose: Callable[..., T] = INTERCEPTION.chooser or CHOICES.recall
+    choose: Callable[..., T] = INTERCEPTION.chooser or PROGRAM.chooser or CHOICES.recall
     return choose(name, options, tuple(key))
 
 

@@ -16,8 +16,9 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    fields = fields_of(run, context)
-    return ContextAdmitted(**fields, candidates=context.texts, incumbent=context.incumbent, local=local)
+    texts = {"candidates": context.texts, "default": context.default, "like": context.like}
+    fields = {**fields_of(run, context), **texts}
+    return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
 
 def agreed(run: int, context: Context, outcome: Outcome) -> Agreed:
@@ -49,7 +50,8 @@ def banned(run: int, context: Context, index: int) -> Banned:
     return Banned(**fields_of(run, context, index), by_rank=by_rank, reason=reason)
 
 
-def settled(run: int, context: Context) -> ContextSettled:
+def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
+    """Return the result of a context. launches: of this rank in one run."""
     return ContextSettled(
         **fields_of(run, context, context.incumbent),
         status=context.status,
@@ -58,6 +60,11 @@ def settled(run: int, context: Context) -> ContextSettled:
         launch_bound=context.is_launch_bound,
         bit_classes={context.texts[index]: number for index, number in sorted(context.bit_classes.items())},
         output_digest=context.output_digests.get(context.incumbent, ""),
+        fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
+        default_ms=context.default_ms,
+        banned=context.ban_texts(),
+        judge=context.final_judge,
+        launches=launches,
     )
 
 

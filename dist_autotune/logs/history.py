@@ -94,7 +94,9 @@ class ContextHistory:
 
     @cached_property
     def settled(self) -> ContextSettled:
-        return next(reversed(of_kind(self.records, ContextSettled)), NOT_SETTLED)
+        """Return the last result, as the lowest rank that launches it wrote it."""
+        found = of_kind(self.records, ContextSettled)
+        return max(found, key=lambda each: (each.run, each.launches > 0, -each.rank), default=NOT_SETTLED)
 
     @property
     def winner(self) -> CandidateHistory | None:

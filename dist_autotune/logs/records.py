@@ -84,6 +84,8 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
+    like: str = ""  # the nearest tuned key: its winner is the first candidate; "": there was none
+    default: int = 0  # the candidate that is launched untuned
 
 
 class RunStarted(Record, event="run_started"):
@@ -134,7 +136,7 @@ class Banned(ConfigRecord, event="banned", level=logging.INFO):
 
 
 class Preflighted(Record, event="preflighted", level=logging.INFO):
-    """How this rank compiled and loaded the candidates of one (kernel, key) that it met in `run`."""
+    """How this rank compiled and loaded the candidates of one (kernel, key), all by the end of `run`."""
 
     run: int
     kernel: str
@@ -160,6 +162,11 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     ms: float | None
     timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
+    fastest_rank_ms: float | None = None
+    default_ms: float | None = None  # agreed, of the candidate that is launched untuned
+    banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
+    judge: str = ""  # what `ms` is the time of: one "launch", or the whole "run"; older logs do not say
+    launches: int = 1  # of this rank in one run; 0: only other ranks launch it
     bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
 
@@ -173,8 +180,12 @@ class RunFailed(Record, event="run_failed", level=logging.INFO):
 class SessionClosed(Record, event="session_closed", level=logging.INFO):
     runs: int
     contexts: int
-    outcome: str  # "settled" | "partial" | the error's class name
+    outcome: str  # "settled" | "partial" | "unfinished": given up while it tried | the error's class name
     warning: str = ""
+    seconds: float = 0.0  # since the first call, on this rank
+    compiling_s: float = 0.0
+    runs_s: float = 0.0
+    exchanges_s: float = 0.0
 
 
 class Note(Record, event="note", level=logging.INFO):

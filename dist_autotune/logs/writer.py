@@ -82,7 +82,6 @@ class _Context:
     candidates: int = 0  # 0: its admission was not seen
     config_width: int = 0
     agreed_ms: dict[int, float] = field(default_factory=dict)  # config id -> latest
-    banned: set[int] = field(default_factory=set)
 
     def config(self, config_id: int, text: str) -> str:
         """Return `config  7/24  BLOCK_M=128, num_warps=4`, padded to the context's longest config."""
@@ -135,7 +134,8 @@ class LogLines:
                 context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
                 where = "" if record.local else ", launched on other ranks only"
                 candidates = f"{counted(context.candidates, 'candidate')}, incumbent #{record.incumbent}"
-                return f"admitted in run {record.run}: {candidates}{where}"
+                like = f", as with the key {record.like}" if record.like else ""
+                return f"admitted in run {record.run}: {candidates}{like}{where}"
             case records.RunStarted():
                 tried = [f"{self._label(context)} #{config_id}" for context, config_id in record.plan.items()]
                 return f"tries {', '.join(tried) or 'nothing'}"
@@ -174,12 +174,11 @@ class LogLines:
                 doubt = "" if record.counted else "  not counted: some rank ran another config"
                 said = f"{self._time('agreed', record.ms)}{fastest}{doubt}{context.best()}"
             case records.Banned():
-                context.banned.add(record.config_id)
                 context.agreed_ms.pop(record.config_id, None)
                 said = f"  banned by rank {record.by_rank}: {record.reason}"
             case records.ContextSettled():
                 status = status_label(record.status, launch_bound=record.launch_bound)
-                counts = f"{len(record.timings)} timed, {len(context.banned)} banned"
+                counts = f"{len(record.timings)} timed, {len(record.banned)} banned"
                 said = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:
                 said = ""

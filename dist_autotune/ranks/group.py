@@ -58,6 +58,7 @@ class ProcessGroup(RankGroup):
     def __init__(self, group: Any) -> None:
         self.pid = os.getpid()
         self.members = Members(group)
+        self._group = weakref.ref(group)
         self.rank, self.ranks = self.members.rank, self.members.ranks
         self._sequence = 0
         self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.members.new_client)
@@ -74,7 +75,9 @@ class ProcessGroup(RankGroup):
         raise self._error_of(end)
 
     def fail(self, error: BaseException) -> None:
-        self._publish_failure(self._next_sequence(), error)
+        group = self._group()
+        if self.pid == os.getpid() and group is not None and not _has_ended(group):
+            self._publish_failure(self._next_sequence(), error)
 
     def busy(self) -> Block:
         if self.members.client is None:

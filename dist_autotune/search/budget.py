@@ -1,4 +1,4 @@
-"""How far a session has come and how long it may still take; the same on all ranks."""
+"""How far a session has come, what it gains, and how long it may still take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..formatting import counted
+from ..formatting import counted, format_ms, format_percent
 from . import bit_classes, whole_run
 from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
@@ -22,21 +22,52 @@ class Forecast:
     timed: int  # candidates with a time, or banned, in all contexts
     candidates: int
     planned_trials: int  # at most, as the search plans
-    runs: int  # so far; those that are neither trials nor waits had nothing to try
+    runs: int  # so far; those that are neither trials, waits nor held had nothing to try
     trials: int = 0
     waits: int = 0  # online: until a trial's time was read on all ranks
+    held: int = 0  # online: until candidates were compiled
+    compiling: int = 0  # candidates that are still compiled, on the rank that has most
+    contexts: int = 0  # that the session searches
+    settled: int = 0  # of them
 
     @property
     def more_runs(self) -> int:
         """About how many runs are still to come: as so far, and if the search takes all it plans."""
-        return math.ceil(max(self.planned_trials - self.trials, 1) * self.runs / max(self.trials, 1))
+        runs = self.runs - self.held
+        return math.ceil(max(self.planned_trials - self.trials, 1) * runs / max(self.trials, 1))
 
     def __str__(self) -> str:
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
         trials = f"{self.trials} of at most {counted(max(self.planned_trials, self.trials), 'trial')}"
         waits = f" ({self.waits} waited for the device)" if self.waits else ""
+        if self.compiling:
+            made += f" ({self.compiling} still compiling)"
         runs = f"in {counted(self.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
         return f"{made}, {trials} {runs}"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one run of the function takes, untuned and tuned, in measured milliseconds.
+
+    judge "launch": all launches of the contexts that have both times. "run": the whole run; `before_ms` is
+    then the slowest of the plans that keep an untuned candidate, `after_ms` the fastest plan.
+    """
+
+    before_ms: float
+    after_ms: float
+    judge: str
+    left_out: int = 0  # contexts judged so that lack one of the times
+
+    @property
+    def gain_percent(self) -> float:
+        return 100 * (1 - self.after_ms / self.before_ms)
+
+    def __str__(self) -> str:
+        of = "launches" if self.judge == BY_LAUNCH else "whole run"
+        times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
+        left_out = f"; {counted(self.left_out, 'context')} left out" if self.left_out else ""
+        return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
 
 
 def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:

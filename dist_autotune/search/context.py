@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FlowFailed, NoValidConfig, TuningError
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .strategies import Warmup, Winner, interval
@@ -35,6 +35,7 @@ class Context:
         self.name = name
         self.kernel = announcement.kernel
         self.key = announcement.key
+        self.kernel_id, self.like = announcement.kernel_id, announcement.like
         self.is_choice = announcement.is_choice
         self.digests = tuple(digest for digest, _ in announcement.order)
         self.texts = tuple(text for _, text in announcement.order)
@@ -47,6 +48,7 @@ class Context:
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
+        self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
         self.override: int | None = None  # what a plan that is judged as a whole says
         self.checked: int | None = None  # what a run launches of it that compares bits, see `BitClasses`
         self.bit_classes: dict[int, int] = {}  # 0: outputs as with the first config
@@ -58,6 +60,7 @@ class Context:
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
+        self._default = self.index_of(announcement.default) or 0
         self.narrow(announcement)
 
     @property
@@ -81,6 +84,11 @@ class Context:
         return self._judges[0]
 
     @property
+    def final_judge(self) -> str:
+        """Return what its result is judged by."""
+        return self._judges[-1]
+
+    @property
     def is_tuned_by_launches(self) -> bool:
         """Return whether its search by launches is under way."""
         return self.judge == BY_LAUNCH and not self.settled
@@ -102,7 +110,8 @@ class Context:
         if not self.is_spent:
             return next(index for index in range(len(self.digests)) if index not in self.banned)
         bans = sorted(self.banned.items())
-        reasons = " ".join(f"Rank {rank}, {self.texts[index]}: {reason}." for index, (rank, reason) in bans)
+        failed = ((rank, config_label(self.texts[index]), reason) for index, (rank, reason) in bans)
+        reasons = " ".join(f"Rank {rank}, {config}: {reason}." for rank, config, reason in failed)
         raise NoValidConfig(f"{self.title}: all {len(self.digests)} configs failed on some rank. {reasons}")
 
     @property
@@ -117,7 +126,8 @@ class Context:
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        return self.checked is not None or (self.trial is not None and not self.waiting)
+        is_ready = not (self.waiting or self.compiling)
+        return self.checked is not None or (self.trial is not None and is_ready)
 
     @property
     def is_warmup(self) -> bool:
@@ -141,6 +151,21 @@ class Context:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
+
+    def ban_texts(self) -> dict[str, str]:
+        """Return candidate's text -> `rank 3: reason`."""
+        bans = sorted(self.banned.items())
+        return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
+
+    @property
+    def default(self) -> int:
+        """Return the candidate that is launched untuned; if it is banned, the first that works."""
+        order = (self._default, *range(len(self.digests)))
+        return next((index for index in order if index not in self.banned), self._default)
+
+    @property
+    def default_ms(self) -> float | None:  # of samples: its warm-up may hold what a first launch costs
+        return self.times.ms.get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the candidate that ranks call so; None: it is none of this context."""
@@ -192,13 +217,16 @@ class Context:
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
         """Record a run of all ranks, `judged` by `part` or the whole run; unless it `counts`, repeat it."""
         self.apply_bans(part.bans)
+        was_held = self.compiling and not self.waiting  # else the report is of a trial before
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index = self.trial
-        if index is None or self.waiting or part.ran is None:
+        if index is None or self.waiting:
             return Outcome()
         if index in self.banned:
             self._resume(math.inf)
             return Outcome(index=index)
+        if part.ran is None or was_held:
+            return Outcome()
         if not counts or part.ran != self.digests[index]:
             return Outcome(index=index if counts else None)
         self._ran.add(index)

@@ -67,7 +67,24 @@ Bans: TypeAlias = Annotated[dict[str, Ban], _by_key(min)]  # by the candidate's 
 CrashBans: TypeAlias = dict[str, dict[str, Ban]]  # by context; the rank is that whose process ended
 Facts: TypeAlias = dict[str, dict[str, int]]  # name -> value -> lowest rank with it
 Claim: TypeAlias = tuple[int, str, float | None]  # (rank, digest, ms)
-Offers: TypeAlias = Annotated[dict[str, tuple[int, str, float]], _by_key(min)]  # entry's digest -> its claim
+
+
+@dataclass(frozen=True, order=True)
+class Offer:
+    """What a rank has on disk for one key of a kernel."""
+
+    rank: int
+    winner: str  # digest
+    ms: float
+    relatives: str  # the same for entries of other keys, see `EntryKey.relatives`
+    key: str
+
+    @property
+    def claim(self) -> Claim:
+        return self.rank, self.winner, self.ms
+
+
+Offers: TypeAlias = Annotated[dict[str, Offer], _by_key(min)]  # by the digest of the entry; the lowest rank's
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,8 @@ class Announcement:
     place: int = 0  # in the order in which `rank` has met its contexts
     slot: str = ""  # what makes the context's name of `kernel_id`
     claim: Claim | None = None  # a result it already has
+    like: str = ""  # the tuned key whose winner stands first in `order`
+    default: str = ""  # the candidate that `rank` launches untuned; "": the first
 
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)
@@ -124,6 +143,7 @@ class Part(Mergeable):
     bans: Bans = field(default_factory=dict)
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
     gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
+    compiling: Annotated[int, max] = 0  # online: candidates that some rank has still to compile or load
 
     def agreed_ms(self, rank_reduce: str) -> float | None:
         """Return the statistic reduced over the ranks; None where a rank that launched it has none."""

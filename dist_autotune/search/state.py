@@ -50,7 +50,7 @@ class SearchState:
         self._idle_runs = 0
         self._is_judging = True  # the run under way may judge what is judged by the whole run
         self._bringing_runs = 0  # in a row that announced kernels
-        self._trials_made = self._waits = 0  # runs of the session
+        self._trials_made = self._waits = self._held = 0  # runs of the session
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -102,10 +102,14 @@ class SearchState:
         return Forecast(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),
+            contexts=len(searched),
+            settled=sum(context.settled for context in searched),
             planned_trials=budget.planned_runs(self.rules, searched) - 1,
             runs=self.runs,
             trials=self._trials_made,
             waits=self._waits,
+            held=self._held,
+            compiling=sum(context.compiling for context in searched),
         )
 
     def is_final(self, context: Context) -> bool:
@@ -114,6 +118,17 @@ class SearchState:
             return False
         is_searched = self.rules.races and context.began is not None and not context.is_decided
         return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
+
+    def tuned_keys(self, kernel_id: str) -> dict[str, str]:
+        """Return the tuned keys of a kernel, each with the digest of its winner."""
+        aliases = self.kernels.aliases
+        return {
+            context.key: context.digests[context.incumbent]
+            for context in self.contexts.values()
+            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
+            and self.is_final(context)
+            and not (context.provisional or context.is_spent)
+        }
 
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result stands and is new since this was last asked."""
@@ -132,7 +147,7 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
-        self.runs = self._trials_made = self._waits = self._idle_runs = 0
+        self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.whole_run, self._turns = True, None, Turns()
         if self.bit_classes is not None:
@@ -177,13 +192,17 @@ class SearchState:
         is_new = any(part.announcement for part in merged.parts.values())
         is_trial = is_new or any(each.is_on_trial for each in self._trials)
         self._trials_made += is_trial
-        self._waits += not is_trial and any(each.waiting for each in self._trials)
+        is_wait = not is_trial and any(each.waiting for each in self._trials)
+        self._waits += is_wait
+        self._held += not (is_trial or is_wait) and any(c.compiling for c in self.contexts.values())
         self._turns.record_launches(merged)
         self.runs += 1
         merged = _with_late_hosts(merged)
         self._is_judging = not self._brings_kernels(merged)
         outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
+        for name, context in self.contexts.items():
+            context.compiling = merged.parts[name].compiling if name in merged.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
         self.has_counted_run = any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
         if plan_trial is not None:

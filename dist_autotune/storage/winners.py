@@ -23,12 +23,14 @@ from filelock import FileLock
 
 from ..codec import digest, from_json, parse_json, to_json
 from ..errors import CacheWarning
+from ..formatting import context_label
 from ..regular_files import read_bounded
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
+IMPORTED = "imported"  # the folder there of entries that came from elsewhere: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
 
 
@@ -55,9 +57,25 @@ class EntryKey:
         return digest(to_json(vars(self)))
 
     @property
+    def relatives(self) -> str:
+        """Return what stands for all fields but `key` and `candidates`."""
+        return digest(to_json({**vars(self), "key": "", "candidates": ()}))
+
+    @property
     def file_name(self) -> str:
         """Return `kernel-digest.json`."""
         return f"{safe_name(self.kernel)}-{self.digest}.json"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a winner besides its time; nothing is looked up by it."""
+
+    torch_version: str = ""
+    fastest_rank_ms: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> ms
+    config: Mapping[str, Any] = field(default_factory=dict)  # arguments of triton.Config; {}: not JSON
+    arguments: tuple[tuple[str, Any], ...] = ()  # name and value of each part of the key; (): not JSON
+    triton_file: str = ""  # where stock Triton would keep the result; "": nowhere
 
 
 @dataclass(frozen=True)
@@ -71,6 +89,7 @@ class Entry:
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
+    evidence: Evidence = field(default_factory=Evidence)
     bit_class: int | None = None  # 0: outputs as with the first config; None: not compared
     output_digest: str = ""
 
@@ -80,9 +99,19 @@ class Entry:
         if not 0 < self.ms < math.inf:
             raise ValueError(f"ms: expected a positive number, found {self.ms}")
 
+    @property
+    def title(self) -> str:
+        return context_label(self.key.kernel, self.key.key)
+
+    @property
+    def result(self) -> tuple[str, int | None]:
+        """Return what the entry says that another one of its key may not."""
+        return self.winner, self.bit_class
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-representable form, without the schema version."""
-        return {**vars(self), "key": vars(self.key), "timings": dict(self.timings)}
+        evidence = {**vars(self.evidence), "arguments": list(map(list, self.evidence.arguments))}
+        return {**vars(self), "key": vars(self.key), "timings": dict(self.timings), "evidence": evidence}
 
 
 class Winners:
@@ -115,15 +144,16 @@ class Winners:
         files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 
-    def put(self, *entries: Entry) -> None:
-        """Store each entry in place of an older one of its key, unless that has the same winner."""
+    def put(self, *entries: Entry, replaces: bool = True) -> None:
+        """Store each entry, unless there is one with the same winner; `replaces`: in place of another one."""
         if self.directory is None:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._lock(self.directory):
                 for entry in entries:
-                    if not self._holds(entry):
+                    stored = self.get(entry.key)
+                    if stored is None or (replaces and stored.result != entry.result):
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
             self.warn_unwritable(self.directory, error.strerror or str(error))
@@ -141,28 +171,6 @@ class Winners:
                     path.unlink(missing_ok=True)
                 shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
         return len(files)
-
-    def export(self, path: Path) -> int:
-        """Write all usable entries to one file, which `import_` reads, and return how many."""
-        entries = [entry.as_dict() for entry in self.entries()]
-        path.write_text(to_json({"schema": SCHEMA_VERSION, "entries": entries}, indent=True) + "\n")
-        return len(entries)
-
-    def import_(self, path: Path) -> int:
-        """Store the entries of an exported file in place of others of their keys; return how many are stored.
-
-        A file that is not an export, or damaged in any of its entries, is a ValueError.
-        """
-        data = parse(path.read_bytes())
-        if not isinstance(data.get("entries"), list):
-            raise ValueError("not an export of this cache")
-        entries = [from_json(Entry, item) for item in data["entries"]]
-        self.put(*entries)
-        return sum(self._holds(entry) for entry in entries)
-
-    def _holds(self, entry: Entry) -> bool:
-        stored = self.get(entry.key)
-        return stored is not None and (stored.winner, stored.bit_class) == (entry.winner, entry.bit_class)
 
     def _replace(self, path: Path, entry: Entry) -> None:
         temporary = path.with_name(f"{os.urandom(4).hex() if self._without_lock else 'entry'}.tmp")

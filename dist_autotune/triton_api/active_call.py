@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pools
 from types import FrameType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,7 +21,6 @@ _POLL_S = 0.05  # between two looks at the call that has the turn
 _MARK = "_dist_autotune_call"  # attribute of a thread: the call that it belongs to
 
 Start: TypeAlias = Callable[..., None]
-T = TypeVar("T")
 
 
 class ActiveCall:
@@ -90,12 +90,13 @@ class ActiveCall:
                 threading.Thread.start = before  # type: ignore[method-assign]
         self._start, self._call, self._owner = None, None, 0
 
-    def lend(self, function: Callable[[], T]) -> T:
-        """Call `function` on this thread, which the active call waits for, as a part of that call."""
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Make the block, on this thread, for which the active call waits, a part of that call."""
         thread, before = threading.current_thread(), getattr(threading.current_thread(), _MARK, None)
         setattr(thread, _MARK, self._call)
         try:
-            return function()
+            yield
         finally:
             setattr(thread, _MARK, before)
 

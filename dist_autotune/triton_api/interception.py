@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -32,13 +33,10 @@ class Interception:
         self.tuning = False  # a launch may be a trial
         self.chooser: Callable[..., Any] | None = None  # answers `tunable` during the active call
         self._replaced: Sequence[tuple[type[Autotuner], Run]] = ()  # classes, and their `run` before
-        self._forks_watched = False
 
     def installed(self, runner: Callable[[Run], Run], chooser: Callable[..., Any]) -> Interception:
         """Replace each `run` by `runner` of it until the `with` block ends; `chooser` answers `tunable`."""
-        if not self._forks_watched:
-            os.register_at_fork(after_in_child=self._leave_to_parent)
-            self._forks_watched = True
+        _watch_forks()
         # Before anything is replaced: a Ctrl-C may come between any two lines.
         own = subclasses.own_runs()
         stock = vars(Autotuner)["run"]
@@ -64,13 +62,26 @@ class Interception:
         self.__exit__()
         self.tuning = False
 
-    def _leave_to_parent(self) -> None:
-        self.restore()
-        self.turn.end()
-        self.turn.lock = threading.RLock()
-
 
 INTERCEPTION = Interception()
+PROGRAM = Interception()  # of a program that is tuned as a whole; calls of tuned functions lie above it
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    INTERCEPTION.restore()
+    PROGRAM.restore()
+    INTERCEPTION.turn.end()
+    INTERCEPTION.turn.lock = threading.RLock()
+
+
+def is_tuning() -> bool:
+    """Return whether a launch may be a trial now: fast launch paths are for False only."""
+    return INTERCEPTION.tuning or (PROGRAM.tuning and not INTERCEPTION.active)
 
 
 def is_interpreted() -> bool:

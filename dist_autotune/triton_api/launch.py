@@ -7,7 +7,7 @@ around `prune_configs`; `best_config` is written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -59,6 +59,12 @@ class Launch:
                 f"cannot be hashed ({error}), and neither can stock Triton. Pass a tuple or a number instead."
             ) from None
         return key
+
+    def key_names(self) -> tuple[str, ...]:
+        """Return the names of the key's values: those of arguments, then such as `a.dtype`."""
+        named = {**self._named(), **{k: v for k, v in self.kwargs.items() if k in self.tuner.arg_names}}
+        dtypes = [f"{name}.dtype" for name, value in named.items() if hasattr(value, "dtype")]
+        return *(name for name in self.tuner.keys if name in named), *dtypes
 
     def candidates(self) -> dict[str, Any]:
         """Return the configs left after pruning, without duplicates, by digest and in order.
@@ -126,6 +132,21 @@ def load(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
     if hasattr(kernel, "_init_handles"):
         kernel._init_handles()  # compiling alone does not check shared memory
+
+
+def keep(finalize: Callable[[Any], None], kernel: Any) -> Any:
+    """Put a kernel where launches find it, unless they have one; return that which they find.
+
+    finalize: of Triton's FutureKernel. It would replace a kernel that was compiled meanwhile, whose module
+    is unloaded then, though launches or CUDA graphs may still run it.
+    """
+    known = inspect.getclosurevars(finalize).nonlocals
+    if known.keys() >= {"kernel_cache", "key"}:
+        there = known["kernel_cache"].get(known["key"])
+        if there is not None:
+            return there
+    finalize(kernel)
+    return kernel
 
 
 def texts_of(configs: Sequence[Any]) -> list[str]:

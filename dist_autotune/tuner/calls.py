@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import RankMismatch
+from ..errors import NotTuned, RankMismatch
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import GROUPS
+from ..ranks.group import GROUPS, RankGroup
 from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
-from ..triton_api.interception import INTERCEPTION
+from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
 from .function_state import FunctionState, TunedFunction
 from .report import TuningReport
@@ -29,12 +32,29 @@ T = TypeVar("T")
 CALLS_THAT_KEEP_STATE = 16
 
 
+@dataclass(slots=True)
+class SettledRun:
+    """What a run with nothing to try leaves behind."""
+
+    before: Snapshot | None = None  # the state before it
+    wants_session: bool = False  # it has met a new key
+
+
 class Calls:
-    """The calls of one tuned function, one after another, and what they have found so far."""
+    """The calls of one tuned function, one after another, and what they have found so far.
+
+    function: its source text names the results that are not shared; None: steps have none.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, name: str, log_dir: Path | None
+        self,
+        function: Callable[..., Any] | None,
+        options: Options,
+        name: str,
+        log_dir: Path | None,
+        interception: Interception = INTERCEPTION,
     ) -> None:
+        self._interception = interception
         self._function, self._options, self._name, self._log_dir = function, options, name, log_dir
         self.state: FunctionState | None = None
         self._session: Session | None = None
@@ -55,83 +75,110 @@ class Calls:
         return self._session is None and not (self._wants_session or self.retunes)
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
-        """Make one call. `mode`: "tune" or "cached", as DIST_AUTOTUNE_MODE says now."""
-        if self.retunes:
-            if self._session is not None:
-                self._session.close()
-                self._keep_if_over()
-            self._wants_session, self._forgets, self.retunes = True, True, False
-        state = self._current_state(tunes=mode == "tune")
+        """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
+        if self._options.mode == "online":
+            with self.step(mode):
+                return thunk()
+        state = self._begin_call(mode)
         if interception.is_capturing():
-            if not self._forgets:
-                state.results.looks_on_disk |= state.function.is_alone
-            return self._run_settled(state, thunk, votes=False)[0]
-        if self.settled:
-            return self._call_settled(state, thunk)
-        return self._run_session(state, thunk)
+            with self._captured_run(state):
+                return thunk()
+        if not self.settled:
+            with self._session_under_way(state) as session:
+                return session.replay(thunk)
+        with self._settled_run(state) as run:
+            result = thunk()
+        if not self._wants_session:
+            return result
+        if run.before is None and self._options.preserve:
+            self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
+            return result
+        del result  # the function's outputs must not add to the memory of the next run
+        with self._session_under_way(state) as session:
+            return session.replay(thunk, run.before or Snapshot(()))
 
-    def _call_settled(self, state: FunctionState, thunk: Callable[[], T]) -> T:
-        """Make a call that begins with nothing to try; tune what it meets."""
-        options, is_alone, tunes = self._options, state.function.is_alone, state.function.tunes
-        votes = tunes and options.watch and not is_alone
-        may_tune = votes or (tunes and is_alone)
-        is_replay = options.mode == "replay"
-        keeps = may_tune and is_replay and self._calls_in_vain < CALLS_THAT_KEEP_STATE
+    def step(self, mode: str) -> AbstractContextManager[object]:
+        """Make the block one call of mode="online": a trial, or a run with what is settled."""
+        state = self._begin_call(mode)
+        if interception.is_capturing():
+            return self._captured_run(state)
+        return self._settled_run(state) if self.settled else self._trial(state)
+
+    def close(self) -> None:
+        """End the session under way, if there is one; its report stays."""
+        if self._session is not None:
+            self._session.close()
+            self._report, self._session = self._session.report(), None
+
+    def _begin_call(self, mode: str) -> FunctionState:
+        if self.retunes:
+            self.close()
+            self._wants_session, self._forgets, self.retunes = True, True, False
+        return self._current_state(mode)
+
+    @contextlib.contextmanager
+    def _settled_run(self, state: FunctionState, *, is_captured: bool = False) -> Iterator[SettledRun]:
+        """Let the block run with nothing to try; a session is wanted for what it meets, unless captured."""
+        options, function, dispatcher, run = self._options, state.function, state.dispatcher, SettledRun()
+        votes = function.tunes and options.watch and not (function.is_alone or is_captured)
+        may_tune = votes or (function.tunes and function.is_alone and not is_captured)
+        keeps = may_tune and options.mode == "replay" and self._calls_in_vain < CALLS_THAT_KEEP_STATE
         self._calls_in_vain += 1
+        dispatcher.begin_run(tunes=False)
+        dispatcher.to_tune.clear()
+        if votes or (function.is_strict and not function.is_alone):
+            with self._reporting_run(state, run, votes=votes, keeps=keeps):
+                yield run
+        else:
+            run.before = Snapshot(options.preserve) if keeps else None
+            with self._interception.installed(dispatcher.runner, dispatcher.choose):
+                yield run
+            run.wants_session = bool(dispatcher.to_tune)
+        if run.wants_session and not is_captured:
+            self._calls_in_vain = 0
+            self._wants_session = may_tune
+            if not may_tune:
+                self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
+
+    @contextlib.contextmanager
+    def _reporting_run(
+        self, state: FunctionState, run: SettledRun, *, votes: bool, keeps: bool
+    ) -> Iterator[None]:
+        """Let the block run with what is settled, then find out whether it has met a new key on some rank.
+
+        A rank that raises reports that instead, so that its peers do not wait for its vote. The strict mode
+        has no vote, but reports NotTuned: peers may wait for this rank in a collective.
+        """
+        function, dispatcher, what = state.function, state.dispatcher, f"a call of {self._name}"
+        write_stuck = functools.partial(diagnosis.write_stuck, self._note)
         try:
-            preserved = options.preserve if keeps else None
-            result, wants, before = self._run_settled(state, thunk, votes=votes, preserved=preserved)
+            run.before = Snapshot(self._options.preserve) if keeps else None
+            with (
+                function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
+                self._interception.installed(dispatcher.runner, dispatcher.choose),
+            ):
+                yield
+            run.wants_session = bool(dispatcher.to_tune)
+            vote = Vote(function.group.rank, function.facts({}), wants_session=run.wants_session)
+        except BaseException as error:
+            if votes or (isinstance(error, NotTuned) and not state.has_refused):
+                state.has_refused |= not votes  # once: each time costs the peers an exchange
+                function.group.fail(error)
+            raise
+        if not votes:
+            return
+        answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
+        try:
+            run.wants_session = checked(decode(answer), Vote).wants_session
         except RankMismatch as error:
             self._wants_session = error.starts_anew
             raise
-        if not wants:
-            return result
-        self._calls_in_vain = 0
-        if not may_tune:
-            self._note_new(state, "keeps its first config (watch=False)")
-            return result
-        if is_replay and (before is not None or not options.preserve):
-            del result  # the function's outputs must not add to the memory of the next run
-            return self._run_session(state, thunk, before or Snapshot(()))
-        self._wants_session = True
-        if is_replay:
-            self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
-        return result
 
-    def _run_settled(
-        self,
-        state: FunctionState,
-        thunk: Callable[[], T],
-        *,
-        votes: bool,
-        preserved: Sequence[Any] | None = None,
-    ) -> tuple[T, bool, Snapshot | None]:
-        """Run `thunk` with what is settled; return its result, whether some rank wants a session, a snapshot.
-
-        `votes`: ask the peers. A rank that raises reports that instead, so that they do not wait for it.
-        `preserved`: what the snapshot of the state before the run is to hold; None: none is made.
-        """
-        dispatcher, function = state.dispatcher, state.function
-        dispatcher.begin_run(tunes=False)
-        dispatcher.to_tune.clear()
-        if not votes:
-            before = None if preserved is None else Snapshot(preserved)
-            with INTERCEPTION.installed(dispatcher.runner, dispatcher.choose):
-                return thunk(), bool(dispatcher.to_tune), before
-        what, write_stuck = f"a call of {self._name}", functools.partial(diagnosis.write_stuck, self._note)
-        try:
-            before = None if preserved is None else Snapshot(preserved)
-            with (
-                function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
-                INTERCEPTION.installed(dispatcher.runner, dispatcher.choose),
-            ):
-                result = thunk()
-            vote = Vote(function.group.rank, function.facts({}), wants_session=bool(dispatcher.to_tune))
-        except BaseException as error:
-            function.group.fail(error)
-            raise
-        answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
-        return result, checked(decode(answer), Vote).wants_session, before
+    def _captured_run(self, state: FunctionState) -> AbstractContextManager[object]:
+        """Let the block run, whose launches a CUDA graph captures: nothing is tried and nobody is asked."""
+        if not self._forgets:
+            state.results.looks_on_disk |= state.function.is_alone
+        return self._settled_run(state, is_captured=True)
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank
@@ -144,8 +191,9 @@ class Calls:
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
 
-    def _run_session(self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Go on with the session, or open one. before: the call has run `thunk` once, from that state."""
+    @contextlib.contextmanager
+    def _session_under_way(self, state: FunctionState) -> Iterator[Session]:
+        """Go on with the session in the block, or open one."""
         try:
             if self._session is not None:
                 self._session.resume()
@@ -154,11 +202,17 @@ class Calls:
         session = self._session = self._session or self._new_session(state)
         try:
             session.open_once()
-            INTERCEPTION.tuning = state.search.rules.tunes
-            return session.online(thunk) if self._options.mode == "online" else session.replay(thunk, before)
+            self._interception.tuning = state.search.rules.tunes
+            yield session
         finally:
-            INTERCEPTION.tuning = False
+            self._interception.tuning = False
             self._keep_if_over()
+
+    @contextlib.contextmanager
+    def _trial(self, state: FunctionState) -> Iterator[None]:
+        """Let the block be one run of the session."""
+        with self._session_under_way(state) as session, session.online():
+            yield
 
     def _new_session(self, state: FunctionState) -> Session:
         tunes = state.function.tunes
@@ -166,7 +220,7 @@ class Calls:
             diagnosis.warn_of_missing_is_dist(self._name)
         state.results.ignores_known = self._forgets and tunes
         self._wants_session = True
-        return Session(state, self._log_dir)
+        return Session(state, self._log_dir, self._interception)
 
     def _keep_if_over(self) -> None:
         """Keep what the session has found, if it is over."""
@@ -177,16 +231,24 @@ class Calls:
             self._wants_session = session.wants_another
             self._forgets = self._forgets and (session.has_failed or not session.state.results.ignores_known)
 
-    def _current_state(self, *, tunes: bool) -> FunctionState:
+    def _current_state(self, mode: str) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
-        options, known = self._options, self.state
-        group = GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
-        if known is None or known.function.group is not group or known.function.tunes != tunes:
+        options, known, group = self._options, self.state, self._current_group()
+        if known is None or known.function.group is not group or known.function.mode != mode:
             try:
-                source = identity.function_digest(self._function)
-                known = FunctionState(TunedFunction(options, self._name, source, group, tunes=tunes))
+                source = "" if self._function is None else identity.function_digest(self._function)
+                known = FunctionState(TunedFunction(options, self._name, source, group, mode=mode))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise
-            self.state, self._session, self._wants_session = known, None, True
+            self.close()
+            self.state, self._wants_session = known, True
         return known
+
+    def group_has_changed(self) -> bool:
+        """Return whether the next call belongs to other ranks than the last one."""
+        return self.state is not None and self.state.function.group is not self._current_group()
+
+    def _current_group(self) -> RankGroup:
+        options = self._options
+        return GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()

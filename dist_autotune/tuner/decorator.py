@@ -7,25 +7,21 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from .. import settings
 from ..errors import InvalidOption
 from ..options import Options
 from ..search.strategies import Strategy
 from ..timing.clock import Clock
-from ..triton_api.interception import INTERCEPTION
-from .report import TuningReport
 from .snapshot import check_outputs, check_preserved
-
-if TYPE_CHECKING:
-    from .calls import Calls
+from .tuned import Tuned
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ContextualAutotuner(Generic[P, R]):
+class ContextualAutotuner(Tuned, Generic[P, R]):
     """A function whose `triton.autotune` launches are tuned where they run; made by `contextual_autotune`.
 
     A call takes the function's arguments and returns its result. It tunes until nothing is left to try.
@@ -42,62 +38,24 @@ class ContextualAutotuner(Generic[P, R]):
                 "Decorate the synchronous function that launches the kernels."
             )
         functools.update_wrapper(self, fn)
-        self.fn, self.options, bare = fn, options, _bare(fn)
-        self._name = str(options.name or getattr(bare, "__qualname__", type(bare).__qualname__))
-        self._log_dir = options.resolved_log_dir()
-        self._calls: Calls | None = None  # made for the first call
+        self.fn, bare = fn, _bare(fn)
+        name = str(options.name or getattr(bare, "__qualname__", type(bare).__qualname__))
+        super().__init__(bare, options, name)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         mode = settings.run_mode()
-        turn = INTERCEPTION.turn
-        if mode == "off" or (INTERCEPTION.active and turn.belongs()):
+        if mode == "off":
             return self.fn(*args, **kwargs)
-        thunk = functools.partial(self.fn, *args, **kwargs)
-        if turn.is_mine:  # a tuned function inside a tuned function joins its session
-            return thunk() if INTERCEPTION.active else self._made_calls().call(mode, thunk)
-        lock, has_turn = turn.lock, False
-        try:
-            has_turn = turn.acquire(self._name, self.options.resolved_timeout_s, lambda: INTERCEPTION.active)
-            if not has_turn:
-                return turn.lend(thunk)
-            INTERCEPTION.restore()  # what a second Ctrl-C may have left of the call before
-            return self._made_calls().call(mode, thunk)
-        finally:
-            try:
-                if has_turn or turn.is_mine:
-                    _leave()
-            finally:
-                # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in between;
-                # without it, one came when the lock had just been taken.
-                if has_turn or turn.is_mine:
-                    lock.release()
+        with self._turn() as is_own:
+            if not is_own:
+                return self.fn(*args, **kwargs)
+            return self._made_calls().call(mode, functools.partial(self.fn, *args, **kwargs))
 
     def __reduce__(self) -> str:  # as functions are copied and pickled: by name
         return str(getattr(self, "__qualname__", type(self).__qualname__))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
-
-    @property
-    def report(self) -> TuningReport | None:
-        """What the last session found, or has found so far; None before the first."""
-        return None if self._calls is None else self._calls.report
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to try: the moment to capture a CUDA graph."""
-        return self._calls is not None and self._calls.settled
-
-    def retune(self) -> None:
-        """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
-        self._made_calls().retunes = True
-
-    def _made_calls(self) -> Calls:
-        if self._calls is None:
-            from .calls import Calls  # with all that a session needs: only where there is a call
-
-            self._calls = Calls(_bare(self.fn), self.options, self._name, self._log_dir)
-        return self._calls
 
 
 def contextual_autotune(
@@ -124,6 +82,7 @@ def contextual_autotune(
     on_stuck: str = "raise",
     max_runs: int | None = None,
     budget_s: float | None = None,
+    compile_jobs: int | None = None,
     progress: bool | None = None,
     bits: str = settings.DEFAULT_BITS,
     outputs: Sequence[Any] = (),
@@ -154,7 +113,10 @@ def contextual_autotune(
         on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
-        progress: a bar on rank 0; None: when stderr is a terminal.
+        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
+            host, online on all but two of them.
+        progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
+            line every 5 s. False shows nothing.
         bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;
             `check`: which do is reported; both ban configs that do not repeat themselves (replay).
         outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
@@ -170,11 +132,6 @@ def contextual_autotune(
     return ContextualAutotuner(fn, options)
 
 
-def is_tuning() -> bool:
-    """Return whether a launch may be a trial now: fast launch paths are for False only."""
-    return INTERCEPTION.tuning
-
-
 def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -185,14 +142,3 @@ def _is_asynchronous(fn: Callable[..., Any]) -> bool:
     """Return whether `fn`, a function or an object that can be called, is an `async def`."""
     kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction
     return any(kind(called) for kind in kinds for called in (inspect.unwrap(fn), type(fn).__call__))
-
-
-def _leave() -> None:
-    """Put back all that the call under way has replaced, also if a Ctrl-C comes between two lines of it."""
-    try:
-        INTERCEPTION.restore()
-        INTERCEPTION.turn.end()
-    except BaseException:
-        INTERCEPTION.restore()
-        INTERCEPTION.turn.end()
-        raise

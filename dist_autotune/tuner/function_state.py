@@ -6,13 +6,17 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 import triton
 
 from ..codec import digest
+from ..errors import NotTuned
+from ..formatting import context_label
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
+from ..launch.nearest_key import by_distance, named
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
 from ..options import Options
@@ -35,17 +39,19 @@ from .results import Results
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
 MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
+LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 
 class TunedFunction:
-    """What stays the same from call to call. tunes: False with DIST_AUTOTUNE_MODE=cached."""
+    """What stays the same from call to call. mode: DIST_AUTOTUNE_MODE, but for `off`."""
 
     def __init__(
-        self, options: Options, name: str, source_digest: str, group: RankGroup, *, tunes: bool
+        self, options: Options, name: str, source_digest: str, group: RankGroup, *, mode: str
     ) -> None:
         self.options, self.name, self.source_digest = options, name, source_digest
-        self.group, self.tunes = group, tunes
+        self.group, self.mode = group, mode
+        self.tunes, self.is_strict = mode == "tune", mode == "strict"
         self.is_alone = len(group.ranks) == 1
         self.timeout_s = options.resolved_timeout_s()
         interpreted = interception.is_interpreted()
@@ -89,6 +95,7 @@ class FunctionState:
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
         self.time_spent = TimeSpent()  # of the session under way
+        self.has_refused = False  # a settled call: the peers know
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
@@ -98,7 +105,9 @@ class FunctionState:
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
         names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
-        self.registry = Registry(names, options, function.clock, rank, self._recall, self.results.find_claim)
+        self.registry = Registry(
+            names, options, function.clock, rank, self._recall, self.results.find_claim, self.find_winners
+        )
         self.dispatcher = Dispatcher(
             self.registry,
             function.clock,
@@ -106,6 +115,7 @@ class FunctionState:
             self.compiling,
             passes_single=function.is_alone,
             is_frozen=not function.tunes,
+            refuse=self._refuse if function.is_strict else None,
         )
 
     def _recall(self, rank_context: RankContext) -> dict[str, str]:
@@ -113,6 +123,41 @@ class FunctionState:
         rank_context.search = self.search.contexts.get(rank_context.name)
         bans = {} if rank_context.search is not None else self.search.crash_bans.get(rank_context.name, {})
         return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
+
+    def find_winners(self, rank_context: RankContext) -> dict[str, str]:
+        """Return the winners, by key, of other keys of a context's kernel: only what all ranks know.
+
+        None with agree="ordinal", where contexts that belong together have different keys, and where bits
+        are compared: whose are kept must not depend on what was tuned before.
+        """
+        function = self.function
+        agrees_by_order = function.options.agree == "ordinal" and not function.is_alone
+        return {} if agrees_by_order or function.bits != "any" else self._winners(rank_context)
+
+    def _winners(self, rank_context: RankContext) -> dict[str, str]:
+        stored = self.results.stored_winners(rank_context)
+        return {**stored, **self.search.tuned_keys(self.registry.names.alias(rank_context.kernel))}
+
+    def _refuse(self, rank_context: RankContext) -> NoReturn:
+        """Raise NotTuned for a context whose launch would not be with a result of a search."""
+        kernel, key = rank_context.source.short_name, rank_context.named_key
+        winner = rank_context.tuned
+        if winner is not None:
+            reason = rank_context.bans.get(winner, "it is none of the configs that this launch may have")
+            why = f"its config {rank_context.texts.get(winner, winner)} cannot be launched: {reason}"
+        else:
+            why = f"there is no result for it {self.results.places}"
+        others = by_distance(rank_context.key_text, self._winners(rank_context))[:LISTED_KEYS]
+        nearest = tuple(context_label("", named(key, other)) for other in others)
+        raise NotTuned(
+            f"{context_label(kernel, key)} is not tuned, and DIST_AUTOTUNE_MODE=strict launches nothing "
+            f"else: {why}. Nearest tuned keys: {', '.join(nearest) or 'none'}. Tune it on this hardware "
+            "(DIST_AUTOTUNE_MODE=tune) and ship the result (dist-autotune cache export, import), or set "
+            "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key.",
+            kernel,
+            key,
+            nearest,
+        )
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -129,7 +174,7 @@ class FunctionState:
             "the version of dist_autotune": __version__,
             "the version of Triton": triton.__version__,
             "retune": str(self.results.ignores_known),
-            "DIST_AUTOTUNE_MODE": "tune" if function.tunes else "cached",
+            "DIST_AUTOTUNE_MODE": function.mode,
             "device": function.device.text,
             "clock": clock_name(),
             "settled": digest(self.search.digest_text()),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
 
-from ..bits.outputs import OutputDigests, digest_of
-from ..compilation.pool import Terms
+from ..bits.outputs import OutputComparison
+from ..compilation.pool import Tally, Terms
+from ..launch.backlog import Backlog
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
-from ..search.messages import Bits, Part, RunReport
+from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
@@ -22,11 +25,9 @@ from ..triton_api import interception
 from .function_state import SOURCE_OF, FunctionState
 from .recorder import Recorder
 
-T = TypeVar("T")
-
 
 class RankRun:
-    """This rank's runs, one after the other: `begin`, `make`, `report`, `apply_outcomes`; or `abandon`."""
+    """This rank's runs: `begin`, `timed`, `report`, `apply_outcomes`, or `abandon`; at last `close`."""
 
     def __init__(self, state: FunctionState, log: Recorder) -> None:
         options, clock = state.function.options, state.function.clock
@@ -34,16 +35,15 @@ class RankRun:
         self.has_sample = self.has_time = False  # a run was a sample here, and one of them gave a time
         self.shares_clock = False  # all ranks read one monotonic clock
         self._whole = Samples(clock, options.statistic)  # of whole runs
-        self._state, self._log, self._clock = state, log, clock
+        self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
-        self._compares = state.search.bit_classes is not None
-        self._named = (*options.preserve, *options.outputs)  # outputs beside the function's result
-        self._outputs: tuple[OutputDigests, Any] | None = None  # of the run; a mark behind them
-        self._first_outputs: dict[str, str] | None = None  # digests of the session's first run, by path
+        named, is_needed = (*options.preserve, *options.outputs), state.search.bit_classes is not None
+        self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
         self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
+        self._backlog: Backlog | None = None  # online: made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> None:
@@ -56,8 +56,9 @@ class RankRun:
         on_trial = {name: search.contexts[name].digests[index] for name, index in plan.items()}
         state.guard.begin_run(search.runs, on_trial)
 
-    def make(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk`, behind a filler if it is a trial; timed as a whole if it is judged so."""
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Let the block run behind a filler if it is a trial; time it as a whole if it is judged so."""
         search, time_spent = self._state.search, self._state.time_spent
         is_timed = search.judged_run is not None and self._whole.report is None
         filler = self._filler if search.tries and not interception.is_capturing() else None
@@ -68,26 +69,23 @@ class RankRun:
             length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
             filler.begin(lambda: self._start.lead_ms(length_ms))
         mark = self._whole.start() if is_timed else None
-        result = thunk()
+        yield
         if is_timed:
             self._whole.stop(mark)
-        if self._compares:
-            digests, mark = OutputDigests(result, self._named), self._clock.start()
-            self._clock.stop(mark)
-            self._outputs = digests, mark
+        if self.outputs is not None:
+            self.outputs.hash_result()
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
-        return result
 
     def report(self, elapsed_s: float) -> RunReport:
-        """Compile what is new, read the clocks that can be read, and return this rank's report on the run."""
+        """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
+
+        Online, it is compiled while the next runs go on. elapsed_s: since the session's first call.
+        """
         state, function = self._state, self._state.function
-        if state.dispatcher.to_preflight:
-            position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
-            patience_s = PATIENCE * function.timeout_s if count > 1 else math.inf
-            terms = Terms.agreed(self._log.session, position, count, patience_s)
+        if state.dispatcher.to_preflight or self._backlog:
             with state.compiling(), state.guard.paused():
-                for context, tally in state.dispatcher.preflight(terms):
+                for context, tally in self._preflight():
                     kernel, key, run = context.source.short_name, context.key_text, state.search.runs
                     self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(tally)))
         parts = state.registry.report_run(waits=self._waits)
@@ -104,23 +102,25 @@ class RankRun:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return replace(report, bits=self._bits()) if self._compares else report
+        return report if self.outputs is None else replace(report, bits=self.outputs.report_run())
 
-    def _bits(self) -> Bits:
-        """Return what the run put out on this rank; waits for it."""
-        assert self._outputs is not None
-        (outputs, mark), self._outputs = self._outputs, None
-        self._clock.read_ms(mark)  # polls, so that a device that is stuck is an error in time
-        digests, rank = outputs.read(), self._state.function.group.rank
-        if self._first_outputs is None:
-            self._first_outputs = digests
-        first, paths = self._first_outputs, {**digests, **self._first_outputs}
-        changed = next((path for path in paths if digests.get(path) != first.get(path)), None)
-        return Bits(
-            digest=digest_of(f"rank {rank} {digests}"),
-            tensors=outputs.tensors,
-            differs=None if changed is None else (rank, changed),
-        )
+    def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
+        """Compile the candidates of new contexts; yield those of which this rank has all."""
+        dispatcher = self._state.dispatcher
+        if self._waits:
+            return dispatcher.preflight(self._terms())
+        if self._backlog is None:
+            loading = functools.partial(self._state.guard.launching, loads=True)
+            self._backlog = Backlog(self._terms(), self._state.registry.ban, loading)
+        return dispatcher.preflight_behind(self._backlog)
+
+    def _terms(self) -> Terms:
+        """Return the terms on which this rank compiles; online nobody waits for it."""
+        function, session = self._state.function, self._log.session
+        position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
+        patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
+        jobs = function.options.resolved_compile_jobs()
+        return Terms.agreed(session, position, count, patience_s, jobs=jobs, is_behind=not self._waits)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""
@@ -148,6 +148,14 @@ class RankRun:
 
     def abandon(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
-        self._outputs = None
+        if self.outputs is not None:
+            self.outputs.abandon_run()
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()
+        if self._backlog is not None:
+            self._backlog.drop_unannounced()
+
+    def close(self) -> None:
+        """End what compiles behind the runs."""
+        if self._backlog is not None:
+            self._backlog.close()

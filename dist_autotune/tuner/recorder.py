@@ -81,7 +81,7 @@ class Recorder:
                 context=rank_context.name,
                 kernel=rank_context.source.short_name,
                 key=rank_context.key_text,
-                config_id=list(rank_context.texts).index(candidate),
+                config_id=list(rank_context.candidates).index(candidate),
                 config=rank_context.texts[candidate],
                 by_rank=self._rank,
                 reason=reason,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
-from ..search.budget import Forecast
+from ..search.budget import Forecast, StepTimes
+from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 
 if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
@@ -29,6 +30,11 @@ class TunedContext:
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason
     launch_bound: bool = False  # the device waited for the host, whose part is in the times
+    default_ms: float | None = None  # agreed, of the candidate that is launched untuned
+    judge: str = BY_LAUNCH  # what the times are of: one "launch", or the whole "run" of the function
+    launches: int = 1  # on this rank in one run
+    key_text: str = ""  # as in the log; empty: made from `key`
+    config_text: str = ""  # of the winner, as in `timings`
     bit_class: int | None = None  # of the winner; 0: outputs as with the first config; None: not compared
     bit_classes: Mapping[str, int] = field(default_factory=dict)  # candidate's text -> class
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
@@ -38,21 +44,55 @@ class TunedContext:
         return f"{label}: {config}, {ms} ms, {status} ({timed} timed, {banned} banned)"
 
     @property
+    def label(self) -> str:
+        """`kernel[key]`, as logs and the command line show it."""
+        key = self.key if isinstance(self.key, tuple) else (self.key,)
+        return context_label(self.kernel, self.key_text or ", ".join(map(str, key)))
+
+    @property
     def spread_percent(self) -> float | None:
         """How much longer the agreed time of the winner is than the fastest rank's; None: not timed."""
         if self.ms is None or not self.fastest_rank_ms:
             return None
         return 100 * (self.ms / self.fastest_rank_ms - 1)
 
+    @property
+    def gain_percent(self) -> float | None:
+        """How much less time the winner takes than what is launched untuned; None: one has no time."""
+        return None if self.ms is None or not self.default_ms else 100 * (1 - self.ms / self.default_ms)
+
+    @property
+    def run_ms(self) -> float | None:
+        """Milliseconds that its launches take in one run; None: unknown, or judged by the whole run."""
+        return self.ms * self.launches if self.ms is not None and self.judge == BY_LAUNCH else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and figures as `TuningReport.to_dict` describes them."""
+        return {
+            "kernel": self.kernel,
+            "key": self.key_text,
+            "config": self.config_text or None,
+            "ms": self.ms,
+            "fastest_rank_ms": self.fastest_rank_ms,
+            "spread_percent": self.spread_percent,
+            "default_ms": self.default_ms,
+            "gain_percent": self.gain_percent,
+            "judge": self.judge,
+            "launches": self.launches,
+            "run_ms": self.run_ms,
+            "status": self.status,
+            "launch_bound": self.launch_bound,
+            "timings": dict(self.timings),
+            "banned": dict(self.banned),
+        }
+
     def _cells(self, world_size: int) -> tuple[str, ...]:
-        key = self.key if isinstance(self.key, tuple) else (self.key,)
-        label = context_label(self.kernel, ", ".join(map(str, key)))
         is_known = self.spread_percent is not None and world_size > 1
         spread = f"{self.spread_percent:.1f} %" if is_known else "-"
         status = formatting.status_label(self.status, launch_bound=self.launch_bound)
         counts = str(len(self.timings)), str(len(self.banned))
         config = "-" if self.config is None else config_label(self.config)
-        return (label, format_ms(self.ms), spread, status, *counts, config)
+        return (self.label, format_ms(self.ms), spread, status, *counts, config)
 
 
 @dataclass(frozen=True)
@@ -60,7 +100,7 @@ class TuningReport:
     """The contexts of one session; `str` of it is a table."""
 
     runs: int  # executions of the tuned function, the final one included
-    contexts: tuple[TunedContext, ...]
+    contexts: tuple[TunedContext, ...]  # those that take most of a run's time first
     world_size: int = 1
     seconds: float = 0.0
     clock: str = ""  # class name
@@ -68,6 +108,45 @@ class TuningReport:
     warning: str = ""
     spent: SecondsSpent = field(default_factory=SecondsSpent)
     outlook: Forecast | None = None  # what is still to be tried; None: the session is over
+    function: str = ""
+    session: str = ""  # its name, the same on all ranks and in the logs
+
+    def share_percent(self, context: TunedContext) -> float | None:
+        """Return the share of `context` in the launches of one run that are timed; None: unknown."""
+        total = sum(each.run_ms or 0.0 for each in self.contexts)
+        return None if context.run_ms is None or not total else 100 * context.run_ms / total
+
+    @property
+    def step(self) -> StepTimes | None:
+        """What one run takes without and with tuning, as far as both are known."""
+        return step_times(self.contexts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as values that JSON can represent; times in ms, `seconds` and `*_s` in s.
+
+        Keys: function, session, runs, world_size, seconds, clock, log_dir, warning, spent (compiling_s,
+        runs_s, exchanges_s), outlook (None once over; timed, candidates, contexts, settled, planned_trials,
+        trials, waits, held, compiling, runs, more_runs), step (None where unknown; before_ms, after_ms,
+        gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
+        spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
+        banned). Configs and keys are the texts of the log. `report --json` of the command line has the same
+        as "report".
+        """
+        step, outlook = self.step, self.outlook
+        return {
+            "function": self.function,
+            "session": self.session,
+            "runs": self.runs,
+            "world_size": self.world_size,
+            "seconds": self.seconds,
+            "clock": self.clock,
+            "log_dir": self.log_dir,
+            "warning": self.warning,
+            "spent": asdict(self.spent),
+            "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
+            "step": step and {**asdict(step), "gain_percent": step.gain_percent},
+            "contexts": [context.to_dict() for context in self.contexts],
+        }
 
     def __str__(self) -> str:
         work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
@@ -78,6 +157,8 @@ class TuningReport:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
             rows = [context._cells(self.world_size) for context in self.contexts]
             lines += formatting.align(columns, rows, right={"ms", "spread", "timed", "banned"})
+        if self.step is not None:
+            lines.append(f"Tuned: {self.step}")
         if any(context.launch_bound for context in self.contexts):
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         if self.outlook is not None:
@@ -89,6 +170,41 @@ class TuningReport:
         return "\n".join(lines)
 
 
+def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
+    """Return what one run takes without and with tuning; None where no context has both times."""
+    of = {BY_RUN: _Sides(), BY_LAUNCH: _Sides()}
+    for context in contexts:
+        best_ms = context.ms
+        if context.status == "tuning" and context.judge == BY_LAUNCH:  # known, though not launched yet
+            best_ms = min(context.timings.values(), default=None)
+        factor, sides = context.launches if context.judge == BY_LAUNCH else 1, of[context.judge]
+        if best_ms is None or not context.default_ms:
+            sides.left_out += 1
+        elif factor:
+            sides.before_ms.append(context.default_ms * factor)
+            sides.after_ms.append(best_ms * factor)
+    if run := of[BY_RUN].before_ms:  # the whole run holds the launches
+        return StepTimes(max(run), min(of[BY_RUN].after_ms), BY_RUN)
+    launches = of[BY_LAUNCH]
+    if not launches.before_ms:
+        return None
+    return StepTimes(sum(launches.before_ms), sum(launches.after_ms), BY_LAUNCH, launches.left_out)
+
+
+@dataclass
+class _Sides:
+    """The times of the contexts that are judged alike."""
+
+    before_ms: list[float] = field(default_factory=list)
+    after_ms: list[float] = field(default_factory=list)
+    left_out: int = 0
+
+
+def time_order(context: TunedContext) -> tuple[float, str]:
+    """Return the key that sorts the largest share of a run's launches first; the others last, by name."""
+    return -(context.run_ms or 0.0), context.label
+
+
 def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
     """Return the contexts among `names` in which there was a choice, as they stand."""
     contexts = []
@@ -96,7 +212,7 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
         context, rank_context = search.contexts.get(name), registry.by_name.get(name)
         if context is None or rank_context is None or len(context.digests) == 1:
             continue
-        best, bans = None if context.is_spent else context.incumbent, sorted(context.banned.items())
+        best = None if context.is_spent else context.incumbent
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
@@ -107,10 +223,15 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 launch_bound=best is not None and context.is_launch_bound,
                 status=context.status or "tuning",
                 timings={context.texts[index]: ms for index, ms in context.known_ms()},
-                banned={context.texts[i]: f"rank {rank}: {reason}" for i, (rank, reason) in bans},
+                banned=context.ban_texts(),
+                default_ms=context.default_ms,
+                judge=context.final_judge,
+                launches=rank_context.launches_per_run,
+                key_text=context.key,
+                config_text="" if best is None else context.texts[best],
                 bit_class=None if best is None else context.bit_classes.get(best),
                 bit_classes={context.texts[i]: number for i, number in sorted(context.bit_classes.items())},
                 output_digest="" if best is None else context.output_digests.get(best, ""),
             )
         )
-    return tuple(contexts)
+    return tuple(sorted(contexts, key=time_order))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
@@ -18,9 +19,9 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, Offers
-from ..storage.winners import Entry, EntryKey, Winners, safe_name
-from ..triton_api import autotuner_cache, identity, subclasses
+from ..search.messages import Claim, Offer, Offers
+from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
+from ..triton_api import autotuner_cache, identity, stock_files, subclasses
 from ..triton_api.launch import Key
 from ..version import __version__
 
@@ -52,6 +53,7 @@ class Results:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
+        self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
         self._function, self._disk = function, disk
         self._scope = self._kernel_scope = function.scope
         options, device = function.options, function.device
@@ -70,16 +72,22 @@ class Results:
         self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
     def offered_at_opening(self) -> Offers:
-        """Return the entries of what the function is known to launch."""
+        """Return the entries of what the function is known to launch, and imported ones.
+
+        In the strict mode all: what a later call launches must be known to all ranks.
+        """
         if self.ignores_known or self._function.is_alone:  # one rank looks entries up when it needs them
             return {}
-        return self._offers_of(self._disk.launched_by(self._folder))
+        if self._function.is_strict:
+            return self._offers_of(self._disk.entries())
+        known = map(self._disk.launched_by, (IMPORTED, self._folder))
+        return self._offers_of(itertools.chain.from_iterable(known))
 
     def offered_after(self, announced: Iterable[RankContext]) -> Offers:
-        """Return all entries of the kernels that a run announces, if no later vote agrees on them."""
+        """Return all entries of the kernels that a run announces, if neither opening nor votes share them."""
         function = self._function
-        votes_later = function.options.watch and function.tunes
-        if function.is_alone or votes_later or self.ignores_known or not self.looks_on_disk:
+        knows_all = function.is_strict or (function.options.watch and function.tunes)
+        if function.is_alone or knows_all or self.ignores_known or not self.looks_on_disk:
             return {}
         wanted = {(rank_context.source.short_name, rank_context.kernel) for rank_context in announced}
         names = sorted({name for name, _ in wanted})
@@ -103,7 +111,7 @@ class Results:
         rank, scopes = self._function.group.rank, (self._scope, self._kernel_scope)
         conditions = self._conditions.items()
         return {
-            entry.key.digest: (rank, entry.winner, entry.ms)
+            entry.key.digest: Offer(rank, entry.winner, entry.ms, entry.key.relatives, entry.key.key)
             for entry in entries
             if entry.key.scope in scopes and conditions <= vars(entry.key).items() and self._may_use(entry)
         }
@@ -125,11 +133,36 @@ class Results:
             return None
         key = self._entry_key(rank_context)
         if key.digest in self._offers:
-            return self._offers[key.digest]
+            return self._offers[key.digest].claim
         entry = self._disk.get(key) if self.looks_on_disk else None
         if entry is None or not self._may_use(entry):
             return None
         return self._function.group.rank, entry.winner, entry.ms
+
+    @property
+    def places(self) -> str:
+        """Return where results are looked for, for messages."""
+        directory = self._disk.directory
+        if directory is None:
+            return "in memory, and there is no cache"
+        if self._function.is_alone:
+            return f"in memory or in {directory}"
+        return f"in memory or among what the ranks had in {directory} when their session opened"
+
+    def stored_winners(self, rank_context: RankContext) -> dict[str, str]:
+        """Return the winners, by key, of the entries for other keys of a context's kernel.
+
+        Those that all ranks have agreed to use; one rank alone reads the kernel's entries, once.
+        """
+        if self.ignores_known:
+            return {}
+        kernel, offers = rank_context.source.short_name, self._offers
+        if self._function.is_alone and self.looks_on_disk:
+            if kernel not in self._of_kernels:
+                self._of_kernels[kernel] = self._offers_of(self._disk.entries(kernel))
+            offers = self._of_kernels[kernel]
+        relatives = self._entry_key(rank_context).relatives
+        return {offer.key: offer.winner for offer in offers.values() if offer.relatives == relatives}
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
@@ -162,6 +195,7 @@ class Results:
                 timings={context.texts[i]: ms for i, ms in times.items()},
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,
+                evidence=_evidence(context, rank_context),
                 bit_class=context.bit_classes.get(index),
                 output_digest=context.output_digests.get(index, ""),
             )
@@ -201,3 +235,24 @@ class Results:
             scope=self._scope if rank_context.is_choice else self._kernel_scope,
             **self._conditions,
         )
+
+
+def _evidence(context: Context, rank_context: RankContext) -> Evidence:
+    """Return what else is known of a context's winner."""
+    winner = context.digests[context.incumbent]
+    arguments = tuple(zip(rank_context.key_names, rank_context.key, strict=False))
+    about_triton: dict[str, Any] = {}
+    for binding in rank_context.bindings:
+        tuner = binding.tuner()
+        if tuner is not None and winner in binding.configs:
+            about_triton = {
+                "config": stock_files.arguments_of(binding.configs[winner]),
+                "triton_file": stock_files.result_file(tuner, binding.key, binding.configs),
+            }
+            break
+    return Evidence(
+        torch_version=str(torch.__version__),
+        fastest_rank_ms={context.texts[i]: ms for i, ms in context.times.fastest_ms.items()},
+        arguments=arguments if stock_files.is_plain(arguments) else (),
+        **about_triton,
+    )

@@ -7,12 +7,12 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
-from ..formatting import described
+from ..formatting import counted, described
 from ..logs import decisions
 from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
@@ -20,13 +20,13 @@ from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
-from ..triton_api.interception import INTERCEPTION
+from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
 from .rank_run import RankRun
 from .recorder import Recorder
-from .report import TunedContext, TuningReport, tuned_contexts
+from .report import TunedContext, TuningReport, step_times, tuned_contexts
 from .snapshot import Snapshot
 
 FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
@@ -36,17 +36,19 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log_dir: Path | None) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None, interception: Interception) -> None:
         function = state.function
+        self._interception = interception
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
         self._log_dir = None if log_dir is None else str(log_dir)
-        self._began = time.monotonic()
+        self._began, self._ended = time.monotonic(), 0.0
         self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
         self._run = RankRun(state, self._recorder)
         self._diagnosis = Diagnosis(state, self._recorder, self._log_dir)
-        self._progress = Progress(function.name, function.options.progress, function.group.rank)
+        is_first = function.group.rank == function.group.ranks[0]
+        self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
@@ -57,7 +59,7 @@ class Session:
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
-        return time.monotonic() - self._began
+        return (self._ended or time.monotonic()) - self._began
 
     def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
         """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
@@ -68,7 +70,10 @@ class Session:
             if before is not None:
                 snapshot.restore()
             while True:
-                result = self._run_once(thunk)
+                with self._one_run():
+                    result = thunk()
+                    if self._run.outputs is not None:
+                        self._run.outputs.take_result(result)
                 if self.state.search.done:
                     self.close()
                     return result
@@ -77,13 +82,14 @@ class Session:
                 del result  # a trial's outputs must not add to the memory of the next
                 snapshot.restore()
 
-    def online(self, thunk: Callable[[], T]) -> T:
-        """Run `thunk` once, as one trial of the session."""
+    @contextlib.contextmanager
+    def online(self) -> Iterator[None]:
+        """Make the block one run, a trial of the session."""
         with self._reporting_failures():
-            result = self._run_once(thunk)
+            with self._one_run():
+                yield
             if not self.state.search.has_work:
                 self.close()
-            return result
 
     def open_once(self) -> None:
         """Agree with the peers on what the session is, once; raises RankMismatch."""
@@ -132,24 +138,25 @@ class Session:
         else:
             self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
 
-    def _run_once(self, thunk: Callable[[], T]) -> T:
-        """Make one run and agree on what follows from it."""
+    @contextlib.contextmanager
+    def _one_run(self) -> Iterator[None]:
+        """Make the block one run, and agree on what follows from it."""
         state = self.state
         self._run.begin()
         self.executions += 1
         watch = self._diagnosis.watch()
         with (
             self.function.group.running(watch),
-            INTERCEPTION.installed(state.dispatcher.runner, state.dispatcher.choose),
+            self._interception.installed(state.dispatcher.runner, state.dispatcher.choose),
             state.time_spent.adding("runs_s"),
         ):
             self._is_in_function = True
-            result = self._run.make(thunk)
+            with self._run.timed():
+                yield
             self._is_in_function = False
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, watch.what))
-        return result
 
     def _step(self, received: Message) -> None:
         """Apply what all ranks reported of the run, publish what is settled by it, and write both down."""
@@ -171,15 +178,16 @@ class Session:
             self._recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
         for context in self.state.publish(self.elapsed_s):
-            self._recorder.write(decisions.settled(run, context))
-        detail = ", ".join(context.title for context in search.unsettled) or self.function.name
+            here = self.state.registry.by_name.get(context.name)
+            launches = 0 if here is None else here.launches_per_run
+            self._recorder.write(decisions.settled(run, context, launches=launches))
         forecast = search.forecast
         is_replay = search.rules.mode == "replay"
         expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
         if not is_replay and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
             self._recorder.write(Note(text=str(forecast)))
-        self._progress.update(search.runs, expected, detail[:60])
+        self._progress.update(forecast, expected, lambda: step_times(self._contexts()))
         self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
@@ -250,7 +258,8 @@ class Session:
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
-        unfinished: Any = {"status": "unfinished", "config": None, "ms": None, "fastest_rank_ms": None}
+        unfinished: Any = {"status": "unfinished", "config": None, "config_text": ""}
+        unfinished |= {"ms": None, "fastest_rank_ms": None}
         contexts = self._contexts()
         self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
         self.state.drop_searches()
@@ -260,19 +269,23 @@ class Session:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
             return
-        self.is_over = True
+        self._ended, self.is_over = time.monotonic(), True
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.results.close()
+        self._run.close()
         is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
-        self._progress.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [context for context in launched if context.provisional and not context.is_unasked]
-        if not outcome:
-            outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
+        if error is not None:
+            outcome = outcome or type(error).__name__
+        elif not all(context.status for context in launched):
+            outcome = "unfinished"
+        else:
+            outcome = "partial" if left else "settled"
         starved = [context.title for context in left if context.status == "starved"]
         if not self._run.launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
@@ -283,15 +296,19 @@ class Session:
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
-        runs, contexts = self.executions, len(self._contexts())
-        closed = SessionClosed(runs=runs, contexts=contexts, outcome=outcome, warning=self.warning)
-        self._recorder.write(closed)
+        contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
+        counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
+        ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
+        self._progress.close(ended if step is None else f"{ended}: {step}")
+        self._recorder.write(SessionClosed(outcome=outcome, warning=self.warning, **counts))
         self._recorder.close()
 
     def report(self) -> TuningReport:
         """Return what the session has found so far."""
         return TuningReport(
             runs=self.executions,
+            function=self.function.name,
+            session=self._recorder.session,
             contexts=self._contexts(),
             world_size=len(self.function.group.ranks),
             seconds=self.elapsed_s,

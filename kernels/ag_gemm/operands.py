@@ -80,7 +80,7 @@ class KnownOperands:
         key = rows, key_of(weight), key_of(out)
         found = self._operands.get(key)
         if found is None:
-            lies = ((each.stride(0), each.data_ptr() % 16) for each in (weight, out))
+            lies = ((*each.stride(), each.data_ptr() % 16) for each in (weight, out))
             alike = rows, weight.shape[0], *lies
             kind = self._kinds.get(alike)
             if kind is None:

@@ -32,7 +32,15 @@ from ..exchange.pull import ChunkProducer
 from ..exchange.push import ChunkPusher
 from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
-from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor, key_of, remember
+from ..tensors import (
+    check_no_gradient,
+    check_out,
+    check_overlap,
+    check_tensor,
+    key_of,
+    lies_by_columns,
+    remember,
+)
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
 from .matmul import MatmulConsumer, wait_for_all
@@ -45,9 +53,10 @@ PRODUCERS = ("pull", "push")
 class AllGatherGemm(Operation):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
 
-    m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. Calls need
-    no host synchronisation between them. `timeout_s` is how long a kernel waits for a peer; twice as
-    long for one that has yet to fetch this rank's chunk. Opening and closing are collective.
+    m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. The weight's
+    rows are contiguous, or its columns, as those of `w.T`. Calls need no host synchronisation between them.
+    `timeout_s` is how long a kernel waits for a peer; twice as long for one that has yet to fetch this rank's
+    chunk. Opening and closing are collective.
 
     Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of
     times among eager calls; all ranks make the same calls and replays in the same order. Before the capture,
@@ -182,7 +191,8 @@ class AllGatherGemm(Operation):
         return out
 
     def _options_of(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Options:
-        key = (rows, weight.shape[0], self._k, str(self._dtype), self.world_size, self._producer_name)
+        shape = (rows, weight.shape[0], self._k, lies_by_columns(weight))
+        key = (*shape, str(self._dtype), self.world_size, self._producer_name)
         can_run = specialized.can_run(self._gather.local, weight, out, rows)
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
         return options.narrowed(self._fixed)
@@ -253,7 +263,7 @@ class AllGatherGemm(Operation):
 
     def _check_tensors(self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
         check_tensor("a_shard", a_shard, self._dtype, self.device)
-        check_tensor("weight", weight, self._dtype, self.device)
+        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
         rows = a_shard.shape[0]
         if not 1 <= rows <= self._capacity:
             raise ValueError(

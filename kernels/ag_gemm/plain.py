@@ -12,6 +12,7 @@ from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, 
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
 from ..exchange.products import halves, multiply, multiply_tma
 from ..launch import SettledLaunches, load
+from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
 from .operands import Call
 
@@ -44,14 +45,14 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "TMA_LEGAL"],
+    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
 @triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"])
 def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
-    b_ptr,  # weight [N, K], rows stride_bn apart
+    b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
     c_ptr,  # out [M, N], rows stride_cm apart
     flags_ptr,  # int32 [FLAGS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
@@ -60,7 +61,7 @@ def all_gather_gemm(
     K,
     slots,
     capacity,
-    stride_bn,
+    stride_b,
     stride_cm,
     rank,
     epoch,
@@ -69,6 +70,7 @@ def all_gather_gemm(
     patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
     FENCE: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
     BLOCK_M: tl.constexpr,
@@ -88,7 +90,10 @@ def all_gather_gemm(
     if USE_TMA:
         STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
         a_desc = tl.make_tensor_descriptor(a_ptr, [slots * capacity, K], [K, 1], [BLOCK_M, BLOCK_K])
-        b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        if BY_COLUMNS:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
+        else:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
         chunk_stride = tl.cast(m, tl.int64) * stride_cm
@@ -108,9 +113,10 @@ def all_gather_gemm(
             arrived = wait_for_rows(chunk, needed, exchange, WORLD, FENCE and USE_TMA)
             here = chunk
         slot = slot_of(chunk, rank, pushed, WORLD)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if USE_TMA:
             acc = multiply_tma(
-                a_desc, b_desc, slot * capacity + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+                a_desc, b_desc, slot * capacity + row, col, K, acc, BLOCK_K, BY_COLUMNS, UPCAST
             )
             if EPILOGUE_SUBTILE:
                 left, right = halves(acc)
@@ -125,7 +131,13 @@ def all_gather_gemm(
             a_rows = tl.cast(slot * capacity + tl.where(rows < m, rows, 0), tl.int64)
             b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
             acc = multiply(
-                a_ptr + a_rows * K, b_ptr + b_rows * stride_bn, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+                a_ptr + a_rows * K,
+                b_ptr + b_rows * (1 if BY_COLUMNS else stride_b),
+                stride_b if BY_COLUMNS else 1,
+                K,
+                acc,
+                BLOCK_K,
+                UPCAST,
             )
             c_rows = tl.cast(chunk * m + rows, tl.int64)
             mask = (rows < m)[:, None] & (cols < N)[None, :]
@@ -145,7 +157,7 @@ class Shape(NamedTuple):
     k: int
     slots: int
     capacity: int
-    stride_bn: int
+    stride_b: int
     stride_cm: int
     world_size: int
     programs: int
@@ -153,6 +165,7 @@ class Shape(NamedTuple):
     device: torch.device
     aligned: tuple[bool, bool]  # to 16 bytes, which the compiler makes use of: weight and out
     tma_legal: bool
+    by_columns: bool
     needs_fence: bool
     upcasts: bool
 
@@ -163,6 +176,7 @@ class Shape(NamedTuple):
         return {
             "WORLD": self.world_size,
             "TMA_LEGAL": self.tma_legal,
+            "BY_COLUMNS": self.by_columns,
             "FENCE": self.needs_fence,
             "UPCAST": self.upcasts,
         }
@@ -188,12 +202,13 @@ class PlainConsumer:
         needs_fence: bool,
         upcasts: bool,
     ) -> None:
-        k, strides = gather.shape[2], (weight.stride(0), out.stride(0))
+        k, strides = gather.shape[2], (pitch_of(weight), out.stride(0))
         aligned = (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
         addressable = (k | strides[0] | strides[1]) * weight.element_size() % 16 == 0
         self._sizes = (out.shape[0], weight.shape[0], k, *gather.shape[:2], *strides)
         self._place = (weight.dtype, weight.device, aligned)
-        self._device = (has_tma and addressable and all(aligned), needs_fence, upcasts)
+        tma_legal = has_tma and addressable and all(aligned)
+        self._compiled_in = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         shape = self._shape_of(call)
@@ -205,7 +220,7 @@ class PlainConsumer:
         _SETTLED.launch(self._shape_of(call), *self._arguments_of(gather, weight, out, call))
 
     def _shape_of(self, call: Call) -> Shape:
-        return Shape._make((*self._sizes, call.world_size, call.programs, *self._place, *self._device))
+        return Shape._make((*self._sizes, call.world_size, call.programs, *self._place, *self._compiled_in))
 
     def _arguments_of(
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call

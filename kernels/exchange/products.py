@@ -16,19 +16,19 @@ def halves(tile):
 @triton.jit
 def multiply_tma(
     a_desc,  # of A [.., K], blocks of [BLOCK_M, BLOCK_K]
-    b_desc,  # of B [N, K], blocks of [BLOCK_N, BLOCK_K]
+    b_desc,  # of B [N, K], blocks of [BLOCK_N, BLOCK_K]; BY_COLUMNS: of B.T [K, N], [BLOCK_K, BLOCK_N]
     row,
     col,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    acc,  # float32 [BLOCK_M, BLOCK_N], to which the product is added
     BLOCK_K: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return A[row:, :] @ B[col:, :].T of one tile, loaded by TMA, which reads zeros beyond the edges."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    """Return acc + A[row:, :] @ B[col:, :].T of a tile, loaded by TMA, which reads zeros beyond the edges."""
     for k in range(0, tl.cdiv(K, BLOCK_K)):
-        acc = _dot(a_desc.load([row, k * BLOCK_K]), b_desc.load([col, k * BLOCK_K]).T, acc, UPCAST)
+        b = b_desc.load([k * BLOCK_K, col]) if BY_COLUMNS else b_desc.load([col, k * BLOCK_K]).T
+        acc = _dot(a_desc.load([row, k * BLOCK_K]), b, acc, UPCAST)
     return acc
 
 
@@ -36,24 +36,23 @@ def multiply_tma(
 def multiply(
     a_rows_ptr,  # [BLOCK_M]: where each row of A begins
     b_rows_ptr,  # [BLOCK_N]: where each row of B begins
+    stride_bk,  # between the elements of a row of B
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    acc,  # float32 [BLOCK_M, BLOCK_N], to which the product is added
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return A @ B.T of one tile, loaded through pointers to rows that must all be in bounds."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    """Return acc + A @ B.T of one tile, loaded through pointers to rows that must all be in bounds."""
     offs_k = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
-    b_ptrs = b_rows_ptr[None, :] + offs_k[:, None]
+    b_ptrs = b_rows_ptr[None, :] + offs_k[:, None] * stride_bk
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         inside = offs_k < K - k * BLOCK_K
         a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
         acc = _dot(a, b, acc, UPCAST)
         a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * stride_bk
     return acc
 
 

@@ -51,14 +51,14 @@ NO_PERMIT = tl.constexpr(3)
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "TMA_LEGAL"],
+    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
 @triton.jit(do_not_specialize=["M", "first", "chunks", "rank", "patience_ticks"])
 def gemm_reduce_scatter(
     a_ptr,  # [M, K], rows stride_am apart
-    b_ptr,  # weight [N, K], rows stride_bn apart
+    b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
     c_ptr,  # out [M / WORLD, N], rows stride_cm apart
     partial_ptr,  # [WORLD - 1, capacity, N]: our sums for rank + 1, rank + 2, ...
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
@@ -66,12 +66,13 @@ def gemm_reduce_scatter(
     counts_ptr,  # int32 [WORLD + 2], 0 between launches: tiles of each chunk that are stored; tiles that are
     # claimed; programs that claim no more
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    addend_ptr,  # [M, N], contiguous, which HAS_ADDEND adds to A @ B.T
     M,
     N,
     K,
     capacity,
     stride_am,
-    stride_bn,
+    stride_b,
     stride_cm,
     first,  # of the chunks to compute, counted from that of rank + 1
     chunks,  # how many to compute: WORLD, or one in a call that is captured
@@ -79,6 +80,8 @@ def gemm_reduce_scatter(
     patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -99,7 +102,10 @@ def gemm_reduce_scatter(
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     if USE_TMA:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
-        b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        if BY_COLUMNS:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
+        else:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
 
     waited = 0  # 1 once this program knows that the peers' sums are here
     claims_ptr = counts_ptr + WORLD
@@ -112,16 +118,27 @@ def gemm_reduce_scatter(
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if HAS_ADDEND:  # before the loop, where it takes no registers beside the accumulator
+            mask = (rows < m)[:, None] & (cols < N)[None, :]
+            addend_rows = addend_ptr + tl.cast(chunk * m + rows, tl.int64) * N
+            acc = tl.load(addend_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if USE_TMA:
             # The last tile of a chunk also multiplies rows of the next one; they are not stored.
-            acc = multiply_tma(a_desc, b_desc, chunk * m + row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+            acc = multiply_tma(a_desc, b_desc, chunk * m + row, col, K, acc, BLOCK_K, BY_COLUMNS, UPCAST)
         else:
-            cols = col + tl.arange(0, BLOCK_N)
             # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
             a_rows = tl.cast(chunk * m + tl.where(rows < m, rows, 0), tl.int64)
             b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
             acc = multiply(
-                a_ptr + a_rows * stride_am, b_ptr + b_rows * stride_bn, K, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+                a_ptr + a_rows * stride_am,
+                b_ptr + b_rows * (1 if BY_COLUMNS else stride_b),
+                stride_b if BY_COLUMNS else 1,
+                K,
+                acc,
+                BLOCK_K,
+                UPCAST,
             )
         if chunk == rank:
             if waited == 0:

@@ -68,7 +68,7 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.push import Permits, SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_out, check_tensor
+from ..tensors import check_no_gradient, check_out, check_tensor, lies_by_columns, pitch_of
 from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
 
 
@@ -90,23 +90,31 @@ class Shape(NamedTuple):
     k: int
     capacity: int
     stride_am: int
-    stride_bn: int
+    stride_b: int
     stride_cm: int
     world_size: int
     chunks: int  # of one launch
     programs: int
     dtype: torch.dtype
     device: torch.device
-    aligned: tuple[bool, bool, bool]  # to 16 bytes, which the compiler makes use of: a, weight and out
+    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: a, weight, out and addend
     held_aligned: tuple[bool, ...]
     tma_legal: bool
+    by_columns: bool
+    has_addend: bool
     upcasts: bool
 
     def sizes(self) -> dict[str, int]:
         return {"M": self.m, "N": self.n, "K": self.k}
 
     def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
+        return {
+            "WORLD": self.world_size,
+            "TMA_LEGAL": self.tma_legal,
+            "BY_COLUMNS": self.by_columns,
+            "HAS_ADDEND": self.has_addend,
+            "UPCAST": self.upcasts,
+        }
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
@@ -120,7 +128,8 @@ class GemmReduceScatter(Operation):
     """`op(a [M, K], weight [N, K])` returns this rank's rows of `sum over ranks a @ weight.T`, [M / W, N].
 
     M may change from call to call, up to `m`, is equal on all ranks and a multiple of their number W; N is
-    `n`; K is each rank's part of the inner dimension and may differ. A rank's part of the sum is rounded to
+    `n`; K is each rank's part of the inner dimension and may differ. The weight's rows are contiguous, or its
+    columns, as those of `w.T`. A rank's part of the sum is rounded to
     `dtype` before it travels, and the parts are added in float32. Calls need no host synchronisation between
     them, and may be captured in CUDA graphs and replayed any number of times among eager calls, in the same
     order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a
@@ -180,37 +189,56 @@ class GemmReduceScatter(Operation):
     # ---- what the caller may use
 
     def __call__(
-        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return this rank's rows; `out`, if given, is where they are written.
+
+        addend [M, N], contiguous: what this rank adds to `a @ weight.T` before the sum over the ranks.
 
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a, weight, out, in_steps=self._is_capturing())
+        return self._call(a, weight, out, addend, in_steps=self._is_capturing())
 
     def _call(
-        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, in_steps: bool
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        addend: torch.Tensor | None = None,
+        *,
+        in_steps: bool,
     ) -> torch.Tensor:
         self._check_usable()
-        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out)
-        self._check_arguments(a, weight, out)
+        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend)
+        self._check_arguments(a, weight, out, addend)
         self._check_device()
         rows = a.shape[0] // self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
         with self._carrying_out():
             self._permits.give()
-            launch = functools.partial(self._launch, a, weight, out)
+            launch = functools.partial(self._launch, a, weight, out, addend)
             self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
             self._permits.finish()
         return out
 
     # ---- one call
 
-    def _check_arguments(self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+    def _check_arguments(
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        addend: torch.Tensor | None,
+    ) -> None:
         check_tensor("a", a, self._dtype, self.device)
-        check_tensor("weight", weight, self._dtype, self.device)
+        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
         rows, world = a.shape[0], self.world_size
         if not 1 <= rows <= self._m:
             raise ValueError(f"a has {rows} rows; this operation takes 1 to m={self._m}")
@@ -223,9 +251,19 @@ class GemmReduceScatter(Operation):
             given = f"a {list(a.shape)} and weight {list(weight.shape)}"
             raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
         check_out(out, [rows // world, self._n], self._dtype, self.device)
+        if addend is not None:
+            check_tensor("addend", addend, self._dtype, self.device)
+            if addend.shape != (rows, self._n) or not addend.is_contiguous():
+                given = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
+                raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
 
     def _launch(
-        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, step: int | None = None
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        addend: torch.Tensor | None = None,
+        step: int | None = None,
     ) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
@@ -233,15 +271,17 @@ class GemmReduceScatter(Operation):
         """
         first, chunks = (0, self.world_size) if step is None else (step, 1)
         m, k = a.shape
-        stride_am, stride_bn = a.stride(0), weight.stride(0)
-        aligned = (a.data_ptr() % 16 == 0, weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
-        addressable = (stride_am | stride_bn) * a.element_size() % 16 == 0
-        sizes = (m, weight.shape[0], k, self._capacity, stride_am, stride_bn, out.stride(0))
+        stride_am, stride_b = a.stride(0), pitch_of(weight)
+        added = self._held.partial if addend is None else addend.detach()
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (a, weight, out, added))
+        addressable = (stride_am | stride_b) * a.element_size() % 16 == 0
+        sizes = (m, weight.shape[0], k, self._capacity, stride_am, stride_b, out.stride(0))
         of_launch = (self.world_size, chunks, self._sms or INTERPRETED_PROGRAMS)
         place = (a.dtype, a.device, aligned, self._held_aligned)
         tma_legal = self._has_tma and addressable and aligned[0] and aligned[1]
-        shape = Shape._make((*sizes, *of_launch, *place, tma_legal, self._upcasts))
-        tensors = (a.detach(), weight.detach(), out, *self._held)
+        compiled_in = (tma_legal, lies_by_columns(weight), addend is not None, self._upcasts)
+        shape = Shape._make((*sizes, *of_launch, *place, *compiled_in))
+        tensors = (a.detach(), weight.detach(), out, *self._held, added)
         scalars = (*sizes, first, chunks, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, scalars)
 

@@ -48,7 +48,7 @@ import torch.distributed as dist
 
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_overlap, check_tensor
+from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
 from .ag_moe_kernel import all_gather_moe
 from .flags import ARRIVED
 from .launch import HEIGHTS, Shape
@@ -187,7 +187,7 @@ class AllGatherMoE(ExpertOperation):
     def _launch(self, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int) -> None:
         planned = (plan.rows, plan.sources, plan.ends, plan.tables)
         tensors = (self._gather.local, weight.detach(), out, *planned, self._flags.local, self._errors)
-        strides = (weight.stride(0), weight.stride(1), out.stride(0))
+        strides = (weight.stride(0), pitch_of(weight), out.stride(0))
         shape = self._shape(out.shape[0], weight, strides, tensors)
         own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), HEIGHTS=HEIGHTS)

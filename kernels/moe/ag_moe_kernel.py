@@ -9,7 +9,7 @@ from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..tiles import grouped_tile
 from .flags import ARRIVED, NOT_PUSHED, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES, ordered
-from .products import Weight, multiply_rows, store_rows, table_of
+from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
 
 # Expert by expert is for short gathers: nearly all tiles wait for all of it, and each weight is read once.
@@ -27,14 +27,14 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL"],
+    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: its peers push to one launch of it
 )
 @triton.jit(do_not_specialize=["size_class", "experts", "topk", "capacity", "rank", "patience_ticks"])
 def all_gather_moe(
     a_ptr,  # gather buffer: tokens of K elements, those of chunk p behind p * (tokens of a chunk)
-    b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows stride_bn
+    b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows or columns stride_b
     c_ptr,  # out [choices, N], rows stride_cm apart
     rows_ptr,  # of the plan: the row of `out` of each sorted choice
     sources_ptr,  # of the plan: topk times the token in the gather buffer, plus the choice
@@ -49,13 +49,14 @@ def all_gather_moe(
     topk,
     capacity,  # blocks of a table
     stride_be,
-    stride_bn,
+    stride_b,
     stride_cm,
     rank,
     patience_ticks,
     WORLD: tl.constexpr,
     HEIGHTS: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,  # the weight's columns are contiguous, not its rows
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,11 +67,11 @@ def all_gather_moe(
     BY_ARRIVAL: tl.constexpr,  # tiles in the order in which chunks arrive; else expert by expert
 ):
     """Write each choice's token times its expert's B.T; zeros for a choice that is dropped."""
-    weight = Weight(b_ptr, experts, N, K, stride_be, stride_bn)
+    weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     b_desc = b_ptr
     if USE_TMA:
-        b_desc = tl.make_tensor_descriptor(b_ptr, [experts * N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        b_desc = describe_weight(weight, BLOCK_N, BLOCK_K, BY_COLUMNS)
     table = table_of(BLOCK_M) + (0 if BY_ARRIVAL else HEIGHTS)
     table_ptr = tables_ptr + table * capacity * ENTRY
     blocks = tl.load(ends_ptr + table * WORLD + WORLD - 1)
@@ -96,7 +97,8 @@ def all_gather_moe(
         source = tl.load(sources_ptr + places) // topk
         a_rows_ptr = a_ptr + tl.cast(source, tl.int64) * K
         acc = multiply_rows(
-            a_rows_ptr, weight, b_desc, expert, col, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, UPCAST
+            *(a_rows_ptr, weight, b_desc, expert, col),
+            *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
         to_ptr = c_ptr + tl.cast(tl.load(rows_ptr + places), tl.int64) * stride_cm
         store_rows(acc, to_ptr, real, col, N, EPILOGUE_SUBTILE)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from ..configs import INTERPRETED, candidate
-from ..tensors import begin_at_16_bytes
+from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
 
@@ -45,6 +45,7 @@ CPU_TILES = [
 ]
 
 HIGHEST_HEIGHT = max(config.kwargs["BLOCK_M"] for config in (CPU_TILES if INTERPRETED else GPU_TILES))
+LONGEST_K = max(config.kwargs["BLOCK_K"] for config in (CPU_TILES if INTERPRETED else GPU_TILES))
 HEIGHTS = (HIGHEST_HEIGHT // LOWEST_HEIGHT).bit_length()
 
 
@@ -74,13 +75,15 @@ class Shape(NamedTuple):
     device: torch.device
     aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
     tma_legal: bool
+    by_columns: bool
     upcasts: bool
 
     def sizes(self) -> dict[str, int]:
         return {"size_class": self.size_class, "N": self.n, "K": self.k, "experts": self.experts}
 
     def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size, "TMA_LEGAL": self.tma_legal, "UPCAST": self.upcasts}
+        layout = {"TMA_LEGAL": self.tma_legal, "BY_COLUMNS": self.by_columns}
+        return {"WORLD": self.world_size, **layout, "UPCAST": self.upcasts}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""
@@ -94,8 +97,13 @@ def counted(choices: int, programs: int) -> int:
 
 
 def lies_for_tma(weight: torch.Tensor) -> bool:
-    """Return whether TMA can load the weight [experts, N, K] as one matrix, expert below expert."""
-    experts, columns, _ = weight.shape
-    strides = (weight.stride(0), weight.stride(1))
-    dense = experts == 1 or strides[0] == columns * strides[1]
-    return dense and begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
+    """Return whether TMA can load the weight [experts, N, K] as one matrix, expert below expert.
+
+    By columns, a k block must not reach into the next expert, whose elements may be infinite.
+    """
+    experts, columns, inner = weight.shape
+    strides = (weight.stride(0), pitch_of(weight))
+    lines = inner if lies_by_columns(weight) else columns
+    dense = experts == 1 or strides[0] == lines * strides[1]
+    ends = experts == 1 or not lies_by_columns(weight) or inner % LONGEST_K == 0
+    return dense and ends and begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)

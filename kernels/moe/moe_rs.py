@@ -62,7 +62,7 @@ from ..exchange.push import SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..symm import SymmetricTensor
-from ..tensors import check_no_gradient, check_out, check_tensor
+from ..tensors import check_no_gradient, check_out, check_tensor, pitch_of
 from .flags import ARRIVED, DONE, NOT_COMPUTED
 from .launch import Shape
 from .moe_rs_kernel import moe_reduce_scatter
@@ -230,7 +230,7 @@ class MoEReduceScatter(ExpertOperation):
         sums = (products, self._partial, self._staged.local, self._weights.local)
         planned = (plan.rows, plan.sources, plan.offsets, plan.ends, plan.tables, plan.counters)
         tensors = (y.detach(), weight.detach(), out, *sums, *planned, self._flags.local, self._errors)
-        strides = (y.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
+        strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
         shape = self._shape(y.shape[0], weight, strides, tensors)
         of_launch = (first_part, parts, self.rank, self._patience_ticks)
         own = (topk, self._capacity, plan.capacity, *strides, *of_launch)

@@ -12,7 +12,7 @@ from ..signals import notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES
-from .products import Weight, multiply_rows, store_rows, table_of
+from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
 
 GPU_CANDIDATES = GPU_TILES
@@ -68,7 +68,7 @@ class Peers(NamedTuple):
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL"],
+    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch counts tiles, and its peers' part is behind it
 )
@@ -87,7 +87,7 @@ class Peers(NamedTuple):
 )
 def moe_reduce_scatter(
     a_ptr,  # y [choices, K], rows stride_am apart
-    b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows stride_bn
+    b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows or columns stride_b
     c_ptr,  # out [tokens of this rank, N], rows stride_cm apart
     products_ptr,  # [choices, N]: each choice's product, weighted
     partial_ptr,  # [WORLD - 1, tokens_per_rank, N]: our sums for rank + 1, rank + 2, ...
@@ -111,7 +111,7 @@ def moe_reduce_scatter(
     capacity,  # blocks of a table
     stride_am,
     stride_be,
-    stride_bn,
+    stride_b,
     stride_cm,
     first_part,
     parts,  # WORLD + 1, or one in a call that is captured
@@ -119,6 +119,7 @@ def moe_reduce_scatter(
     patience_ticks,
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,  # the weight's columns are contiguous, not its rows
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,11 +135,11 @@ def moe_reduce_scatter(
     blocks to combine of stage 1, ... In a call that is captured each launch has a list for one stage: its
     tiles, then its blocks to combine. So what an item waits for has been claimed by a program that runs.
     """
-    weight = Weight(b_ptr, experts, N, K, stride_be, stride_bn)
+    weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     b_desc = b_ptr
     if USE_TMA:
-        b_desc = tl.make_tensor_descriptor(b_ptr, [experts * N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        b_desc = describe_weight(weight, BLOCK_N, BLOCK_K, BY_COLUMNS)
     table = table_of(BLOCK_M)
     table_ptr = tables_ptr + table * capacity * ENTRY
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -170,7 +171,7 @@ def moe_reduce_scatter(
             entry_ptr, col = table_ptr + (first_block + block) * ENTRY, pid_n * BLOCK_N
             _multiply_block(
                 *(entry_ptr, col, products, weight, b_desc),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, UPCAST),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST),
             )
             tl.debug_barrier()  # one thread counts, for the stores of all
             tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")
@@ -198,6 +199,7 @@ def _multiply_block(
     BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr,
     USE_TMA: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Store the products of a block's choices, weighted, from column `col` on."""
@@ -209,7 +211,10 @@ def _multiply_block(
     places = tl.where(real, places, begin)
     rows = tl.cast(tl.load(products.rows_ptr + places), tl.int64)
     a_rows_ptr = products.a_ptr + rows * products.stride_am
-    acc = multiply_rows(a_rows_ptr, weight, b_desc, expert, col, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, UPCAST)
+    acc = multiply_rows(
+        *(a_rows_ptr, weight, b_desc, expert, col),
+        *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
+    )
     weights = tl.load(products.weights_ptr + tl.load(products.sources_ptr + places))
     # The weight of a dropped choice may be NaN.
     acc *= tl.where(expert < weight.experts, weights, 0.0)[:, None]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
-from ..tensors import check_tensor
+from ..tensors import check_tensor, lies_by_columns
 from .announcer import Announcer
 from .flags import (
     FLAGS,
@@ -36,9 +36,9 @@ TOKEN_BITS = 32
 
 
 def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless `weight` is [E, N, columns], each row contiguous, of this type and place."""
+    """Raise unless `weight` is [E, N, columns], by rows or by columns, of this type and place."""
     needed = "[E, N, K] is needed, each at least 1"
-    check_tensor("weight", weight, dtype, device, 3, needed)
+    check_tensor("weight", weight, dtype, device, 3, needed, may_lie_by_columns=True)
     if 0 in weight.shape:
         raise ValueError(f"weight has shape {list(weight.shape)}; {needed}")
     if weight.shape[2] != columns:
@@ -259,7 +259,8 @@ class ExpertOperation(Operation):
         programs = self._sms or INTERPRETED_PROGRAMS
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        place = (weight.dtype, weight.device, aligned, self._has_tma and lies_for_tma(weight))
+        layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
+        place = (weight.dtype, weight.device, aligned, *layout)
         return Shape(*sizes, strides, self.world_size, programs, *place, self._upcasts)
 
     # ---- what went wrong

@@ -18,34 +18,50 @@ class Weight(NamedTuple):
     N: Any
     K: Any
     expert_stride: Any
-    row_stride: Any
+    pitch: Any  # between the rows of an expert's matrix, or BY_COLUMNS its columns
+
+
+@triton.jit
+def describe_weight(weight, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    """Return a descriptor of all experts' matrices, one below the other, in blocks of a tile."""
+    if BY_COLUMNS:
+        return tl.make_tensor_descriptor(
+            weight.ptr, [weight.experts * weight.K, weight.N], [weight.pitch, 1], [BLOCK_K, BLOCK_N]
+        )
+    else:  # noqa: RET505  the compiler returns from both
+        return tl.make_tensor_descriptor(
+            weight.ptr, [weight.experts * weight.N, weight.K], [weight.pitch, 1], [BLOCK_N, BLOCK_K]
+        )
 
 
 @triton.jit
 def multiply_rows(
     a_rows_ptr,  # [BLOCK_M]: where each row of A begins
     weight,
-    b_desc,  # of the weight as [experts * N, K], in blocks of [BLOCK_N, BLOCK_K], if USE_TMA
+    b_desc,  # as `describe_weight` returns it, if USE_TMA
     expert,  # `experts`: a product of zeros, for which nothing is read
     col,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Return the rows of A times columns `col` and following of the expert's B.T, in float32."""
     N, K = weight.N, weight.K
     inner = tl.where(expert < weight.experts, K, 0)
     expert = tl.minimum(expert, weight.experts - 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if USE_TMA:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         offs_k = tl.arange(0, BLOCK_K)
         a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
         for k in range(0, tl.cdiv(inner, BLOCK_K)):
             a = tl.load(a_ptrs, mask=(offs_k < K - k * BLOCK_K)[None, :], other=0.0)
-            # The last columns of an expert's last tile belong to the next one; they are not stored.
-            b = b_desc.load([expert * N + col, k * BLOCK_K]).T
+            if BY_COLUMNS:
+                b = b_desc.load([expert * K + k * BLOCK_K, col])
+            else:  # the last columns of an expert's last tile belong to the next one, and are not stored
+                b = b_desc.load([expert * N + col, k * BLOCK_K]).T
             if UPCAST:  # the interpreter cannot do arithmetic in bfloat16
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
@@ -54,9 +70,10 @@ def multiply_rows(
     else:
         cols = col + tl.arange(0, BLOCK_N)
         # Columns beyond the edge read the first one: in bounds, and no mask in the K loop.
-        b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64) * weight.row_stride
+        b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64) * (1 if BY_COLUMNS else weight.pitch)
         b_rows_ptr = weight.ptr + tl.cast(expert, tl.int64) * weight.expert_stride + b_rows
-        acc = multiply(a_rows_ptr, b_rows_ptr, inner, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+        k_step = weight.pitch if BY_COLUMNS else 1
+        acc = multiply(a_rows_ptr, b_rows_ptr, k_step, inner, acc, BLOCK_K, UPCAST)
     return acc
 
 

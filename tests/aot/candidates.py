@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.compiler.compiler import ASTSource
 
 GOOD, ASSERTED, TOO_LARGE, ABORTS = 16, 32, 128, 256
+HELPED = 0  # what a helper of the compiler is noted as
 ENDLESS = 32  # where the compiler is told to spin: it does so before it meets the assertion
 
 
@@ -48,13 +50,21 @@ class Compiler:
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
+        self.gate = notes.with_suffix(".gate")
         self.manners: dict[int, str] = {}
         self._make_ir = ASTSource.make_ir
         notes.touch()
 
     def behaves(self, manners: dict[int, str]) -> None:
-        """Set what happens by BLOCK: "spin", "sleep", "exit", "raise"."""
+        """Set what happens by BLOCK: "spin", "sleep", "help", "exit", "raise", or "wait" until `let_go`.
+
+        To "help" starts a program, as `ptxas` is one, whose process is noted too.
+        """
         self.manners = manners
+
+    def let_go(self) -> None:
+        """End the waiting of those that were told to wait."""
+        self.gate.touch()
 
     def stand_in(self) -> Any:
         """Return what to put in place of `ASTSource.make_ir`, which runs for every compilation."""
@@ -69,8 +79,12 @@ class Compiler:
 
         return make_ir
 
-    @staticmethod
-    def misbehave(manner: str) -> None:
+    def misbehave(self, manner: str) -> None:
+        while manner == "wait" and not self.gate.exists():
+            time.sleep(5e-3)
+        if manner == "help":
+            with subprocess.Popen(["sleep", "1000"]) as helper, self.notes.open("a") as file:
+                print(helper.pid, HELPED, file=file, flush=True)
         if manner == "spin":
             while True:
                 pass

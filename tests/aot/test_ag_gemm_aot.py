@@ -33,7 +33,7 @@ TYPES = {
     "c_ptr": "*bf16",
     "flags_ptr": "*i32",
     "errors_ptr": "*i64",
-    **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_bn", "stride_cm"), "i32"),
+    **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_b", "stride_cm"), "i32"),
     **dict.fromkeys(("rank", "epoch", "base", "pushed", "patience_ticks"), "i32"),
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
@@ -43,7 +43,7 @@ def compile_candidate(config, target, dtype="bf16", **values):
     on_nvidia = target.backend == "cuda"
     types = {name: kind.replace("bf16", dtype) for name, kind in TYPES.items() if name not in values}
     constexprs = {"WORLD": 8, "TMA_LEGAL": on_nvidia, "FENCE": on_nvidia, "UPCAST": False}
-    constexprs |= config.kwargs | values
+    constexprs |= {"BY_COLUMNS": False} | config.kwargs | values
     return compile_for(
         target,
         all_gather_gemm.fn,
@@ -77,6 +77,12 @@ def test_candidates_fit_the_device_without_spills_and_wait_before_they_load(targ
         assert early_load(compiled.asm["ttgir"]) is None, config
 
 
+def test_a_weight_by_columns_is_loaded_by_tma_like_one_by_rows():
+    compiled = compile_candidate(GPU_CANDIDATES[0], HOPPER, BY_COLUMNS=True)
+    assert resources(compiled, HOPPER)["spilled"] == 0
+    assert early_load(compiled.asm["ttgir"]) is None
+
+
 def test_float16_compiles_like_bfloat16():
     compiled = compile_candidate(GPU_CANDIDATES[0], HOPPER, "fp16")
     assert resources(compiled, HOPPER)["spilled"] == 0
@@ -85,7 +91,7 @@ def test_float16_compiles_like_bfloat16():
 
 @pytest.mark.parametrize("config", [GPU_CANDIDATES[0], GPU_CANDIDATES[-1]], ids=["tma", "pointers"])
 def test_sizes_of_one_compile(config):
-    ones = dict.fromkeys(("N", "K", "capacity", "stride_bn", "stride_cm"), 1)  # Triton makes them constants
+    ones = dict.fromkeys(("N", "K", "capacity", "stride_b", "stride_cm"), 1)  # Triton makes them constants
     compiled = compile_candidate(config, HOPPER, WORLD=1, TMA_LEGAL=False, **ones)
     assert resources(compiled, HOPPER)["spilled"] == 0
 

@@ -23,19 +23,21 @@ from dist_autotune.kernels.gemm_rs.kernel import GPU_CANDIDATES, gemm_reduce_sca
 pytestmark = pytest.mark.aot
 
 TYPES = {
-    **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "partial_ptr", "staged_ptr"), "*bf16"),
+    **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "partial_ptr", "staged_ptr", "addend_ptr"), "*bf16"),
     **dict.fromkeys(("flags_ptr", "counts_ptr"), "*i32"),
     "errors_ptr": "*i64",
-    **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_bn", "stride_cm"), "i32"),
+    **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_b", "stride_cm"), "i32"),
     **dict.fromkeys(("first", "chunks", "rank", "patience_ticks"), "i32"),
 }
+PLAIN = {"BY_COLUMNS": False, "HAS_ADDEND": False}
+OF_BACKWARD = {"BY_COLUMNS": True, "HAS_ADDEND": True}
 # Bytes of a thread; on Blackwell with tiles of 128 x 256. On CDNA3 scalar registers, which go to vector ones.
 SPILLED = {HOPPER: 0, BLACKWELL: 72, CDNA3: 6}
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 
 
-def compile_candidate(config, target, world=8):
-    constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False}
+def compile_candidate(config, target, world=8, **values):
+    constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False, **PLAIN, **values}
     return compile_for(
         target,
         gemm_reduce_scatter.fn,
@@ -47,15 +49,19 @@ def compile_candidate(config, target, world=8):
     )
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_candidates_fit_the_device(target, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "values"),
+    [*((target, PLAIN) for target in TARGETS.values()), (HOPPER, OF_BACKWARD)],
+    ids=[*TARGETS, "hopper, a weight by columns and an addend"],
+)
+def test_candidates_fit_the_device(target, values, monkeypatch):
     monkeypatch.setattr(configs, "shared_memory_bytes", lambda: SHARED_BYTES[target])
     monkeypatch.setattr(torch.version, "hip", "6.4" if target is CDNA3 else None)
     args = {"a_ptr": torch.empty(1, dtype=torch.bfloat16), "M": 8192, "N": 8192, "K": 8192}
     usable = configs.prune_overlapped(GPU_CANDIDATES, args, WORLD=8, TMA_LEGAL=target is not CDNA3)
     assert len(usable) >= 4
     for config in of_each_value(usable):  # it costs seconds
-        used = resources(compile_candidate(config, target), target)
+        used = resources(compile_candidate(config, target, **values), target)
         assert used["registers"] <= REGISTERS[target], config
         assert used["spilled"] <= SPILLED[target], config
         assert used["shared_bytes"] <= SHARED_BYTES[target], config

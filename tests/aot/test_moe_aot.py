@@ -23,7 +23,7 @@ ANY_VALUE = (
     *("size_class", "experts", "topk", "capacity", "tokens_per_rank", "rank", "patience_ticks"),
     *("first_part", "parts"),
 )
-SIZES = ("N", "K", "stride_be", "stride_bn", "stride_cm")
+SIZES = ("N", "K", "stride_be", "stride_b", "stride_cm")
 GATHER = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
     **PLAN,
@@ -50,9 +50,13 @@ KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, S
 CANDIDATES = {"gather": GATHER_CANDIDATES, "scatter": SCATTER_CANDIDATES}
 
 
-def compile_candidate(name, config, target, world=8):
+def compile_candidate(name, config, target, world=8, ones=(), by_columns=False):
+    """Return the compiled kernel; ones: sizes that are 1, which Triton makes constants."""
     kernel, types = KERNELS[name]
+    types = {each: kind for each, kind in types.items() if each not in ones}
     constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False}
+    constexprs["BY_COLUMNS"] = by_columns
+    constexprs |= dict.fromkeys(ones, 1)
     if name == "gather":
         constexprs["HEIGHTS"] = 4
     return compile_for(
@@ -64,6 +68,13 @@ def compile_candidate(name, config, target, world=8):
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_weights_by_columns_are_loaded_by_tma_like_those_by_rows(name):
+    used = resources(compile_candidate(name, CANDIDATES[name][0], HOPPER, by_columns=True), HOPPER)
+    assert used["spilled"] <= SPILLED[name][HOPPER]
+    assert used["shared_bytes"] <= SHARED_BYTES[HOPPER]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -79,6 +90,13 @@ def test_candidates_fit_the_device(name, target, monkeypatch):
         assert used["registers"] <= REGISTERS[target], config
         assert used["spilled"] <= SPILLED[name][target], config
         assert used["shared_bytes"] <= SHARED_BYTES[target], config
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_weight_of_one_element_an_expert_is_compiled(name):
+    config = next(config for config in CANDIDATES[name] if not config.kwargs["TMA"])
+    compiled = compile_candidate(name, config, HOPPER, ones=SIZES)
+    assert resources(compiled, HOPPER)["shared_bytes"] <= SHARED_BYTES[HOPPER]
 
 
 EVENTS = {

@@ -252,8 +252,8 @@ def test_every_argument_is_where_the_kernel_expects_it(world, asked):
             **pointers,
             **{"size_class": 256, "N": 192, "K": 104, "experts": 4, "topk": 2, "capacity": 77},
             **(of_rs if world.name == "rs" else {"HEIGHTS": HEIGHTS}),
-            **{"stride_be": 192 * 112, "stride_bn": 112, "stride_cm": 216, "rank": 1, "patience_ticks": 99},
-            **{"WORLD": 2, "TMA_LEGAL": True, "UPCAST": False},
+            **{"stride_be": 192 * 112, "stride_b": 112, "stride_cm": 216, "rank": 1, "patience_ticks": 99},
+            **{"WORLD": 2, "TMA_LEGAL": True, "BY_COLUMNS": False, "UPCAST": False},
             **world.tiles[0].kwargs,
         }
         blocks = 256 // 32 + case.experts + 1
@@ -296,7 +296,7 @@ def test_the_choices_that_are_counted_lead_to_the_same_grid_as_all(programs, n):
                 Shape(
                     counting,
                     *(0, n, 64, 8, (), 2, programs),
-                    *(torch.float16, torch.device("cpu"), (), True, False),
+                    *(torch.float16, torch.device("cpu"), (), True, False, False),
                 ).grid(config.kwargs)
                 for counting in (choices, counted(choices, programs))
             }

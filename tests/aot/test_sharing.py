@@ -75,6 +75,13 @@ def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch
     assert Terms(local_rank=63, local_ranks=64).workers == 1
 
 
+@pytest.mark.parametrize(("cores", "ranks", "jobs"), [(128, 8, 14), (16, 8, 1), (3, 1, 1), (1, 1, 1)])
+def test_while_runs_go_on_two_cores_of_a_rank_s_share_are_left_to_it(monkeypatch, cores, ranks, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert Terms(local_ranks=ranks, is_behind=True).workers == jobs
+    assert Terms(local_ranks=ranks, is_behind=True, jobs=5).workers == 5
+
+
 def test_binaries_that_are_there_cost_no_process(device, compiler, monkeypatch):
     assert preflight(16, 64).tally.compiled == 2
     device.forget()

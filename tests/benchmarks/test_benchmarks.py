@@ -70,6 +70,20 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
 
 
 @INTERPRETER
+@pytest.mark.slow
+def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_disagree_on() -> None:
+    case = case_of("training_step")
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    told = [name for name, arm in arms.items() if "unavailable" in arm]
+    assert told == ["async TP"]
+    timed = ["first configs", "stock", "by launches", "by step", "gloo + torch"]
+    assert [name for name in arms if name not in told] == timed
+    assert max(arms[name]["error"] for name in timed) < 1e-4
+    assert 0 <= case["stock_disagrees_on"] <= case["keys"]
+    assert set(case["steps"]) == {"by launches", "by step"}
+
+
+@INTERPRETER
 def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
     program = AG_GEMM.with_name("ag_gemm_host.py")  # it compiles, so it is a process without the interpreter
     with store_server(1) as port:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+from typer.testing import CliRunner
 
 from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning
+from dist_autotune.cli.commands import app
 from dist_autotune.errors import LaunchTimeout
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
 SIZE = 1 << 24
+SETTLES_S = 60.0  # for a session of an online function, with all that it compiles
 BLOCKS = (256, 1024, 4096)
 
 
@@ -233,14 +237,42 @@ def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
 def test_online_mode_settles_without_waiting_for_the_device() -> None:
     kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
     thunk = tuned(lambda: launch(kernel, x), mode="online")
-    calls = 0
-    while not thunk.settled and calls < 200:
+    deadline = time.monotonic() + SETTLES_S
+    while not thunk.settled and time.monotonic() < deadline:
         assert torch.equal(thunk(), 2 * x)
-        calls += 1
     assert thunk.settled
     report = thunk.report
     assert report is not None
     assert report.contexts[0].status == "tuned"
+
+
+def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that touched the GPU would fail, and its config would be banned."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    kernel, x, launched = make_scale(), torch.randn(SIZE, device="cuda"), []
+
+    def step() -> torch.Tensor:
+        y = launch(kernel, x)
+        launched.append(kernel.best_config.kwargs["BLOCK"])
+        return y
+
+    function = tuned(step, mode="online", log_dir=str(tmp_path))
+    for _ in range(3):
+        function()
+    assert set(launched) == {BLOCKS[0]}  # the others take longer to compile than three steps
+    deadline = time.monotonic() + SETTLES_S
+    while not function.settled and time.monotonic() < deadline:
+        assert torch.equal(function(), 2 * x)
+    report = function.report
+    assert report is not None
+    assert report.contexts[0].status == "tuned"
+    assert report.contexts[0].banned == {}
+    assert set(launched) == set(BLOCKS)
+    records = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
+    (compiled,) = [record for record in records if record["event"] == "preflighted"]
+    assert (compiled["compiled"], compiled["remark"]) == (2, "")
 
 
 def test_the_whole_run_decides_where_it_is_the_objective() -> None:
@@ -359,3 +391,24 @@ def test_an_illegal_access_ends_the_call_and_names_the_config() -> None:
     assert "Rank 0: run 1 of step: " in text
     assert "illegal memory access" in text
     assert f"OFFSET: {1 << 40}" in text
+
+
+def test_stock_triton_reads_the_exported_winner_and_benchmarks_nothing(
+    tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_bench(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("stock benchmarking must not happen")
+
+    x = torch.randn(SIZE, device="cuda")
+    kernel = make_scale()
+    tuned(lambda: launch(kernel, x), cache=True)()
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(out)])
+    assert done.exit_code == 0, done.output
+    stock = make_scale(cache_results=True, do_bench=no_bench)
+    with pytest.raises(AssertionError, match="stock benchmarking must not happen"):
+        launch(stock, x)  # without the file it would
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(out))
+    stock = make_scale(cache_results=True, do_bench=no_bench)
+    assert torch.equal(launch(stock, x), 2 * x)
+    assert stock.best_config.kwargs == kernel.best_config.kwargs

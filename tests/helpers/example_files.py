@@ -89,7 +89,17 @@ def session_records(name: str, rank: int, thunk: str, clock: str) -> list[record
     return [
         *out,
         records.ContextSettled(
-            **about, run=run, status="tuned", config_id=1, config=CONFIGS[1], ms=2.0, timings=timings
+            **about,
+            run=run,
+            status="tuned",
+            config_id=1,
+            config=CONFIGS[1],
+            ms=2.0,
+            timings=timings,
+            fastest_rank_ms=1.5,
+            default_ms=4.0,
+            judge="launch",
+            banned={CONFIGS[3]: "rank 1: out of resource:\nshared memory <48>"},
         ),
         records.SessionClosed(**here, runs=run + 1, contexts=1, outcome="settled"),
     ]

@@ -7,29 +7,47 @@ itself does is tested in `test_launch.py`.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import runpy
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import triton  # noqa: F401 - so that the ranks have it
 
-from ranks import assert_all_ok, run_ranks, store_server
+from dist_autotune.cli.commands import main
+from ranks import Result, assert_all_ok, run_ranks, store_server
 
-__all__ = ["environment_of_rank", "run_program"]
+__all__ = ["environment_of_rank", "printed", "run_program", "start_program"]
 
 
 def run_program(
     program: Path, *arguments: str, ranks: int = 2, environment: dict[str, str] | None = None
 ) -> str:
     """Return what the ranks print, one after the other; fail where one of them does."""
-    directory = Path.cwd()
+    ended = start_program(program, *arguments, ranks=ranks, environment=environment)
+    assert_all_ok(ended)
+    return "".join(printed(rank) for rank in range(ranks))
+
+
+def start_program(
+    program: Path,
+    *arguments: str,
+    ranks: int = 2,
+    environment: dict[str, str] | None = None,
+    options: Sequence[str] | None = None,
+) -> list[Result]:
+    """Return how the program ends on each rank. options: of `dist-autotune run`, which runs it then."""
     with store_server(ranks) as port:
-        started = (ranks, program, arguments, environment or {}, port)
-        assert_all_ok(run_ranks(_become, ranks, *started, init="none", timeout_s=240))
-    printed = [directory / f"printed-{rank}" for rank in range(ranks)]
-    return "".join(path.read_text() for path in printed)
+        started = (ranks, program, arguments, environment or {}, port, options)
+        return run_ranks(_become, ranks, *started, init="none", timeout_s=240)
+
+
+def printed(rank: int) -> str:
+    """Return what a rank of the program has printed that was started last."""
+    return Path(f"printed-{rank}").read_text()
 
 
 def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -40,17 +58,29 @@ def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _become(
-    rank: int, ranks: int, program: Path, arguments: tuple[str, ...], environment: dict[str, str], port: int
+    rank: int,
+    ranks: int,
+    program: Path,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    port: int,
+    options: Sequence[str] | None,
 ) -> None:
     """Be that program on this rank."""
     os.environ |= environment_of_rank(rank, ranks, port) | environment
     sys.argv = [str(program), *arguments]
+    sys.path.insert(0, str(program.parent))
     printed = os.open(f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(printed, 1)
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
     warnings.resetwarnings()  # pytest makes errors of them
+    logging.getLogger().handlers.clear()  # and keeps what is logged
     try:
-        runpy.run_path(str(program), run_name="__main__")
+        if options is None:
+            runpy.run_path(str(program), run_name="__main__")
+        else:
+            sys.argv = ["dist-autotune", "run", *options, *sys.argv]
+            main()
     except SystemExit as end:
         if end.code:
             raise

@@ -68,6 +68,7 @@ class Witness:
         self.ranks: list[VirtualRank] = []
         self._statuses: dict[str, str] = {}
         self._runs_at_open: list[int] = []
+        self._compiling: set[tuple[int, str]] = set()  # (rank, context): told at the last exchange
         self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
@@ -88,7 +89,9 @@ class Witness:
                 self._unmeasured.clear()
         else:
             self._check_launches()
+        self._compiling = {(rank, name) for rank, payload in enumerate(told) for name in _compiling(payload)}
         if kinds == {"run"}:
+            self._check_beginnings(told)
             self._check_runs()
             self._note_samples(functools.reduce(Message.merged, told))
             if sequence % SIZES_EVERY == 1:  # the first run, the one that announces, among them
@@ -142,6 +145,15 @@ class Witness:
             if part.ran == digest:
                 self._unmeasured[name, digest] = part.unmeasured > 0
 
+    def _check_beginnings(self, told: list[Any]) -> None:
+        """Ranks that announce a context together begin with the winner of the same key."""
+        for name in {name for payload in told for name in payload.parts}:
+            parts = [payload.parts[name] for payload in told if name in payload.parts]
+            new = [part.announcement for part in parts if part.announcement is not None]
+            likes = {each.like for each in new if each.claim is None and each.shared == new[0].shared}
+            assert len(likes) <= 1, f"{new[0].kernel}[{new[0].key}] begins as {likes}"
+            self.counts["began as another key"] += any(likes)
+
     def _check_runs(self) -> None:
         """A session ends within what its options and its contexts allow."""
         assert self.ranks[0].state is not None
@@ -179,6 +191,9 @@ class Witness:
         banned = {context.digests[index] for index in context.banned}
         assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
         planned = context.digests[context.planned]
+        if context.is_tuned_by_launches and any(name == told for _, told in self._compiling):
+            self.counts["launches held"] += 1
+            assert planned == context.digests[context.incumbent], "tried before all ranks have it"
         known = rank.state.registry.by_name[name]
         if planned in known.texts and planned not in known.bans.keys() | failed:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
@@ -201,6 +216,12 @@ class Witness:
             size + sum(bans[name].values()) + MERGE_SLACK_BYTES for name, size in largest.items()
         )
         assert len(merge(*payloads)) <= allowed + MERGE_SLACK_BYTES, "the merged payload grows with ranks"
+
+
+def _compiling(payload: Message) -> list[str]:
+    if not isinstance(payload, RunReport):
+        return []
+    return [name for name, part in payload.parts.items() if part.compiling]
 
 
 def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:

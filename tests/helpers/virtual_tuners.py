@@ -12,7 +12,7 @@ import itertools
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,7 +24,10 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
-from dist_autotune.compilation.preflight import Preflight
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, Terms
+from dist_autotune.compilation.pool_process import Compiled
+from dist_autotune.compilation.preflight import Planned, Preflight
+from dist_autotune.launch import backlog
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.search.strategies import Warmup
@@ -35,6 +38,7 @@ from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
 from dist_autotune.tuner.session import Session
 
+COMPILED_AT_A_LOOK = 3  # online: candidates at most, on one rank
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
 
@@ -82,6 +86,37 @@ class VirtualDisk:
 
     def put(self, entry: Entry) -> None:
         self.entries[entry.key.digest] = entry
+
+
+class VirtualPoolProcess:
+    """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
+
+    def __init__(self, compilations: Sequence[Compilation], terms: Terms) -> None:
+        self._left = list(enumerate(compilations))
+        self._looks = 0
+        self.has_begun = True
+        HERE.rank.compilers.append(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it has ended, or was killed."""
+        return not self._left or self._drawn("killed") % 20 == 0
+
+    def read(self) -> list[Compiled]:
+        self._looks += 1
+        count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
+        told, self._left = self._left[:count], self._left[count:]
+        return [
+            Compiled(place, FAILED if compilation.key else COMPILED, compilation.key)
+            for place, compilation in told
+        ]
+
+    def close(self) -> None:
+        HERE.rank.compilers.remove(self)
+
+    def _drawn(self, what: str) -> int:
+        rank = HERE.rank.agreement.rank
+        return zlib.crc32(f"{rank} {self._looks} {len(self._left)} {what}".encode())
 
 
 class VirtualKernel:
@@ -134,6 +169,7 @@ class VirtualRank:
 
     def start_process(self) -> None:
         """Forget what memory holds, as a new process does."""
+        self.compilers: list[VirtualPoolProcess] = []  # under way
         program, rank = self.program, self.agreement.rank
         self.tuners = [self._tuner(kernel, rank) for kernel in program.kernels]
         options = {name: value for name, value in program.options.items() if value is not None}
@@ -183,6 +219,7 @@ class VirtualRank:
             except Exception as caught:
                 error = caught
             assert not INTERCEPTION.active, "Autotuner.run is left replaced"
+            assert not (self.tuned.settled and self.compilers), "a process compiles what nobody asks for"
             self.attempts.clear()
             self.endings.append(Ending(self, error, before))
         return self.endings
@@ -309,6 +346,10 @@ def virtual_world() -> Iterator[None]:
     def preflight(launch: Launch, configs: dict[str, Any], *rest: Any) -> Preflight:
         return Preflight(HERE.rank.preflight(launch.tuner, configs))
 
+    def plan(launch: Launch, configs: dict[str, Any], hooks_s: float) -> Planned:
+        reasons = HERE.rank.preflight(launch.tuner, configs)
+        return Planned({digest: Compilation(reasons.get(digest, ""), lambda: None, id) for digest in configs})
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
@@ -322,6 +363,8 @@ def virtual_world() -> Iterator[None]:
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
             (dist_autotune.compilation.preflight, "preflight", preflight),
+            (dist_autotune.compilation.preflight, "plan", plan),
+            (backlog, "PoolProcess", VirtualPoolProcess),
             (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

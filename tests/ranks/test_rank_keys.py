@@ -134,7 +134,7 @@ def test_a_key_met_in_a_settled_call_joins_the_plan_that_peers_have_made_for_it_
 
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero[1] == one[1]
-    assert (zero[0][:2], one[0][:1]) == ([16, 16], [16])
+    assert (zero[0][:2], one[0][:1]) == ([32, 32], [32])
     assert zero[0][2:] == one[0][1:]  # from the run on in which rank 1 comes to it, they launch the same
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from programs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,3 +46,17 @@ def test_training_step_tunes_while_it_learns_and_keeps_the_ranks_alike() -> None
         found = re.search(ends, text, re.M)
         assert found is not None, text
         assert float(found[3]) < float(found[2]) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "options"), [(2, []), (4, ["--dp", "2"])], ids=["TP", "TP x DP"])
+def test_a_transformer_is_trained_as_plain_torch_trains_it(ranks: int, options: list[str]) -> None:
+    text = run_program(EXAMPLES / "train_transformer.py", "--steps", "6", *options, ranks=ranks)
+    assert f"6 steps on {ranks // 2} x 2 ranks, still being tuned" in text
+    ends = r"^loss ([\d.]+) at first, ([\d.]+) at the end; at most (\d\.\de-\d\d) from plain torch$"
+    found = re.search(ends, text, re.M)
+    assert found is not None, text
+    assert float(found[2]) < float(found[1])
+    assert float(found[3]) < 1e-4
+    for kernel in ("norm_kernel", "norm_backward_kernel", "rotary_kernel", "cross_entropy_backward_kernel"):
+        assert f"{kernel}[" in text

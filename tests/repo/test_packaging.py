@@ -23,7 +23,7 @@ print(1000 * (time.process_time() - started), flush=True)
 for _ in range(4):
     if os.fork() == 0:
         started = time.process_time()
-        import dist_autotune
+        from dist_autotune import StepTuner, contextual_autotune, tunable
         print(1000 * (time.process_time() - started), flush=True)
         os._exit(0)
     os.wait()
@@ -43,7 +43,7 @@ import triton
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 before = [dict(vars(each)) for each in (Autotuner, knobs.autotuning, triton)]
-import dist_autotune
+from dist_autotune import *
 assert [dict(vars(each)) for each in (Autotuner, knobs.autotuning, triton)] == before, "changed"
 print(*sys.modules)
 import dist_autotune.kernels, dist_autotune.kernels.symm  # conftest has left the tree: these are installed
@@ -81,9 +81,17 @@ def test_the_import_costs_less_than_a_sixth_of_torch_and_triton():
 
 
 def test_an_import_without_triton_says_what_is_missing():
-    done = run_python(WITHOUT + "import dist_autotune", "triton")
+    done = run_python(WITHOUT + "from dist_autotune import contextual_autotune", "triton")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'triton'"
+
+
+def test_the_package_imports_neither_torch_nor_triton_before_they_are_needed():
+    done = run_python(
+        WITHOUT + "import dist_autotune.cli.commands, dist_autotune.script.tuned_program", "torch,triton"
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
 
 
 def test_the_suite_is_run_on_the_oldest_supported_triton_and_on_the_newest():

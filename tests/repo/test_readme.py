@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import ROOT, blocks, page
 from kernels_for_tests import Bench, launch, numbers
 
 from dist_autotune import settings
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-HOW_IT_WORKS = (ROOT / "docs" / "how-it-works.md").read_text()
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+README = page("README.md")
+HOW_IT_WORKS = page("docs/how-it-works.md")
 
 
 def test_the_program_of_the_readme_runs() -> None:
@@ -52,7 +47,7 @@ def test_the_schedule_table_is_what_happens(text: str) -> None:
 
 
 def test_docs_list_every_environment_variable() -> None:
-    listed = set(re.findall(r"^\| `(DIST_AUTOTUNE_\w+)`", (ROOT / "docs/environment.md").read_text(), re.M))
+    listed = set(re.findall(r"^\| `(DIST_AUTOTUNE_\w+)`", page("docs/environment.md"), re.M))
     assert listed == set(settings.KNOWN_VARIABLES)
 
 
@@ -81,6 +76,6 @@ def test_every_record_is_in_the_index_of_records() -> None:
 
 
 def test_every_page_is_in_the_index_of_the_docs() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
+    index = page("docs/README.md")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in index} == set()

@@ -16,10 +16,10 @@ PACKAGE = ROOT / "dist_autotune"
 # From top to bottom: a room may import rooms of the levels below its own, and the modules beside the rooms.
 LEVELS = (
     ("cli",),
-    ("doctor",),
+    ("doctor", "script"),
     ("tuner",),
-    ("launch",),
-    ("compilation", "timing", "bits"),
+    ("launch", "bits"),
+    ("compilation", "timing"),
     ("storage", "logs"),
     ("triton_api", "search"),
     ("ranks",),
@@ -36,7 +36,7 @@ WITHOUT = {
 MOST_MODULES = 12
 
 KERNELS = ROOT / "kernels"
-KERNEL_LEVELS = (("ag_gemm", "gemm_rs", "moe", "elementwise_add"), ("gemm", "exchange"), ("symm",))
+KERNEL_LEVELS = (("tp",), ("ag_gemm", "gemm_rs", "moe", "elementwise_add"), ("gemm", "exchange"), ("symm",))
 KERNEL_LEVEL = {room: number for number, rooms in enumerate(KERNEL_LEVELS) for room in rooms}
 KERNEL_ENTRANCES = {"ag_moe", "moe_rs", "persistent_gemm"}  # import paths of operations that share a room
 KERNELS_BESIDE = {"compat", "configs", "launch", "matrices", "rings", "signals", "tensors", "tiles"}

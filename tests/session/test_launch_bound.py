@@ -14,7 +14,8 @@ from kernels_for_tests import Bench, ScriptedClock, launch, numbers, only, recor
 from rank_programs import tune
 
 from dist_autotune import EventClock
-from dist_autotune.cli.tables import session_tables
+from dist_autotune.cli.session_report import reports_of
+from dist_autotune.cli.tables import contexts_table
 from dist_autotune.logs.history import load
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.search.context import HOST_SHARE, Context
@@ -143,9 +144,11 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     log = Path(".autotune_logs/rank-0.log").read_text()
     assert "host time up to 0.5000" in log
     assert "tuned, launch-bound, 2 timed" in log
-    (session,) = load(tmp_path / ".autotune_logs").sessions
+    history = load(tmp_path / ".autotune_logs")
+    (session,) = history.sessions
     assert session.contexts[0].settled.launch_bound
-    table = session_tables(session)[0]
+    (shown,) = reports_of(history, history.sessions)
+    table = contexts_table(shown)
     assert "tuned, launch-bound" in table.rows[0]
     assert "launch-bound: the device waited" in table.note
 

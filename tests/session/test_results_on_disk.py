@@ -69,18 +69,30 @@ def test_another_process_finds_the_winners(bench):
     assert done.stdout.strip() == "[32] 1 cached"
 
 
-def test_no_call_scans_the_cache_captured_or_not(bench, tmp_cache, monkeypatch):
-    bench.tune(lambda: launch(bench.kernel({16: 3.0, 32: 1.0}), numbers()))()
+def test_only_a_key_without_an_entry_looks_for_those_of_its_kernel_captured_or_not(bench, monkeypatch):
+    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
+    bench.tune(lambda: [launch(each, numbers(n)) for each in (kernel, other) for n in (64, 128)])()
     bench.forget()
-    monkeypatch.delattr(winners, "_entry_files")
+    looked, read = [], []
+    spy_on(monkeypatch, winners, "_entry_files", lambda directory, kernel: looked.append(kernel))
+    spy_on(monkeypatch, winners, "read_bounded", lambda path, limit: read.append(path.name.split("-")[0]))
     fresh = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
     with monkeypatch.context() as capturing:
         capturing.setattr(interception, "is_capturing", lambda: True)
-        tuned(64), tuned(32), tuned(32)  # 32: no entry
+        tuned(64)
+        assert (looked, read) == ([], ["add"])
+        tuned(32), tuned(32)
     tuned(64)
-    assert bench.blocks() == [32, 16, 16, 32]
+    assert bench.blocks() == [32] * 4  # 32: as its nearest tuned key
+    assert (looked, set(read)) == (["add"], {"add"})
     assert tuned.report.runs == 1
+
+
+def spy_on(monkeypatch, owner, name, note):
+    """Have each call of a function noted, which goes on to it."""
+    function = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: note(*args) or function(*args))
 
 
 def test_an_entry_is_one_readable_file(bench, tmp_cache):
@@ -130,7 +142,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(benc
     for n in (64, 128, 128):  # a second warning would be an error
         tuned(n)
     assert bench.blocks(n=64) == [16, 32, 32, 32]
-    assert bench.blocks(n=128) == [16, 16, 32, 32, 32]  # the call that meets it tunes it
+    assert bench.blocks(n=128) == [32, 32, 16, 32, 32]  # the call that meets it tunes it
 
 
 @pytest.mark.parametrize("cache", [False, "chosen"], ids=["no cache", "a directory"])

@@ -184,12 +184,12 @@ def test_a_key_first_seen_in_a_settled_call_runs_its_incumbent_and_is_tuned_by_t
     bench.forget()
     marks = bench.clock.marks
     assert torch.equal(tuned(128), numbers(128) + 1)
-    assert bench.blocks() == [16, 16, 32, 32]  # met, two trials, the final run
+    assert bench.blocks() == [32, 32, 16, 32]  # met, two trials, the final run
     assert bench.clock.marks == marks + 2
     assert tuned.settled
     assert (tuned.report.runs, winner(only(tuned.report))) == (3, 32)
     tuned(128)
-    assert bench.blocks() == [16, 16, 32, 32, 32]
+    assert bench.blocks() == [32, 32, 16, 32, 32]
 
 
 def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
@@ -211,7 +211,7 @@ def test_a_new_key_is_tuned_in_a_call_in_which_a_tuned_function_calls_another(be
     outer(64)
     bench.forget()
     outer(128)
-    assert bench.blocks() == [16, 16, 32, 32]
+    assert bench.blocks() == [32, 32, 16, 32]
     assert inner.report is None
 
 
@@ -230,10 +230,10 @@ def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(
     fails[0] = True
     with pytest.raises(Mine):
         tuned(128)
-    assert bench.blocks() == [16]
+    assert bench.blocks() == [32]
     fails[0] = False
     tuned(128)
-    assert bench.blocks() == [16, 16, 16, 32, 32]
+    assert bench.blocks() == [32, 32, 32, 16, 32]
 
 
 def test_mode_cached_launches_a_new_key_once(bench, monkeypatch):
@@ -254,9 +254,9 @@ def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(ben
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         tuned(128)
-    assert bench.blocks() == [16]
+    assert bench.blocks() == [32]
     tuned(128)
-    assert bench.blocks() == [16, 16, 16, 32, 32]
+    assert bench.blocks() == [32, 32, 32, 16, 32]
 
 
 def test_a_context_admitted_too_late_is_partial_and_tuned_by_a_later_call(bench):

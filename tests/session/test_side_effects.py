@@ -286,7 +286,7 @@ def test_settled_calls_that_do_not_tune_a_new_key_at_once_copy_nothing(bench, mo
         tuned(64)
     monkeypatch.setattr(dist_autotune.tuner.calls, "Snapshot", no_bench)
     tuned(128)
-    assert bench.blocks(n=128) == [16]
+    assert bench.blocks(n=128) == bench.blocks(n=64)[-1:]
 
 
 def step_of(kernel: Any, weight: torch.Tensor, drawn: list[Any]) -> Any:
@@ -307,7 +307,7 @@ def test_a_call_that_tunes_a_new_key_leaves_the_effects_of_one_run(bench):
     drawn.clear()
     bench.forget()
     assert torch.equal(tuned(128), numbers() + 2)
-    assert bench.blocks() == [16, 16, 32, 32]
+    assert bench.blocks() == [32, 32, 16, 32]
     assert torch.equal(weight, numbers() + 2)
     assert len(set(drawn)) == 1
     tuned(128)
@@ -320,7 +320,7 @@ def test_a_new_key_after_many_calls_without_one_is_tuned_in_that_call_where_noth
     for _ in range(20):
         tuned(64)
     tuned(128)
-    assert bench.blocks(n=128) == [16, 16, 32, 32]
+    assert bench.blocks(n=128) == [32, 32, 16, 32]
 
 
 def test_a_new_key_after_many_calls_without_one_is_tuned_by_the_next_call_where_state_is_preserved(bench):
@@ -330,12 +330,12 @@ def test_a_new_key_after_many_calls_without_one_is_tuned_by_the_next_call_where_
     for _ in range(20):
         tuned(64)
     tuned(128)
-    assert bench.blocks(n=128) == [16]
+    assert bench.blocks(n=128) == [32]
     assert not tuned.settled
     (note,) = [record.text for record in records(Note)]
     assert "is tuned by the next call" in note
     tuned(128)
-    assert bench.blocks(n=128) == [16, 16, 32, 32]
+    assert bench.blocks(n=128) == [32, 32, 16, 32]
     assert torch.equal(weight, numbers() + 22)
 
 

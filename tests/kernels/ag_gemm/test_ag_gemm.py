@@ -79,6 +79,25 @@ def test_float32_is_right_on_the_cpu():
         assert max(errors) < 1
 
 
+def by_columns(rank, index, consumer):
+    begin(rank, index)
+    errors = []
+    with AllGatherGemm(37, 24, torch.float16, consumer=consumer) as op:
+        poison(op)
+        for m, n in ((37, 40), (20, 21), (37, 1)):
+            a_shard, weight = tensors(m, n, 24, torch.float16)
+            across = weight.T.contiguous().T
+            errors.append(error_ratio(op(a_shard, across), gathered_by_torch(a_shard), weight))
+    return errors
+
+
+@pytest.mark.parametrize("consumer", ["plain", "matmul"])
+@pytest.mark.parametrize("index", range(len(CPU_CANDIDATES)))
+def test_a_weight_may_lie_by_columns(index, consumer):
+    for errors in values(by_columns, 2, index, consumer):
+        assert max(errors) < 1
+
+
 def over_backend(rank, backend):
     begin(rank)
     with AllGatherGemm(37, 48, torch.float16, backend=backend) as op:

@@ -47,7 +47,11 @@ def test_what_is_known_is_not_checked_again(op, monkeypatch):
 CHANGES = {
     "another type": (lambda tensor: tensor.view(torch.int32), ValueError, "was opened for torch.float32"),
     "another shape": (lambda tensor: tensor.view(K, -1), ValueError, "must both have K=32 columns"),
-    "other strides": (lambda tensor: tensor.as_strided((N, K), (1, N)), ValueError, "are not contiguous"),
+    "other strides": (
+        lambda tensor: tensor.as_strided((N // 4, K), (2, N)),
+        ValueError,
+        "neither the rows nor",
+    ),
     "three dimensions": (lambda tensor: tensor[None], ValueError, "two dimensions are needed"),
     "no tensor": (lambda tensor: tensor.tolist(), TypeError, "weight is a list; a tensor is needed"),
     "nothing": (lambda tensor: None, TypeError, "weight is a NoneType; a tensor is needed"),
@@ -61,6 +65,13 @@ def test_what_lies_in_the_same_place_in_another_way_is_checked(op, change, error
         assert is_right(op, a_shard, weight)
         with pytest.raises(error, match=text):
             op(a_shard, change(weight))
+
+
+def test_columns_in_the_place_of_rows_are_no_longer_the_same_weight(op):
+    a_shard, weight = torch.randn(8, K), weight_of()
+    for _ in range(2):
+        assert is_right(op, a_shard, weight)
+        assert is_right(op, a_shard, weight.as_strided((N, K), (1, N)))
 
 
 def test_a_result_that_is_no_tensor_is_told_though_the_call_without_one_is_known(op):

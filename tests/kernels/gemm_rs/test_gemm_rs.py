@@ -28,6 +28,7 @@ from operation_runs import (
     delay_copies,
     device,
     left_as_before,
+    message_of,
     run_cases,
     tuned_in_context,
     values,
@@ -69,6 +70,55 @@ def test_more_ranks_are_right_too(world):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_other_types_are_right(dtype):
     assert_right(values(three_calls, 2, 74, 40, 48, dtype, 80))
+
+
+def by_columns_with_addend(rank, index, n, k):
+    """Pass a transposed weight, and on rank 0 an addend; all rows and columns of tiles are ragged."""
+    begin(rank, index)
+    errors = []
+    with GemmReduceScatter(38, n, HALF) as op:
+        poison(op)
+        for m in (38, 30):
+            a, weight = operands(m, n, k, HALF)
+            across = weight.T.contiguous().T
+            addend = torch.randn(m, n, device=a.device).to(HALF) if rank == 0 else None
+            wider = (a, weight) if addend is None else _with_addend(a, weight, addend)
+            errors += [error_ratio(op(a, across), a, weight)]
+            errors += [error_ratio(op(a, across, addend=addend), *wider)]
+    return errors
+
+
+def _with_addend(a, weight, addend):
+    """Return operands whose product is a @ weight.T + addend."""
+    ones = torch.eye(addend.shape[1], dtype=addend.dtype, device=addend.device)
+    return torch.cat([a, addend], 1), torch.cat([weight, ones], 1)
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize(("n", "k"), [(40, 24), (21, 33), (1, 24), (24, 1)])
+def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something(index, n, k):
+    assert_right(values(by_columns_with_addend, 2, index, n, k))
+
+
+def wrong_addends(rank):
+    begin(rank)
+    with GemmReduceScatter(16, 8, HALF) as op:
+        a, weight = operands(16, 8, 4, HALF)
+        short, across = torch.zeros(8, 8, dtype=HALF), torch.zeros(8, 16, dtype=HALF).T
+        texts = [message_of(lambda given=given: op(a, weight, addend=given)) for given in (short, across)]
+        texts.append(message_of(lambda: op(a, torch.zeros(8, 8, dtype=HALF)[:, ::2])))
+        return texts, op(a, weight).shape == (8, 8)
+
+
+def test_a_wrong_addend_or_layout_raises_with_values_and_the_next_call_works():
+    for texts, went_on in values(wrong_addends, 2):
+        assert texts == [
+            "ValueError: addend has shape [8, 8] and strides (8, 1); it must be contiguous and [16, 8]",
+            "ValueError: the rows of addend are not contiguous (strides (1, 16)); call .contiguous()",
+            "ValueError: neither the rows nor the columns of weight are contiguous (strides (8, 2)); call "
+            ".contiguous()",
+        ]
+        assert went_on
 
 
 def unequal_inner_parts(rank):

@@ -104,7 +104,7 @@ WRONG = {
     "weight [N, K]": (lambda op: op(X, W[0], IDS), ValueError, r"weight has shape \[5, 6\]; \[E, N, K\] is"),
     "K of weight": (lambda op: op(X, zeros(3, 5, 4), IDS), ValueError, "its rows must have K=6 elements"),
     "no experts": (lambda op: op(X, W[:0], IDS), ValueError, r"shape \[0, 5, 6\]; .* each at least 1"),
-    "columns of weight apart": (lambda op: op(X, zeros(3, 6, 5).mT, IDS), ValueError, "rows of weight are n"),
+    "columns of weight apart": (lambda op: op(X, zeros(3, 5, 12)[..., ::2], IDS), ValueError, "neither"),
     "dtype of weight": (lambda op: op(X, W.float(), IDS), ValueError, "weight is torch.float32 on cpu"),
     "no tensor": (lambda op: op(X, W.tolist(), IDS), TypeError, "weight is a list"),
     "ids of others": (lambda op: op(X, W, IDS[:3]), ValueError, r"x_shard \[4, 6\] and topk_ids \[3, 2\]"),

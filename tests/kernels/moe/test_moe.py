@@ -53,6 +53,22 @@ def test_every_candidate_is_right(runs, index):
     assert_right(values(one_candidate, 2, runs, [index] * 2))
 
 
+def by_columns(rank, runs, index, k):
+    runs.begin(rank, index)
+    tokens, (of_operation, of_call) = [13, 20], runs.sizes(k, k)
+    with runs.open(20, of_operation, HALF) as op:
+        runs.poison(op)
+        operands = runs.operands(op, tokens, of_call, 5, 3)
+        given = [each.mT.contiguous().mT if each.dim() == 3 else each for each in operands]
+        return [runs.error_ratio(op(*given, tokens=tokens), *operands)]
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("k", [64, 40], ids=["as TMA takes it", "ragged"])
+def test_weights_may_lie_by_columns(runs, index, k):
+    assert_right(values(by_columns, 2, runs, index, k))
+
+
 def test_ranks_may_run_different_candidates_in_one_call(runs):
     assert_right(values(one_candidate, 4, runs, range(4)))
 

@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 from dist_autotune.cli.commands import app
 from dist_autotune.formatting import WALL_CLOCK_NOTE
 from dist_autotune.storage.winners import Winners
+from dist_autotune.tuner.report import TunedContext, TuningReport
+from dist_autotune.version import __version__
 
 
 def run(*arguments: str | Path, answer: str | None = None) -> Result:
@@ -37,9 +39,9 @@ def test_report_shows_winners_spread_stragglers_and_each_rank_alone(tmp_path: Pa
     result = run("report", "logs")
     assert result.exit_code == 0
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert "matmul[4096, fp16] BLOCK=128 2.000 tuned 3 1 +33.3 +100.0" in rows
+    assert "100.0 2.000 +50.0 +33.3 +100.0 tuned matmul[4096, fp16] BLOCK=128" in rows
     assert "1 6 6 +33.3" in rows  # rank 1: slowest in 6 of 6
-    assert f"0 0 {CONFIGS[0]} 1.000 4.000 +100.0" in rows  # rank 0 alone
+    assert f"0 0 1.000 4.000 +100.0 {CONFIGS[0]}" in rows  # rank 0 alone
     assert "Best agreed time: 4.000 ms after run 0, 2.000 ms after run 2; last trial in run 5." in rows
     assert WALL_CLOCK_NOTE not in result.stdout
 
@@ -86,7 +88,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
-@pytest.mark.parametrize("command", [["report"], ["report", "--html", "all.html"], ["replay"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["report"], ["report", "--html", "all.html"], ["report", "--trace", "all.json"], ["replay"]],
+    ids=" ".join,
+)
 def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
     tmp_path: Path, command: list[str], line: bytes
 ) -> None:
@@ -96,6 +102,9 @@ def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
     os.mkfifo(tmp_path / "logs" / "rank-2.jsonl")
     result = run(*command, "logs")
     assert result.exit_code == (command[0] == "replay"), result.output
+    if "--trace" in command:
+        json.loads((tmp_path / "all.json").read_text())
+        return
     shown = (tmp_path / "all.html").read_text() if "--html" in command else result.stdout
     assert "rank-2.jsonl" in shown
     assert "not a regular file" in shown
@@ -106,20 +115,53 @@ def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
 
 
 def test_report_writes_html(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the HTML report draws with matplotlib")
     write_session(tmp_path / "logs")
     result = run("report", "logs", "--html", "report.html")
     assert (result.exit_code, result.stdout) == (0, "Wrote report.html\n")
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_report_without_matplotlib_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_writes_a_trace(tmp_path: Path) -> None:
     write_session(tmp_path / "logs")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
-    assert_one_line_error(run("report", "logs", "--html", "report.html"), "pip install matplotlib")
-    assert not (tmp_path / "report.html").exists()
+    result = run("report", "logs", "--trace", "trace.json")
+    assert (result.exit_code, result.stdout.partition(":")[0]) == (0, "Wrote trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_report_as_json_holds_what_the_program_can_ask_for(tmp_path: Path) -> None:
+    write_session(tmp_path / "logs")
+    data = json.loads(run("report", "logs", "--json").stdout)
+    assert (data["directory"], data["unreadable"]) == (str(tmp_path / "logs"), {})
+    (session,) = data["sessions"]
+    empty = TuningReport(runs=0, contexts=(TunedContext("matmul", (), None),)).to_dict()
+    assert session["report"].keys() == empty.keys()
+    assert session["report"]["contexts"][0].keys() == empty["contexts"][0].keys()
+    assert (session["alone"], session["outcome"]) == ([{"0": 0, "1": 1}], "settled")
+    assert session["candidates"][0][0]["rank_ms"] == {"0": 1.0, "1": 4.0}
+
+
+def test_report_of_one_session_or_one_kernel(tmp_path: Path) -> None:
+    for name in ("aa1", "aa2", "bb1"):
+        write_session(tmp_path / "logs", name)
+
+    def shown(*options: str) -> list[str]:
+        data = json.loads(run("report", "logs", "--json", *options).stdout)
+        return [each["report"]["session"] for each in data["sessions"]]
+
+    assert shown("--session", "aa") == ["aa1", "aa2"]
+    assert shown("--session", "bb1", "--kernel", "mat") == ["bb1"]
+    assert shown("--all", "--kernel", "matmul") == ["aa1", "aa2", "bb1"]
+
+
+def test_report_of_what_is_not_there_says_what_is(tmp_path: Path) -> None:
+    write_session(tmp_path / "logs", "aa1")
+    assert_one_line_error(run("report", "logs", "--session", "b"), "No session 'b'", "aa1")
+    assert_one_line_error(run("report", "logs", "--kernel", "add"), "No kernel 'add'", "matmul")
+    assert_one_line_error(run("report", "logs", "--json", "--html", "x.html"), "give one of them")
+
+
+def test_the_command_says_its_version() -> None:
+    assert run("--version").stdout == f"dist-autotune {__version__}\n"
 
 
 def test_report_of_a_missing_directory_says_what_to_do() -> None:
@@ -145,7 +187,7 @@ def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
-    assert f"{KEY.digest[:8]} matmul 4096, 'fp16' BLOCK=128 0.2500 test device 2 2026-01-02T03:04:05Z" in rows
+    assert f"{KEY.digest[:8]} 0.2500 test device 2 2026-01-02 03:04 matmul[4096, fp16] BLOCK=128" in rows
 
 
 def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:
@@ -206,25 +248,6 @@ def test_cache_clear_asks_first(tmp_cache: Path) -> None:
 def test_cache_clear_yes_does_not_ask(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     assert run("cache", "clear", "--yes").stdout == f"Deleted 1 entry in {tmp_cache}\n"
-
-
-def test_cache_export_and_import_carry_entries_over(
-    tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Winners(tmp_cache).put(entry())
-    assert "Exported 1 entry" in run("cache", "export", "all.json").stdout
-    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
-    assert "Imported 1 entry" in run("cache", "import", "all.json").stdout
-    assert Winners(tmp_path / "other").get(KEY) == entry()
-
-
-@pytest.mark.parametrize(
-    "content", [None, "", "{}", '{"schema": 1}'], ids=["missing", "empty", "no export", "no entries"]
-)
-def test_cache_import_of_what_is_no_export_is_one_line(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "all.json").write_text(content)
-    assert_one_line_error(run("cache", "import", "all.json"), "all.json")
 
 
 def test_cache_help_lists_its_commands() -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import json
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from example_files import CONFIGS, session_records, write_session
+from example_files import session_records, write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from kernels_for_tests import records as records_of
 from rank_programs import tune
 
-from dist_autotune.cli import html, tables
+from dist_autotune import tunable
+from dist_autotune.cli import tables
+from dist_autotune.cli.session_report import SessionReport, reports_of
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
 from dist_autotune.logs import records
 from dist_autotune.logs.history import ContextHistory, SessionHistory, load
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.search.budget import Forecast
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
 
@@ -37,10 +38,19 @@ def load_context(directory: Path) -> ContextHistory:
     return context
 
 
-def shown(session: SessionHistory) -> list[Table]:
-    of_contexts = [table for context in session.contexts for table in tables.context_tables(context)]
-    return [*tables.session_tables(session), *of_contexts]
+def report_one(directory: Path) -> SessionReport:
+    history = load(directory)
+    (report,) = reports_of(history, history.sessions)
+    return report
 
+
+def shown(directory: Path) -> list[Table]:
+    report = report_one(directory)
+    of_contexts = [table for context in report.contexts for table in tables.context_tables(context)]
+    return [*tables.session_tables(report), *of_contexts]
+
+
+ROOT = Path(records.__file__).parents[2]
 
 # ---- TuningReport
 
@@ -73,7 +83,7 @@ def test_a_report_labels_wall_clock_figures() -> None:
 
 
 def test_importing_the_log_side_loads_neither_torch_nor_triton() -> None:
-    modules = "logs.writer, logs.history, storage.winners, tuner.report, cli.html, cli.commands"
+    modules = "logs.writer, logs.timeline, storage.winners, tuner.report, cli.html, cli.commands"
     program = f"""
 import importlib.util, sys, types
 package = types.ModuleType("dist_autotune")  # its __init__ may import what it likes
@@ -123,7 +133,7 @@ def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_run_with_several_configs_is_no_candidate_of_its_own(tmp_path: Path) -> None:
     write_session(tmp_path)
-    before = shown(load_one(tmp_path))
+    before = shown(tmp_path)
     for rank in (0, 1):
         with SessionLog(tmp_path, rank) as log:
             log.write(
@@ -133,7 +143,7 @@ def test_a_run_with_several_configs_is_no_candidate_of_its_own(tmp_path: Path) -
                     ms=9.0 + rank, statistic_ms=9.0,
                 )
             )  # fmt: skip
-    assert shown(load_one(tmp_path)) == before
+    assert shown(tmp_path) == before
 
 
 def test_one_rank_alone_has_neither_spread_nor_stragglers(tmp_path: Path) -> None:
@@ -153,7 +163,7 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
     assert session.closed.outcome == "unfinished"
     assert session.contexts[0].settled.status == "unfinished"
     assert session.remarks() == ["Run 2 failed on rank 1: ValueError: no"]
-    assert shown(session)
+    assert shown(tmp_path)
 
 
 def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: Path) -> None:
@@ -180,68 +190,6 @@ def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_pat
     loaded = load(tmp_path)
     assert [session.opened.session for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
     assert [session.opened.session for session in loaded.newest()] == ["s2", "s3"]
-
-
-# ---- HTML
-
-
-class Page(HTMLParser):
-    """Collects what a page would load, its ids and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.assets: list[str] = []
-        self.ids: list[str] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
-                self.assets.append(str(value))
-            if name == "id":
-                self.ids.append(str(value))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def write_page(directory: Path) -> str:
-    pytest.importorskip("matplotlib", reason="the HTML report draws with matplotlib")
-    loaded = load(directory)
-    html.write_html(directory / "report.html", loaded, loaded.sessions)
-    return (directory / "report.html").read_text()
-
-
-def test_the_html_report_is_one_file_with_tables_and_a_plot_per_context(tmp_path: Path) -> None:
-    write_session(tmp_path, "s1")
-    write_session(tmp_path, "s2")
-    html = write_page(tmp_path)
-    page = Page(html)
-    assert page.assets == []
-    assert not {"link", "script", "img", "iframe"} & set(page.tags)
-    assert page.tags.count("svg") == 2
-    assert len(page.ids) == len(set(page.ids))
-    for text in (
-        "matmul[4096, fp16]",
-        CONFIGS[1],
-        "shared memory <48>",
-        "Stragglers",
-        "each rank alone",
-        "+300.0",
-    ):
-        assert text in page.text
-    for piece in html.split("<svg")[1:]:
-        ElementTree.fromstring("<svg" + piece.split("</svg>")[0] + "</svg>")
-
-
-def test_the_html_report_labels_wall_clock_figures(tmp_path: Path) -> None:
-    write_session(tmp_path, clock="WallClock")
-    text = Page(write_page(tmp_path)).text
-    assert WALL_CLOCK_NOTE in text
-    assert "best agreed ms (wall clock)" in text
 
 
 # ---- the report in the program and that of the command line
@@ -282,35 +230,130 @@ def dropped(bench: Bench) -> Any:
     return tuned
 
 
-def figures_of(report: Any) -> list[tuple[Any, ...]]:
-    lines = str(report).splitlines()
-    (head,) = [index for index, line in enumerate(lines) if line.startswith("context")] or [len(lines)]
-    rows = [re.split(r"\s{2,}", line) for line in lines[head + 1 : head + 1 + len(report.contexts)]]
-    return sorted((label, ms, spread.rstrip(" %"), *rest[:3]) for label, ms, spread, *rest in rows)
+def reported_in_logs() -> dict[str, Any]:
+    history = load(Path(".autotune_logs"))
+    return reports_of(history, history.sessions[-1:])[0].report.to_dict()
 
 
-def figures_logged() -> list[tuple[Any, ...]]:
-    session = load(Path(".autotune_logs")).sessions[-1]
-    rows = tables.session_tables(session)[0].rows
-    return sorted((row[0], row[2], row[6].lstrip("+"), *row[3:6]) for row in rows)
+def by_whole_runs(bench: Bench) -> Any:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 1.1})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), objective="thunk", n_warmup=None, n_repeat=None)
+    tuned()
+    return tuned
 
 
-@pytest.mark.parametrize("program", [several_configs, another_key, dropped])
+def online(bench: Bench) -> Any:
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    while not tuned.settled:
+        tuned()
+    return tuned
+
+
+def from_disk(bench: Bench) -> Any:
+    online(bench)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert [context.status for context in tuned.report.contexts] == ["cached"]
+    return tuned
+
+
+PROGRAMS = (several_configs, another_key, dropped, by_whole_runs, online, from_disk)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_the_report_and_the_command_line_give_the_same_figures(bench: Bench, program: Any) -> None:
     tuned = program(bench)
-    assert figures_of(tuned.report) == figures_logged()
+    data = tuned.report.to_dict()
+    assert data == reported_in_logs()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
     closed = records_of(records.SessionClosed)[-1]
     assert (closed.runs, closed.contexts) == (tuned.report.runs, len(tuned.report.contexts))
     assert closed.contexts > 0
 
 
 def test_the_report_and_the_command_line_give_the_same_figures_of_two_ranks() -> None:
-    def program(rank: int) -> list[tuple[Any, ...]]:
+    def program(rank: int) -> dict[str, Any]:
         bench = Bench()
         kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 1.1 + 0.1 * rank})
         tuned = tune(bench, lambda: launch(kernel, numbers()), n_warmup=None, n_repeat=None)
         tuned()
-        return figures_of(tuned.report)
+        return tuned.report.to_dict()
 
     zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one == figures_logged()
+    assert zero == reported_in_logs()
+    of_rank = ("seconds", "spent")
+    assert {**one, **{name: zero[name] for name in of_rank}} == zero
+
+
+def test_a_candidate_that_only_some_ranks_have_is_banned_in_both() -> None:
+    def program(rank: int) -> dict[str, Any]:
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 64 + rank: 2.0})
+        tuned = tune(bench, lambda: launch(kernel, numbers()), n_warmup=0, n_repeat=1)
+        tuned()
+        return tuned.report.to_dict()
+
+    zero, _ = assert_all_ok(run_ranks(program, 2))
+    (context,) = zero["contexts"]
+    assert set(context["banned"].values()) == {"rank 0: not a candidate on every rank"}
+    assert zero == reported_in_logs()
+
+
+def test_a_gain_is_over_the_first_config_though_another_was_tried_first(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    tuned(128)  # begins with 32, which won
+    (context,) = tuned.report.contexts
+    assert (next(iter(context.timings)).partition(",")[0], context.default_ms) == ("BLOCK: 32", 3.0)
+    assert tuned.report.to_dict() == reported_in_logs()
+
+
+def test_every_figure_is_documented() -> None:
+    empty = TuningReport(runs=0, contexts=(TunedContext("matmul", (), None),), outlook=Forecast(0, 0, 1, 0))
+    data = empty.to_dict()
+    names = {*data, *data["spent"], *data["outlook"], *data["contexts"][0], "before_ms", "after_ms"}
+    page = (ROOT / "docs" / "reports.md").read_text()
+    assert {name for name in names if f"`{name}`" not in page} == set()
+    assert {name for name in names if name not in (TuningReport.to_dict.__doc__ or "")} == set()
+
+
+def test_what_a_report_says_can_be_computed_from_its_figures(bench: Bench) -> None:
+    slow = bench.kernel({16: 4.0, 32: 2.0})
+    quick = bench.kernel({16: 1.0, 32: 1.5}, double)
+    tuned = bench.tune(lambda: (launch(quick, numbers()), [launch(slow, numbers()) for _ in range(3)]))
+    tuned()
+    report = tuned.report
+    assert [(c.kernel, c.ms, c.launches, c.run_ms) for c in report.contexts] == [
+        ("add", 2.0, 3, 6.0),
+        ("double", 1.0, 1, 1.0),
+    ]
+    assert [c.gain_percent for c in report.contexts] == [50.0, 0.0]
+    assert [round(report.share_percent(c), 1) for c in report.contexts] == [85.7, 14.3]
+    assert (report.step.before_ms, report.step.after_ms) == (13.0, 7.0)
+    assert "Tuned: launches 13.00 -> 7.000 ms a step (-46.2 %)" in str(report)
+    assert report.to_dict() == reported_in_logs()
+
+
+def test_a_choice_is_judged_by_the_whole_run_and_has_no_share(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers(64 * tunable("rows", [2, 1]))), n_warmup=0, n_repeat=1)
+    tuned()
+    (choice,) = [context for context in tuned.report.contexts if context.kernel == "rows"]
+    assert (choice.judge, choice.run_ms, tuned.report.share_percent(choice)) == ("run", None, None)
+    assert tuned.report.step.judge == "run"
+    assert tuned.report.to_dict() == reported_in_logs()
+
+
+def test_a_session_under_way_reports_what_is_left(bench: Bench) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned()
+    data = tuned.report.to_dict()
+    (context,) = data["contexts"]
+    assert (data["outlook"]["contexts"], data["outlook"]["settled"], context["status"]) == (1, 0, "tuning")
+    assert data["outlook"]["more_runs"] > 0
+    tuned()
+    assert (tuned.report.step.before_ms, tuned.report.step.after_ms) == (3.0, 1.0)  # the best so far

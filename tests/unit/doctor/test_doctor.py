@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,23 @@ def test_a_machine_without_gpus_is_healthy_and_its_world_is_the_interpreter(tmp_
     assert seen["directories"][LOGS] == str(tmp_path / ".autotune_logs")
     assert seen["host"]["facts"]["directories"][LOGS] == ""
     assert list(tmp_path.iterdir()) == []  # what was made to try it is gone
+
+
+def test_versions_are_those_of_packages_that_matter_whatever_else_has_such_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {
+        "numpy": "2.3.5",
+        "numpyro": "0.21.0",
+        "nvshmem4py-cu13": "0.4.1",
+        "nvidia-nccl-cu13": "2.28.9",
+        None: "",
+    }
+    packages = [SimpleNamespace(name=name, version=version) for name, version in names.items()]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: packages)
+
+    installed = examination.versions().keys() - {"python", "dist_autotune", "torch", "CUDA", "triton"}
+    assert installed == {"numpy", "nvshmem4py-cu13", "nvidia-nccl-cu13"}
 
 
 def test_probes_that_hang_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,20 @@
-"""The progress bar: on rank 0 and a terminal, and in nobody's way."""
+"""Progress: on the first rank, a bar on a terminal and lines elsewhere, and in nobody's way."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 import threading
 from typing import Any
 
 import pytest
 from kernels_for_tests import Bench, launch, numbers
+from rich.cells import cell_len
 
-from dist_autotune import tunable
-from dist_autotune.logs.progress import is_shown
+from dist_autotune.logs.progress import Progress
+from dist_autotune.search.budget import Forecast, StepTimes
 
 
 class Terminal(io.StringIO):
@@ -24,25 +26,89 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Return a terminal for a test to redirect stderr to: pytest gives each phase of a test its own."""
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     return Terminal()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "rank", "is_terminal", "shown"),
-    [
-        (None, 0, True, True),
-        (None, 0, False, False),
-        (None, 1, True, False),
-        (True, 0, False, True),
-        (True, 1, True, False),
-        (False, 0, True, False),
-    ],
-)
-def test_it_is_shown_by_rank_0_on_a_terminal_unless_told_otherwise(
-    monkeypatch, wanted, rank, is_terminal, shown
-):
-    monkeypatch.setattr(sys, "stderr", Terminal() if is_terminal else io.StringIO())
-    assert is_shown(wanted, rank) is shown
+class Seconds:
+    """A clock that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+FORECAST = {"timed": 30, "candidates": 60, "contexts": 28, "planned_trials": 206, "waits": 0}
+
+
+def standing(runs: int, settled: int) -> Forecast:
+    return Forecast(**FORECAST, runs=runs, trials=runs - 1, settled=settled)
+
+
+def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
+    """Return what is written in 20 seconds of 1 second a run."""
+    clock = Seconds()
+    with contextlib.redirect_stderr(stderr):
+        progress = Progress("train_step", wanted, is_first=is_first, clock=clock)
+        for run in range(1, 21):
+            clock.now += 1.0
+            progress.update(standing(run, run), 207, lambda: StepTimes(5.2, 3.9, "launch"))
+        progress.close("settled after 20 steps, 20 s")
+    return stderr.getvalue()
+
+
+# ---- lines
+
+
+def test_without_a_terminal_it_writes_a_line_every_five_seconds_and_one_at_the_end():
+    assert shown(None, is_first=True, stderr=io.StringIO()).splitlines() == [
+        f"dist_autotune: tuning train_step: {line}"
+        for line in (
+            "5 of 28 contexts settled, step 5, at most 202 trials left, about 4:13 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "10 of 28 contexts settled, step 10, at most 197 trials left, about 3:39 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "15 of 28 contexts settled, step 15, at most 192 trials left, about 3:26 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "20 of 28 contexts settled, step 20, at most 187 trials left, about 3:17 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "settled after 20 steps, 20 s",
+        )
+    ]
+
+
+@pytest.mark.parametrize(("wanted", "is_first"), [(False, True), (None, False), (True, False)])
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_it_is_shown_by_the_first_rank_alone_and_not_if_unwanted(wanted, is_first, kind):
+    assert shown(wanted, is_first=is_first, stderr=kind()) == ""
+
+
+def test_a_short_session_writes_no_line(capsys):
+    tune()()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_is_gone_stops_nothing(monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    assert shown(None, is_first=True, stderr=Gone()) == ""
+
+
+# ---- the bar
+
+
+def test_on_a_terminal_it_draws_a_bar_that_fits_80_columns(terminal):
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", shown(None, is_first=True, stderr=terminal))
+    lines = [line for line in re.split(r"\x1b\[2K|\r|\n", drawn) if "train_step" in line]
+    assert "20/28 contexts" in lines[-1]
+    assert "20/207 runs" in lines[-1]
+    assert "-25 %" in lines[-1]
+    assert "about 3:17 left" in lines[-1]
+    assert "dist_autotune:" not in drawn
+    assert max(map(cell_len, lines)) <= 80
 
 
 def closed() -> io.StringIO:
@@ -59,23 +125,24 @@ def test_a_program_may_have_no_stderr(monkeypatch, stderr):
     assert tuned.settled
 
 
-def test_brackets_in_a_key_are_no_markup(terminal):
+def test_brackets_in_a_name_are_no_markup(terminal):
     with contextlib.redirect_stderr(terminal):
-        tune(lambda: tunable("layout", [1, 2], key=("[/row]",)))()
-    assert "layout[[/row]]" in terminal.getvalue()
+        tune(name="step[/row]")()
+    assert "tuning step[/row]" in terminal.getvalue()
 
 
 def tune(thunk: Any = lambda: None, **options: Any) -> Any:
     bench = Bench()
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-    return bench.tune(lambda: (launch(kernel, numbers()), thunk()), progress=None, name="step", **options)
+    chosen = {"name": "step", "progress": None, **options}
+    return bench.tune(lambda: (launch(kernel, numbers()), thunk()), **chosen)
 
 
 def test_it_counts_the_runs_and_is_gone_at_the_end(terminal):
     with contextlib.redirect_stderr(terminal):
         tune()()
     drawn = terminal.getvalue()
-    assert "tuning step" in drawn or "add[64" in drawn
+    assert "tuning step" in drawn
     assert "3/3" in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing written clears the line
 

@@ -20,6 +20,14 @@ def test_what_is_left_is_estimated_from_the_runs_that_a_trial_has_taken():
     )
 
 
+def test_runs_that_wait_for_a_compiler_say_nothing_of_how_long_trials_take():
+    outlook = Forecast(
+        timed=4, candidates=16, planned_trials=30, runs=110, trials=10, waits=10, held=90, compiling=7
+    )
+    assert outlook.more_runs == 40
+    assert str(outlook).startswith("4 of 16 candidates timed (7 still compiling), 10 of")
+
+
 @pytest.mark.parametrize(("runs", "trials"), [(0, 0), (3, 0), (40, 40)])
 def test_there_is_always_something_left_while_a_session_is_under_way(runs, trials):
     outlook = Forecast(timed=0, candidates=1, planned_trials=30, runs=runs, trials=trials)

@@ -16,6 +16,7 @@ from dist_autotune.search.messages import (
     Announcement,
     Crash,
     Message,
+    Offer,
     Opening,
     Part,
     RunReport,
@@ -56,7 +57,7 @@ def messages(draw: Any, rank: int) -> Message:
     facts = {"version": {draw(st.sampled_from(["1", "2"])): rank}}
     if kind is Vote:
         return Vote(rank, facts, wants_session=draw(st.booleans()))
-    offers = {name: (rank, name, draw(times)) for name in draw(st.sets(digests))}
+    offers = {name: Offer(rank, name, draw(times), "r", "k") for name in draw(st.sets(digests))}
     if kind is Opening:
         sessions = draw(st.sets(digests))
         crashes = {s: Crash(rank, 3, "noon", draw(st.integers(0, 2)), {"x": draw(digests)}) for s in sessions}

@@ -106,32 +106,6 @@ def test_the_default_directory_is_the_users_cache_directory(
     assert cache_directory() == tmp_path / "dist_autotune"
 
 
-# ---- export and import
-
-
-def test_exported_entries_can_be_imported_elsewhere(tmp_path: Path) -> None:
-    here, there = Winners(tmp_path / "here"), Winners(tmp_path / "there")
-    for key in ("1", "2"):
-        here.put(entry(key=key))
-    there.put(entry(winner="c0", key="1"))
-    assert here.export(tmp_path / "all.json") == 2
-    assert there.import_(tmp_path / "all.json") == 2
-    assert all_of(there) == all_of(here)
-
-
-def test_a_damaged_export_imports_nothing(tmp_path: Path) -> None:
-    cache = Winners(tmp_path / "cache")
-    cache.put(entry())
-    cache.export(tmp_path / "all.json")
-    cache.clear()
-    data = json.loads((tmp_path / "all.json").read_text())
-    del data["entries"][0]["winner"]
-    (tmp_path / "all.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="winner"):
-        cache.import_(tmp_path / "all.json")
-    assert all_of(cache) == {}
-
-
 # ---- damaged files
 
 DAMAGED = {

@@ -68,6 +68,7 @@ def thunk() -> str:
         ({"cache": None}, "cache=None"),
         ({"log_dir": 3}, "log_dir=3"),
         ({"name": 3}, "name=3"),
+        ({"compile_jobs": 0}, "compile_jobs=0: expected an int of at least 1"),
         ({"progress": "yes"}, "progress='yes'"),
         ({"share": "no"}, "share='no'"),
         ({"watch": 1}, "watch=1"),
@@ -102,7 +103,7 @@ def test_the_signature_is_the_documented_one():
         "objective": "kernel", "statistic": "median", "rank_reduce": "max", "agree": "key", "group": None,
         "share": True, "name": None, "watch": True, "preserve": (), "cache": True,
         "log_dir": ".autotune_logs", "clock": None, "timeout_s": 300, "on_stuck": "raise", "max_runs": None,
-        "budget_s": None, "progress": None, "bits": "any", "outputs": (),
+        "budget_s": None, "compile_jobs": None, "progress": None, "bits": "any", "outputs": (),
     }  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def test_every_public_name_is_exported_once():
     documented = {
         "contextual_autotune", "ContextualAutotuner", "is_tuning", "TuningReport", "TunedContext", "Clock",
         "EventClock", "WallClock", "tunable", "TuningError", "NoValidConfig", "RankMismatch",
-        "AgreementTimeout", "PeerFailed", "CacheWarning", "__version__",
+        "AgreementTimeout", "PeerFailed", "NotTuned", "CacheWarning", "StepTuner", "__version__",
     }  # fmt: skip
     assert set(dist_autotune.__all__) == documented
     assert len(dist_autotune.__all__) == len(documented)
@@ -325,7 +326,7 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch, 
     assert all(known in str(caught.value) for known in KNOWN_VARIABLES)
 
 
-@pytest.mark.parametrize("mode", ["tune", "cached", "off"])
+@pytest.mark.parametrize("mode", ["tune", "cached", "strict", "off"])
 def test_the_mode_is_read_at_every_call(monkeypatch, mode):
     decorated = contextual_autotune(thunk)
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
@@ -336,7 +337,9 @@ def test_the_mode_is_read_at_every_call(monkeypatch, mode):
 def test_an_unknown_mode_is_an_error(monkeypatch):
     decorated = contextual_autotune(thunk)
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "fast")
-    with pytest.raises(TuningError, match="DIST_AUTOTUNE_MODE='fast': expected one of tune, cached, off"):
+    with pytest.raises(
+        TuningError, match="DIST_AUTOTUNE_MODE='fast': expected one of tune, cached, strict, off"
+    ):
         decorated()
 
 
@@ -446,6 +449,22 @@ def test_a_compile_timeout_comes_from_its_variable(monkeypatch, value, seconds):
     if value is not None:
         monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
     assert settings.compile_timeout_s() == seconds
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
+def test_jobs_that_are_no_number_of_processes_are_an_error(monkeypatch, value):
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_JOBS", value)
+    with pytest.raises(TuningError, match=f"DIST_AUTOTUNE_COMPILE_JOBS='{value}': expected an int"):
+        settings.check_variables()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "jobs"), [(None, None, None), (None, "", None), (None, "3", 3), (5, "3", 5)]
+)
+def test_jobs_are_the_argument_or_the_variable_or_as_the_cores_allow(monkeypatch, argument, value, jobs):
+    if value is not None:
+        monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_JOBS", value)
+    assert Options(compile_jobs=argument).resolved_compile_jobs() == jobs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""The command `run`: a program, unchanged, tuned while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import settings
+from ..options import Options
+from ..script.boundaries import NamedCalls, OptimizerSteps
+from ..script.program import Program
+from ..script.tuned_program import TunedProgram
+from . import terminal
+
+# Options of `contextual_autotune` that a program can be given; their types and their checks are `Options`'.
+OPTIONS = {
+    "is_dist": "All ranks of the default process group agree on each config; default: yes.",
+    "n_repeat": "Measured steps per config. Giving it, or --n-warmup, selects the exhaustive search.",
+    "n_warmup": "Unmeasured steps before them.",
+    "search": "exhaustive, racing or auto.",
+    "objective": "kernel: judge a config by its launches; thunk: by the time of the whole step.",
+    "statistic": "Over the samples of one rank: median, mean or min.",
+    "rank_reduce": "Over ranks: max or mean.",
+    "agree": "Contexts of ranks belong together by key, or as the n-th of a kernel: ordinal.",
+    "share": "--no-share: results belong to this program alone.",
+    "name": "Of the program in logs, reports and cache; default: its file or module.",
+    "watch": "With several ranks, vote after each settled step whether some rank met a new key.",
+    "cache": "Directory of the results; 'off': none.",
+    "log_dir": "Directory of the logs; 'off': none.",
+    "timeout_s": "Seconds that a rank waits for its peers.",
+    "on_stuck": "abort: end the process when a peer is stuck in a step.",
+    "max_runs": "Steps of a session at most.",
+    "budget_s": "Seconds after which the best so far stays.",
+    "compile_jobs": "Candidates that a rank compiles at a time, behind the steps.",
+    "progress": "A bar on rank 0; default: when stderr is a terminal.",
+}
+OFF: dict[str, Any] = {"cache": False, "log_dir": None}
+
+
+def prepare(
+    ctx: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m, a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What the program finds in sys.argv.")] = None,
+    is_module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            help="What ends a run: module:function or module:Class.method. Default: an optimizer's step."
+        ),
+    ] = None,
+    **given: Any,
+) -> None:
+    """Run a program unchanged and tune its kernels while it trains, one trial per optimizer step.
+
+    Works under torchrun: torchrun --nproc-per-node 8 -m dist_autotune run train.py. Options of this command
+    stand before SCRIPT. With DIST_AUTOTUNE_MODE=off the program runs as without it.
+    """
+    settings.check_variables()
+    if not is_module and not os.path.isfile(target):
+        terminal.fail(f"There is no file {target}. To run a module: dist-autotune run -m {target}")
+    chosen = {name: _given(name, value) for name, value in given.items() if value is not None}
+    options = Options(**{"is_dist": True, **chosen, "mode": "online"})
+    boundary = OptimizerSteps() if step is None else NamedCalls(step)
+    program = Program(target, tuple(arguments or ()), is_module)
+    ctx.obj.append(lambda: execute(program, options, boundary))
+
+
+def execute(program: Program, options: Options, boundary: Any) -> None:
+    """Run the program; then show on rank 0, on stderr, what was found. What it raises is the caller's."""
+    if settings.run_mode() == "off":
+        program.run()
+        return
+    tuned, pid = TunedProgram(program, options, boundary), os.getpid()
+    try:
+        tuned.run()
+    finally:
+        if tuned.rank == 0 and os.getpid() == pid:  # a forked child may come here too
+            with contextlib.suppress(OSError, ValueError):  # the program may have closed stderr
+                terminal.print_ending(program.name, tuned.report, tuned.remark)
+
+
+def _given(name: str, text: Any) -> Any:
+    """Return an option's value; text that is none stays, for `Options` to name it."""
+    if name in OFF:
+        return OFF[name] if text == "off" else Path(text)
+    with contextlib.suppress(TypeError, ValueError):
+        return KINDS[name](text)
+    return text
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` a parameter for each of OPTIONS in place of `given`."""
+    parameters = [
+        each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"
+    ]
+    for name, text in OPTIONS.items():
+        kind = KINDS[name]
+        option = typer.Option(help=text, metavar=None if kind is bool else kind.__name__.upper())
+        annotation: Any = Annotated[bool | None if kind is bool else str | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _kind(hint: Any) -> type:
+    """Return what an option's text becomes: the first of these types that its field may have."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next(kind for kind in (str, bool, int, float) if kind in kinds)
+
+
+KINDS = {name: _kind(hint) for name, hint in typing.get_type_hints(Options).items() if name in OPTIONS}
+_with_options(prepare)

@@ -1,0 +1,120 @@
+"""A pool in a process of its own, forked from the rank once, so that runs go on while it compiles.
+
+It forks a child for each candidate, as a rank does that waits for them, and tells of each as it ends. It has
+none of the rank's files: a pipe that the rank closes is closed, and a device is free when the rank has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+import weakref
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NoReturn
+
+from .binaries import has_binary
+from .compiler_child import close_files, fork, leave_job, reaped, yield_cores
+from .pool import Compilation, Pool, Task, Terms
+
+READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How a compilation ended."""
+
+    place: int  # in what the process was given
+    ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
+    reason: str  # why it failed
+
+
+class PoolProcess:
+    """Compiles what it is given, the first first; raises OSError where the system allows no fork.
+
+    It ends, and what it has started, when it has compiled all, when it is closed, and with the thread that
+    made it.
+    """
+
+    def __init__(self, compilations: Sequence[Compilation], terms: Terms) -> None:
+        report = os.memfd_create("compiled")  # an empty line when it begins, then one for each candidate
+        parent = os.getpid()
+        try:
+            pid = fork()
+        except OSError:
+            os.close(report)
+            raise
+        if pid == 0:
+            _serve(compilations, terms, parent, report)
+        self._report, self._read_bytes, self._pid = report, 0, pid
+        self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
+
+    def read(self) -> list[Compiled]:
+        """Return the compilations that have ended since this was last called."""
+        text = os.pread(self._report, READ_BYTES, self._read_bytes)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        return [Compiled(*json.loads(line)) for line in whole.splitlines() if line]
+
+    @property
+    def has_begun(self) -> bool:
+        return os.fstat(self._report).st_size > 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it has ended; what it has told is still to be read."""
+        try:
+            return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # a handler of the user's has reaped it
+            return True
+
+
+def _end(pid: int, report: int, parent: int) -> None:
+    """End the process with all that it has started; only its parent may: children of that have a copy."""
+    if os.getpid() != parent:
+        return
+    os.close(report)
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # a handler of the user's has reaped it
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            os.kill(pid, ending)
+            if reaped(pid) is not None:
+                return
+
+
+# ---- in the process
+
+
+def _serve(compilations: Sequence[Compilation], terms: Terms, parent: int, report: int) -> NoReturn:
+    def tell(task: Task) -> None:
+        told = Compiled(places[task.compilation], task.ending, task.reason)
+        os.write(report, json.dumps(astuple(told)).encode() + b"\n")
+
+    try:
+        signal.signal(signal.SIGTERM, _leave)  # before that signal can come
+        leave_job(parent, signal.SIGTERM)
+        close_files(report)
+        yield_cores()
+        os.write(report, b"\n")
+        places = {compilation: place for place, compilation in enumerate(compilations)}
+        with Pool(compilations, terms, _find, tell) as pool:
+            pool.run()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _leave(number: int, frame: Any) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit()
+
+
+def _find(compilation: Compilation) -> None:
+    """Compile what no child could; the rank loads it, and meets what is the user's to see."""
+    if not has_binary(compilation.key):
+        compilation.compile()

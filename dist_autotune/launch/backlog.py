@@ -1,0 +1,190 @@
+"""Candidates that are compiled in another process while runs go on, and loaded between runs, a few a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..compilation import preflight
+from ..compilation.compiler_child import START_S
+from ..compilation.pool import COMPILED, Compilation, Tally, Terms, why_no_child
+from ..compilation.pool_process import Compiled, PoolProcess
+from ..compilation.preflight import keeping_reason
+from ..triton_api.launch import Launch, load
+from .rank_context import RankContext
+
+LOADING_SHARE = 0.25  # of the time from run to run: what loading may add to it; one candidate in any case
+STARTS_IN_VAIN = 3  # of processes that end and tell of no candidate; then this one compiles
+
+
+@dataclass(eq=False)
+class _Entry:
+    """What one context waits for."""
+
+    tally: Tally
+    began: float
+    launches: int  # in the run that brought it
+    device: int  # which that run has launched it on
+    to_compile: dict[str, Compilation] = field(default_factory=dict)  # by candidate
+    to_load: dict[str, Compilation] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # of what has failed and is not banned yet
+
+    @property
+    def left(self) -> int:
+        return len(self.to_compile) + len(self.to_load)
+
+    def end(self, candidate: str, told: Compiled) -> None:
+        """Take up how a compilation ended."""
+        compilation = self.to_compile.pop(candidate)
+        self.tally.count(told.ending)
+        if told.reason:
+            self.reasons[candidate] = told.reason
+        else:
+            self.to_load[candidate] = compilation
+
+
+class Backlog:
+    """The contexts that wait for their candidates; that which takes most of a run comes first.
+
+    ban: called with the reasons of the candidates of a context that failed here.
+    loading: entered around the loading of a candidate of a context.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        ban: Callable[[RankContext, Mapping[str, str]], None],
+        loading: Callable[[str, str], AbstractContextManager[None]],
+    ) -> None:
+        self._terms, self._ban, self._loading = terms, ban, loading
+        self._entries: dict[RankContext, _Entry] = {}
+        self._process: PoolProcess | None = None
+        self._asked: list[tuple[_Entry, str]] = []  # of the process
+        self._started = 0.0
+        self._in_vain = 0  # processes in a row that told of no candidate
+        self._why_here = why_no_child(terms)  # this process compiles, a candidate a run
+        self._advanced: float | None = None  # when `advance` has last ended
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, context: RankContext, launch: Launch, configs: Mapping[str, Any]) -> None:
+        """Let `context` wait for `configs`, as they are compiled for a launch, which is not held."""
+        planned = preflight.plan(launch, configs, self._terms.limit_s)
+        tally = Tally(workers=self._terms.workers, remark=planned.remark)
+        entry = self._entries[context] = _Entry(
+            tally, time.monotonic(), context.launches, preflight.current_device()
+        )
+        entry.reasons.update(planned.reasons)
+        for candidate, kernel in planned.kernels.items():
+            with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
+                load(kernel)
+        entry.to_compile.update(self._terms.in_turn(list(planned.compilations.items())))
+
+    def advance(self) -> Iterator[tuple[RankContext, Tally]]:
+        """Take up what is compiled, load some of it, ban what failed; yield the contexts that are done.
+
+        What no context waits for any more is dropped.
+        """
+        now = time.monotonic()
+        until = now if self._advanced is None else now + LOADING_SHARE * (now - self._advanced)
+        self._drop(lambda context: context.search is None or context.search.is_tuned_by_launches)
+        self._read()
+        self._start()
+        may_load = True
+        for context, entry in self._in_order():
+            while entry.to_load and may_load:
+                self._load(context, entry)
+                may_load = time.monotonic() < until
+            self._ban(context, entry.reasons)
+            entry.reasons = {}
+            context.compiling = entry.left
+            if not entry.left:
+                del self._entries[context]
+                entry.tally.seconds = time.monotonic() - entry.began
+                yield context, entry.tally
+        self._advanced = time.monotonic()
+
+    def drop_unannounced(self) -> None:
+        """Drop what the failed run has brought: its next launch is its first."""
+        self._drop(lambda context: context.announced)
+
+    def close(self) -> None:
+        """Drop all, and end the process."""
+        self._drop(lambda context: False)
+        self._stop()
+
+    def _drop(self, stays: Callable[[RankContext], bool]) -> None:
+        for context, entry in list(self._entries.items()):
+            if not stays(context):
+                del self._entries[context]
+                context.compiling, context.is_preflighted = 0, False
+                if entry.to_compile:
+                    self._stop()  # it starts anew with what is left
+
+    def _in_order(self) -> list[tuple[RankContext, _Entry]]:
+        """Return first what takes most of a run, as far as that is known."""
+        return sorted(self._entries.items(), key=lambda waiting: -_run_ms(*waiting))
+
+    def _load(self, context: RankContext, entry: _Entry) -> None:
+        candidate = next(iter(entry.to_load))
+        compilation = entry.to_load.pop(candidate)
+        with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
+            kernel = compilation.keep(compilation.compile())
+            with self._loading(context.name, candidate):
+                load(kernel)
+
+    # -- the process ---------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take up what the process has told, and whether it has ended."""
+        if (process := self._process) is None:
+            return
+        has_ended = process.has_ended  # asked first, so that nothing it has told is missed
+        has_ended |= not process.has_begun and time.monotonic() - self._started > START_S
+        for told in process.read():
+            entry, candidate = self._asked[told.place]
+            entry.end(candidate, told)
+            self._in_vain = 0
+        if has_ended:
+            self._in_vain += any(candidate in entry.to_compile for entry, candidate in self._asked)
+            self._stop()
+
+    def _start(self) -> None:
+        """Let a process compile what is left, in order, if none does; one that lacks something is ended."""
+        wanted = [(entry, candidate) for _, entry in self._in_order() for candidate in entry.to_compile]
+        # What takes most of a run is known when the times of the first runs are read.
+        is_due = all(context.search is not None and not context.search.waiting for context in self._entries)
+        if not (wanted and is_due) or (self._process is not None and set(wanted) <= set(self._asked)):
+            return
+        self._stop()
+        if self._in_vain >= STARTS_IN_VAIN:
+            self._why_here = "child processes do not start, or do not last"
+        if not self._why_here:
+            compilations = [entry.to_compile[candidate] for entry, candidate in wanted]
+            try:
+                self._process = PoolProcess(compilations, self._terms)
+            except OSError as error:
+                self._why_here = f"no child ({error.strerror})"
+            else:
+                self._asked, self._started = wanted, time.monotonic()
+                return
+        remark = f"compiled in this process, without a limit: {self._why_here}"
+        for entry, candidate in wanted:
+            entry.tally.remark = remark
+            entry.end(candidate, Compiled(0, COMPILED, ""))
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _run_ms(context: RankContext, entry: _Entry) -> float:
+    """Return what the launches of a context took in the run that brought it; 0.0: not known."""
+    if context.search is None:
+        return 0.0
+    return entry.launches * dict(context.search.known_ms()).get(context.search.incumbent, 0.0)

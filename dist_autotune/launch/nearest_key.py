@@ -1,0 +1,63 @@
+"""How far two tuning keys of a kernel are apart: an untuned one begins with the winner of the nearest.
+
+Keys are given as canonical text. Only integers are compared by size, flags among them (0 and 1); keys that
+differ in anything else, a dtype for one, are not comparable. No torch, no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.+#-]+""")
+_INTEGER = re.compile(r"-?\d+")
+
+
+def by_distance(key: str, others: Iterable[str]) -> list[str]:
+    """Return those of `others` that can be compared with `key`, the nearest first; ties: the smaller key."""
+    shape, integers = _split(key)
+    found = []
+    for other in set(others):
+        other_shape, other_integers = _split(other)
+        if other_shape == shape:
+            found.append((_distance(integers, other_integers), other_integers, other))
+    return [other for _, _, other in sorted(found)]
+
+
+def distance(one: str, other: str) -> float:
+    """Return the sum over the integers of |log2(1 + a) - log2(1 + b)|: 1 for a size that doubles.
+
+    A negative integer counts as far below zero as its opposite lies above. inf: not comparable.
+    """
+    (shape, integers), (other_shape, other_integers) = _split(one), _split(other)
+    return _distance(integers, other_integers) if shape == other_shape else math.inf
+
+
+def named(text: str, key: str) -> str:
+    """Return `text`, which names the values of some key, with the integers of another one, `key`."""
+    integers = iter(_split(key)[1])
+    return _TOKEN.sub(lambda token: str(next(integers)) if _INTEGER.fullmatch(token[0]) else token[0], text)
+
+
+def _distance(integers: tuple[int, ...], others: tuple[int, ...]) -> float:
+    return sum(abs(_scaled(a) - _scaled(b)) for a, b in zip(integers, others, strict=True))
+
+
+def _scaled(integer: int) -> float:
+    return math.copysign(math.log2(1 + abs(integer)), integer)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(key: str) -> tuple[str, tuple[int, ...]]:
+    """Return the key with a `#` in place of each integer outside of strings, and the integers."""
+    integers: list[int] = []
+
+    def take(token: re.Match[str]) -> str:
+        if not _INTEGER.fullmatch(token[0]):
+            return token[0]
+        integers.append(int(token[0]))
+        return "#"
+
+    return _TOKEN.sub(take, key), tuple(integers)

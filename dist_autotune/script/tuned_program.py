@@ -1,0 +1,105 @@
+"""One execution of a program whose launches are tuned. Torch and Triton are imported by it, not before."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .. import settings
+from ..options import Options
+from .after_import import AfterImport
+from .boundaries import Boundary
+from .program import Program
+
+if TYPE_CHECKING:
+    from ..tuner.report import TuningReport
+    from .script_tuner import ScriptTuner
+
+
+class TunedProgram:
+    """A program and its tuner, which is made at the first launch or at the first boundary."""
+
+    def __init__(self, program: Program, options: Options, boundary: Boundary) -> None:
+        self._program, self._options, self._boundary = program, options, boundary
+        self._tuner: ScriptTuner | None = None
+        self._error: BaseException | None = None  # what has ended the program
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._remove_gate: Callable[[], None] = lambda: None
+
+    @property
+    def report(self) -> TuningReport | None:
+        """What the last session found; None: nothing was tried."""
+        return None if self._tuner is None else self._tuner.report
+
+    @property
+    def rank(self) -> int:
+        return settings.process_rank() if self._tuner is None else self._tuner.rank
+
+    @property
+    def remark(self) -> str:
+        """Why less was tuned than the user may expect; empty: no reason, or the program failed."""
+        if self._error is not None:
+            return ""
+        if self._tuner is None or not self._tuner.boundaries:
+            return f"Nothing was tuned: {self._boundary.missing}"
+        return "" if self._tuner.lost is None else f"Tuning ended early: {self._tuner.lost}"
+
+    def run(self) -> None:
+        """Run the program to its end. What it raises, SystemExit too, is the caller's."""
+        try:
+            with (
+                AfterImport({"triton.runtime.autotuner": self._set_gate}),
+                self._boundary.watched(self._end_run),
+            ):
+                self._program.run()
+        except BaseException as error:
+            self._error = None if isinstance(error, SystemExit) and not error.code else error
+            raise
+        finally:
+            self._remove_gate()
+            if self._tuner is not None:
+                self._tuner.close(self._error)
+
+    def _set_gate(self, autotuner: ModuleType) -> None:
+        """Let the first launch begin the first run. Others may have wrapped the gate by then, and keep it."""
+        owner, stock = autotuner.Autotuner, vars(autotuner.Autotuner)["run"]
+
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            return (owner.run if self._begin_at_launch() else stock)(*args, **kwargs)
+
+        def remove() -> None:
+            if vars(owner)["run"] is gate:
+                owner.run = stock
+
+        owner.run, self._remove_gate = gate, remove
+
+    def _begin_at_launch(self) -> bool:
+        """Return whether this launch belongs to a first run that it, or one beside it, has begun.
+
+        A launch of a forked child, or of a function that the program tunes itself, begins none.
+        """
+        from ..triton_api.interception import INTERCEPTION
+
+        if self._tuner is not None or INTERCEPTION.active or os.getpid() != self._pid:
+            return False
+        with self._lock:
+            if self._tuner is None:
+                self._made_tuner().begin()
+        return True
+
+    def _end_run(self) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                tuner = self._tuner or self._made_tuner()
+            tuner.end_run()
+
+    def _made_tuner(self) -> ScriptTuner:
+        from .script_tuner import ScriptTuner
+
+        self._remove_gate()  # set by that import, if not before
+        self._tuner = ScriptTuner(self._options, self._options.name or self._program.name)
+        return self._tuner

@@ -1,0 +1,101 @@
+"""A bundle: winners with their evidence in one JSON file, to be carried to other machines.
+
+A file is read whole and checked before anything of it is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..codec import from_json, to_json
+from ..regular_files import read_bounded
+from ..version import __version__
+from .winners import IMPORTED, SCHEMA_VERSION, Entry, Winners, parse
+
+BUNDLE_VERSION = 1  # raise it when fields beside the entries change their meaning
+MAX_BUNDLE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What became of the entries of a bundle."""
+
+    added: int
+    same: int  # the cache had the same winners
+    conflicts: tuple[tuple[Entry, Entry], ...]  # (of the cache, of the bundle), with different winners
+    missing: int  # could not be stored; a `CacheWarning` says why
+
+
+def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
+    """Write entries to a bundle.
+
+    Raises FileExistsError unless it `replaces` a file that is there, ValueError for more than a bundle holds.
+    """
+    written = [entry.as_dict() for entry in entries]
+    data = {
+        "bundle": BUNDLE_VERSION,
+        "schema": SCHEMA_VERSION,
+        "package_version": __version__,
+        "exported_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "entries": written,
+    }
+    content = to_json(data, indent=True) + "\n"
+    if len(content.encode()) > MAX_BUNDLE_BYTES:
+        raise ValueError(f"{len(written)} entries are more than the {MAX_BUNDLE_BYTES} bytes of a bundle")
+    write_whole(path, content, replaces=replaces)
+
+
+def write_whole(path: Path, content: str, *, replaces: bool) -> None:
+    """Write a file at once: nobody sees a part of it. Raises FileExistsError unless it `replaces` one."""
+    if path.exists() and not replaces:
+        raise FileExistsError(f"{path} is there already: --replace writes over it")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> list[Entry]:
+    """Return the entries of a bundle; a ValueError says what is wrong with it, and with which entry."""
+    data = parse(read_bounded(path, MAX_BUNDLE_BYTES))
+    if data.get("bundle") != BUNDLE_VERSION or not isinstance(data.get("entries"), list):
+        raise ValueError(f"not a bundle of version {BUNDLE_VERSION}: bundle={data.get('bundle')!r}")
+    entries: dict[str, Entry] = {}
+    for number, item in enumerate(data["entries"]):
+        with _naming(f"entry {number}"):
+            entry = from_json(Entry, item)
+            if entry.key.digest in entries:
+                raise ValueError(f"a second one for {entry.title}")
+            entries[entry.key.digest] = entry
+    return list(entries.values())
+
+
+def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Merged:
+    """Store the entries of a bundle; another winner that the cache has stays, unless this `replaces` it."""
+    stored = [winners.get(entry.key) for entry in entries]
+    winners.put(*entries, replaces=replaces)
+    now = [winners.get(entry.key) for entry in entries]
+    for entry in entries:
+        winners.record_launch(IMPORTED, entry.key)
+    pairs = list(zip(stored, entries, strict=True))
+    return Merged(
+        added=sum(old is None and new is not None for old, new in zip(stored, now, strict=True)),
+        same=sum(old is not None and old.winner == entry.winner for old, entry in pairs),
+        conflicts=tuple((old, e) for old, e in pairs if old is not None and old.winner != e.winner),
+        missing=sum(new is None for new in now),
+    )
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

@@ -1,0 +1,25 @@
+"""Tensor parallelism that trains: products with gradients, layers, and a plan for whole models."""
+
+from __future__ import annotations
+
+from .functions import all_gather_matmul, matmul_reduce_scatter, sum_gradient
+from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
+from .moe_layer import MoE
+from .parallelize import ColumnParallel, RowParallel, SequenceParallel, parallelize
+from .registry import release, reserve
+
+__all__ = [
+    "ColumnParallel",
+    "ColumnParallelLinear",
+    "MoE",
+    "RowParallel",
+    "RowParallelLinear",
+    "SequenceParallel",
+    "SwiGLU",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "parallelize",
+    "release",
+    "reserve",
+    "sum_gradient",
+]

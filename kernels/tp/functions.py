@@ -1,0 +1,140 @@
+"""Tensor-parallel products with gradients, over any number of dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from . import operators  # noqa: F401  it registers them
+from .registry import Group, name_of, size_of
+
+
+@overload
+def all_gather_matmul(
+    a_shard: Tensor,
+    weights: Tensor,
+    group: Group = None,
+    *,
+    bias: Tensor | None = None,
+    gather_dim: int = 0,
+    save_gathered: bool = True,
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    a_shard: Tensor,
+    weights: Sequence[Tensor],
+    group: Group = None,
+    *,
+    bias: Sequence[Tensor | None] | None = None,
+    gather_dim: int = 0,
+    save_gathered: bool = True,
+) -> tuple[Tensor, ...]: ...
+def all_gather_matmul(
+    a_shard: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    group: Group = None,
+    *,
+    bias: Any = None,
+    gather_dim: int = 0,
+    save_gathered: bool = True,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return `all_gather(a_shard) @ weight.T + bias`; for several weights a tuple, behind one gather.
+
+    a_shard [..., K], gathered along `gather_dim`, equal in shape on all ranks; weights [N, K], this rank's
+    rows of each, by rows or by columns; bias [N] for each, or None. The result has as many dimensions.
+
+    Backward gives this rank's part of the sum over ranks for a_shard, behind the largest product, and
+    gradients of all tokens for the weights. It reads the gathered rows: they are saved, W times the shard, or
+    with save_gathered=False gathered again. `group` is a process group, a DeviceMesh of one dimension or a
+    name.
+    """
+    given = [weights] if isinstance(weights, Tensor) else list(weights)
+    biases = [bias] if isinstance(weights, Tensor) else list(bias or [None] * len(given))
+    if not given or len(biases) != len(given):
+        raise ValueError(f"{len(given)} weights and {len(biases)} biases; as many of each, at least one")
+    _check_dim("gather_dim", gather_dim, a_shard)
+    group_name = name_of(group)
+    rows, sizes = _as_rows(a_shard, gather_dim)
+    sizes[0] *= size_of(group_name)
+    keeps = save_gathered and torch.is_grad_enabled() and any(weight.requires_grad for weight in given)
+    products, _ = torch.ops.dist_autotune.all_gather_matmul(rows, given, group_name, keeps)
+    results = tuple(
+        _from_rows(product if each is None else product + each, sizes, gather_dim)
+        for product, each in zip(products, biases, strict=True)
+    )
+    return results[0] if isinstance(weights, Tensor) else results
+
+
+def matmul_reduce_scatter(
+    a: Tensor,
+    weight: Tensor,
+    group: Group = None,
+    *,
+    bias: Tensor | None = None,
+    scatter_dim: int = 0,
+) -> Tensor:
+    """Return this rank's part, along `scatter_dim`, of `sum over ranks a @ weight.T`, plus bias.
+
+    a [..., K], K this rank's part of the inner dimension; its size along `scatter_dim` is a multiple of the
+    number of ranks. weight [N, K], by rows or by columns; bias [N], equal on all ranks, as its gradient is.
+    Backward gathers the gradient once, behind the product for `a`.
+    """
+    _check_dim("scatter_dim", scatter_dim, a)
+    group_name = name_of(group)
+    ranks, size = size_of(group_name), a.shape[scatter_dim]
+    if size % ranks:
+        padded = size + -size % ranks
+        raise ValueError(
+            f"dimension {scatter_dim} of a has {size} entries; pad it to {padded} for {ranks} ranks"
+        )
+    rows, sizes = _as_rows(a, scatter_dim)
+    sizes[0] //= ranks
+    sums = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name)
+    if bias is not None:
+        sums = sums + sum_gradient(bias, group_name)
+    return _from_rows(sums, sizes, scatter_dim)
+
+
+def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:
+    """Return `tensor`, with a gradient that is summed over the group's ranks.
+
+    For a parameter that is equal on all ranks and meets other tokens on each: a norm's weight, for example.
+    """
+    result: Tensor = _SumGradient.apply(tensor, name_of(group))
+    return result
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        started = torch.ops._c10d_functional.all_reduce(grad.contiguous(), "sum", ctx.group_name)
+        return torch.ops._c10d_functional.wait_tensor(started), None
+
+
+def _check_dim(name: str, dim: int, tensor: Tensor) -> None:
+    last = tensor.dim() - 1
+    if not 0 <= dim < max(last, 1) or last < 1:
+        shape = list(tensor.shape)
+        raise ValueError(
+            f"{name}={dim} of a tensor {shape}; it is 0 to {last - 1}, a dimension before the last"
+        )
+
+
+def _as_rows(tensor: Tensor, dim: int) -> tuple[Tensor, list[int]]:
+    """Return the tensor as a matrix whose rows run slowest along `dim`, and its sizes before the last."""
+    moved = tensor.movedim(dim, 0)
+    return moved.reshape(-1, tensor.shape[-1]), list(moved.shape[:-1])
+
+
+def _from_rows(rows: Tensor, sizes: list[int], dim: int) -> Tensor:
+    """Return a view of the matrix with these sizes, the first of which belongs at `dim`."""
+    return rows.unflatten(0, sizes).movedim(0, dim)

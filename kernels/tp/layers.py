@@ -1,0 +1,187 @@
+"""Layers made from ordinary ones: what a rank holds of their parameters, and how tokens meet them.
+
+Between the layers each rank holds its part of the tokens, along one dimension of the activations; inside a
+pair of a column-parallel and a row-parallel layer, all tokens and its part of the features. What is to be
+minimised is the sum of the ranks' losses.
+
+Parameters are DTensors with the names, the global shapes and the values of the ordinary layers, so state
+dicts, optimizers and FSDP2 on another dimension of the mesh take them as they take those of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from .functions import all_gather_matmul, matmul_reduce_scatter, sum_gradient
+from .registry import name_of
+
+
+def distribute(parameter: Tensor | None, mesh: DeviceMesh, placement: Placement) -> nn.Parameter | None:
+    """Return what this rank holds of a parameter that all ranks have alike; no rank tells another."""
+    if parameter is None:
+        return None
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"a parameter of {list(parameter.shape)} is distributed already: {parameter.placements}"
+        )
+    if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+        shape, dim = list(parameter.shape), placement.dim
+        raise ValueError(f"dimension {dim} of a parameter {shape} is no multiple of {mesh.size()} ranks")
+    held = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(held, parameter.requires_grad)
+
+
+def local(parameter: Tensor | None) -> Any:
+    """Return this rank's part of a parameter; its gradient is a DTensor again."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _ParallelLinear(nn.Linear):
+    """An `nn.Linear` of which each rank holds a part; its features are those of the whole."""
+
+    def __init__(
+        self, linear: nn.Linear, mesh: DeviceMesh, dim: int, of_weight: int, of_bias: Placement
+    ) -> None:
+        nn.Module.__init__(self)
+        self.group_name = name_of(mesh)
+        self.in_features, self.out_features, self.dim = linear.in_features, linear.out_features, dim
+        self.register_parameter("weight", distribute(linear.weight, mesh, Shard(of_weight)))
+        self.register_parameter("bias", distribute(linear.bias, mesh, of_bias))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """An `nn.Linear` from this rank's tokens, along `dim`, to its part of the features of all tokens."""
+
+    def __init__(
+        self, linear: nn.Linear, mesh: DeviceMesh, *, dim: int = 0, save_gathered: bool = True
+    ) -> None:
+        super().__init__(linear, mesh, dim, 0, Shard(0))
+        self.save_gathered = save_gathered
+        self._together: tuple[ProductsOfOneInput, int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._together is None:
+            return project(x, [self])[0]
+        products, index = self._together
+        return products.product(index, x)
+
+
+def project(x: Tensor, linears: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """Return what each of the layers makes of the tokens, behind one gather."""
+    first = linears[0]
+    return all_gather_matmul(
+        x,
+        [local(linear.weight) for linear in linears],
+        first.group_name,
+        bias=[local(linear.bias) for linear in linears],
+        gather_dim=first.dim,
+        save_gathered=first.save_gathered,
+    )
+
+
+class ProductsOfOneInput:
+    """Lets column-parallel layers that are called with the same tensor share a gather.
+
+    The first that is called computes the products of all; the others find theirs, which are kept until then.
+    """
+
+    def __init__(self, linears: Sequence[ColumnParallelLinear]) -> None:
+        self._linears = list(linears)
+        self._input: Tensor | None = None
+        self._products: dict[int, Tensor] = {}
+        for index, linear in enumerate(linears):
+            linear._together = self, index
+
+    def product(self, index: int, x: Tensor) -> Tensor:
+        """Return what the layer of that index makes of `x`."""
+        if self._input is not x or index not in self._products:
+            self._input = x
+            self._products = dict(enumerate(project(x, self._linears)))
+        found = self._products.pop(index)
+        if not self._products:
+            self._input = None
+        return found
+
+
+class RowParallelLinear(_ParallelLinear):
+    """An `nn.Linear` from this rank's part of the features of all tokens to its own tokens, along `dim`."""
+
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, *, dim: int = 0) -> None:
+        super().__init__(linear, mesh, dim, 1, Replicate())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = local(self.weight), local(self.bias)
+        return matmul_reduce_scatter(x, weight, self.group_name, bias=bias, scatter_dim=self.dim)
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` from a rank's tokens to its tokens: one gather, one scatter.
+
+    names: of the three layers in the state dict.
+    """
+
+    def __init__(
+        self,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        dim: int = 0,
+        save_gathered: bool = True,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        super().__init__()
+        self._names = names
+        for name, linear in zip(names[:2], (gate, up), strict=True):
+            layer = ColumnParallelLinear(linear, mesh, dim=dim, save_gathered=save_gathered)
+            self.add_module(name, layer)
+        self.add_module(names[2], RowParallelLinear(down, mesh, dim=dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers: list[Any] = [self.get_submodule(name) for name in self._names]
+        gate, up, down = layers
+        of_gate, of_up = project(x, [gate, up])
+        result: Tensor = down(nn.functional.silu(of_gate) * of_up)
+        return result
+
+
+def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return the module, which works on each token alone, with parameters for a rank's tokens.
+
+    They are equal on all ranks, and so are their gradients: sums over the ranks, in each backward. The
+    module's own code sees ordinary tensors. It must have no children.
+    """
+    if next(module.children(), None) is not None:
+        raise ValueError(f"{type(module).__name__} has children; name each of them in the plan")
+    for name, parameter in list(module.named_parameters()):
+        module.register_parameter(name, distribute(parameter, mesh, Replicate()))
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_SequenceParallel, kind), {"__module__": kind.__module__})
+    vars(module)["group_name"] = name_of(mesh)
+    return module
+
+
+class _SequenceParallel(nn.Module):
+    """What `sequence_parallel` puts before the class of a module."""
+
+    group_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._parameters
+        self._parameters = {name: self._summed(parameter) for name, parameter in held.items()}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters = held
+
+    def _summed(self, parameter: Any) -> Any:
+        return None if parameter is None else sum_gradient(local(parameter), self.group_name)

@@ -1,0 +1,209 @@
+"""The registered operators, `torch.ops.dist_autotune`: what they compute, their shapes, their gradients.
+
+    all_gather_matmul                every rank's rows times each weight.T, behind one gather
+    matmul_reduce_scatter            this rank's rows of the sum of all products, over pairs and ranks
+    matmul_reduce_scatter_backward   the gradients of its operands, behind one gather
+
+Weights are [N, K], by rows or by columns: so each is the other's backward with `w.T`, and none is copied.
+Matrices of activations whose rows are not contiguous are copied. Ranks must call in the same order, which
+backward keeps where the graphs are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # it registers torch.ops._c10d_functional
+from torch import Tensor
+
+from ..ag_gemm import AllGatherGemm
+from ..gemm_rs import GemmReduceScatter
+from .registry import find, size_of
+
+library = torch.library.Library("dist_autotune", "FRAGMENT")
+library.define(
+    "all_gather_matmul(Tensor a_shard, Tensor[] weights, str group_name, bool save_gathered)"
+    " -> (Tensor[], Tensor)"
+)
+library.define("matmul_reduce_scatter(Tensor[] a, Tensor[] weights, str group_name) -> Tensor")
+library.define(
+    "matmul_reduce_scatter_backward(Tensor grad, Tensor[] a, Tensor[] weights, str group_name, "
+    "bool[] for_a, bool[] for_weights) -> (Tensor[], Tensor[])"
+)
+_ops = torch.ops.dist_autotune
+
+
+# ---- what they compute
+
+
+def _all_gather_matmul(
+    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool
+) -> tuple[list[Tensor], Tensor]:
+    products, gathered = _gather(a_shard, weights, group_name)
+    if not save_gathered:
+        return products, a_shard.new_empty((0, a_shard.shape[1]))
+    return products, gathered.clone()
+
+
+def _gather(a_shard: Tensor, weights: list[Tensor], group_name: str) -> tuple[list[Tensor], Tensor]:
+    """Return the products, and all rows until the next call: the gather hides behind the largest product."""
+    operation = find(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
+    largest = max(range(len(weights)), key=lambda i: weights[i].shape[0])
+    first = operation(by_rows(a_shard), weights[largest])
+    gathered = operation.gathered
+    others = (gathered @ weight.T if i != largest else first for i, weight in enumerate(weights))
+    return list(others), gathered
+
+
+def _matmul_reduce_scatter(a: list[Tensor], weights: list[Tensor], group_name: str) -> Tensor:
+    """The scatter hides behind the largest product; the others are what its sums start from."""
+    largest = max(range(len(a)), key=lambda i: a[i].shape[1])
+    addend = None
+    for i, (rows, weight) in enumerate(zip(a, weights, strict=True)):
+        if i != largest:
+            addend = rows @ weight.T if addend is None else addend.addmm_(rows, weight.T)
+    rows, weight = a[largest], weights[largest]
+    operation = find(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
+    return operation(by_rows(rows), weight, addend=addend)
+
+
+def _matmul_reduce_scatter_backward(
+    grad: Tensor,
+    a: list[Tensor],
+    weights: list[Tensor],
+    group_name: str,
+    for_a: list[bool],
+    for_weights: list[bool],
+) -> tuple[list[Tensor], list[Tensor]]:
+    across = [weight.T for weight, is_needed in zip(weights, for_a, strict=True) if is_needed]
+    if across:
+        of_a, gathered = _gather(grad, across, group_name)
+    else:
+        of_a, gathered = [], wait(start_gather(grad, group_name))
+    return of_a, [gathered.T @ rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
+
+
+def by_rows(matrix: Tensor) -> Tensor:
+    """Return the matrix with contiguous rows that do not overlap, as those of an expanded gradient do."""
+    lies_by_rows = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return matrix if lies_by_rows or matrix.numel() == 0 else matrix.contiguous()
+
+
+def start_gather(shard: Tensor, group_name: str) -> Tensor:
+    """Return what will be all ranks' rows; `wait` before they are read."""
+    ranks = size_of(group_name)
+    return torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), ranks, group_name)
+
+
+def wait(gathered: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(gathered)
+
+
+# ---- their shapes
+
+
+def _shapes_of_gather(
+    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool
+) -> tuple[list[Tensor], Tensor]:
+    rows = size_of(group_name) * a_shard.shape[0]
+    gathered = a_shard.new_empty((rows if save_gathered else 0, a_shard.shape[1]))
+    return [a_shard.new_empty((rows, weight.shape[0])) for weight in weights], gathered
+
+
+def _shape_of_scatter(a: list[Tensor], weights: list[Tensor], group_name: str) -> Tensor:
+    return a[0].new_empty((a[0].shape[0] // size_of(group_name), weights[0].shape[0]))
+
+
+def _shapes_of_backward(
+    grad: Tensor,
+    a: list[Tensor],
+    weights: list[Tensor],
+    group_name: str,
+    for_a: list[bool],
+    for_weights: list[bool],
+) -> tuple[list[Tensor], list[Tensor]]:
+    of_a = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in a]
+    of_weights = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in weights]
+    return (
+        [each for each, is_needed in zip(of_a, for_a, strict=True) if is_needed],
+        [each for each, is_needed in zip(of_weights, for_weights, strict=True) if is_needed],
+    )
+
+
+# ---- their gradients
+
+
+def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    a_shard, weights, ctx.group_name, ctx.is_gathered = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1] if ctx.is_gathered else a_shard, *weights)
+
+
+def _gradients_of_gather(ctx: Any, grads: list[Tensor | None], _of_gathered: None) -> tuple[Any, ...]:
+    check_first_order()
+    rows, *weights = ctx.saved_tensors
+    for_a, for_weights, *_ = ctx.needs_input_grad
+    needs_rows = any(grad is not None and asked for grad, asked in zip(grads, for_weights, strict=True))
+    if needs_rows and not ctx.is_gathered:
+        rows = start_gather(rows, ctx.group_name)
+    of_a = None
+    pairs = [(grad, weight.T) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    if for_a and pairs:
+        of_a = _ops.matmul_reduce_scatter(*map(list, zip(*pairs, strict=True)), ctx.group_name)
+    if needs_rows and not ctx.is_gathered:
+        rows = wait(rows)
+    of_weights = [
+        grad.T @ rows if asked and grad is not None else None
+        for grad, asked in zip(grads, for_weights, strict=True)
+    ]
+    return of_a, of_weights, None, None
+
+
+def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, weights, ctx.group_name = inputs
+    ctx.pairs = len(a)
+    ctx.save_for_backward(*a, *weights)
+
+
+def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    check_first_order()
+    saved = ctx.saved_tensors  # once: a checkpoint computes them anew at each access
+    a, weights = list(saved[: ctx.pairs]), list(saved[ctx.pairs :])
+    for_a, for_weights, _ = ctx.needs_input_grad
+    of_a, of_weights = _ops.matmul_reduce_scatter_backward(
+        grad, a, weights, ctx.group_name, list(for_a), list(for_weights)
+    )
+    return _spread(of_a, for_a), _spread(of_weights, for_weights), None
+
+
+def _spread(gradients: list[Tensor], needed: list[bool]) -> list[Tensor | None]:
+    """Return the gradients at the places for which they were computed."""
+    left = iter(gradients)
+    return [next(left) if is_needed else None for is_needed in needed]
+
+
+def check_first_order() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "these products have no second derivative: call backward without create_graph=True"
+        )
+
+
+for _name, _compute, _shapes in (
+    ("all_gather_matmul", _all_gather_matmul, _shapes_of_gather),
+    ("matmul_reduce_scatter", _matmul_reduce_scatter, _shape_of_scatter),
+    ("matmul_reduce_scatter_backward", _matmul_reduce_scatter_backward, _shapes_of_backward),
+):
+    library.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dist_autotune::{_name}", _shapes, lib=library)
+torch.library.register_autograd(
+    "dist_autotune::all_gather_matmul", _gradients_of_gather, setup_context=_keep_for_gather, lib=library
+)
+torch.library.register_autograd(
+    "dist_autotune::matmul_reduce_scatter",
+    _gradients_of_scatter,
+    setup_context=_keep_for_scatter,
+    lib=library,
+)

@@ -1,0 +1,171 @@
+"""The operations that all layers of a model share: found by what they move, opened at the first call.
+
+A workspace holds what one call needs and nothing of the call before, so layers of the same width take turns
+in one. Opening, growing and closing are collective: ranks make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ..ag_gemm import AllGatherGemm
+from ..exchange.operation import Operation
+from ..gemm_rs import GemmReduceScatter
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
+
+Kind = TypeVar("Kind", bound=Operation)
+
+GROWTH = 1.5  # of a workspace that has become too small, at least: sequences that lengthen open few
+TIMEOUT_S = 300.0
+
+
+class Key(NamedTuple):
+    """What one workspace serves, in calls of up to its number of rows."""
+
+    kind: type[Operation]
+    group_name: str
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class Workspace:
+    """An open operation, how many rows it takes, and whether a graph may replay in its memory."""
+
+    operation: Operation
+    group: dist.ProcessGroup
+    rows: int
+    timeout_s: float
+    is_captured: bool = False
+
+
+_open: dict[Key, Workspace] = {}
+_outgrown: list[tuple[Key, Workspace]] = []  # graphs replay in them
+
+
+def name_of(group: Group) -> str:
+    """Return the name by which operators know the group; None is the default group."""
+    if isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the mesh has dimensions {group.mesh_dim_names or group.shape}; pass one, mesh['tp']"
+            )
+        group = group.get_group()
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError("there is no default process group; call torch.distributed.init_process_group")
+    name: str = group.group_name
+    return name
+
+
+@torch.compiler.assume_constant_result  # of what is traced: groups do not change their size
+def size_of(group_name: str) -> int:
+    """Return how many ranks the group has."""
+    return _group_of(group_name).size()
+
+
+def _group_of(group_name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(group_name)  # type: ignore[arg-type]  # its kind of str is not public
+
+
+def reserve(
+    tokens: int,
+    features: int,
+    dtype: torch.dtype,
+    group: Group = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Open what calls of up to so many tokens, of all ranks together, with so many features need.
+
+    Without it the first call opens as much as it needs, and a larger one half as much again: a captured call
+    cannot. timeout_s: how long a kernel waits for a peer. Collective.
+    """
+    group_name = name_of(group)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    per_rank = -(-tokens // size_of(group_name))
+    for kind, rows in ((AllGatherGemm, per_rank), (GemmReduceScatter, tokens)):
+        key = Key(kind, group_name, features, dtype, torch.device(device))
+        found = _find_open(key)
+        if found is None or found.rows < rows:
+            _replace(key, found, rows, timeout_s)
+
+
+def release(group: Group = None) -> None:
+    """Close the workspaces of the group and raise what went wrong in its calls; collective.
+
+    To be called before the group is destroyed. Graphs that hold calls must not be replayed any more.
+    """
+    group_name = name_of(group)
+    mine = [(key, each) for key, each in (*_outgrown, *_open.items()) if key.group_name == group_name]
+    _outgrown[:] = [each for each in _outgrown if each[0].group_name != group_name]
+    for key, _ in mine:
+        _open.pop(key, None)
+    failures = []
+    for _, workspace in mine:
+        try:
+            workspace.operation.close()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def find(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
+    """Return the open operation of that kind for tensors of the type and place of `like`.
+
+    rows, columns: what it is opened with. Collective if it must be opened or grown.
+    """
+    key = Key(kind, group_name, columns, like.dtype, like.device)
+    found = _find_open(key)
+    is_capturing = _is_capturing(like)
+    if found is None or found.rows < rows:
+        if is_capturing:
+            asked = f"a captured call of {rows} rows of {columns} features in {like.dtype}"
+            room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
+            raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
+        grown = rows if found is None else max(rows, int(GROWTH * found.rows))
+        found = _replace(key, found, grown, TIMEOUT_S if found is None else found.timeout_s)
+    found.is_captured |= is_capturing
+    assert isinstance(found.operation, kind)
+    return found.operation
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _find_open(key: Key) -> Workspace | None:
+    """Return what is open for the key, unless its group is gone: a new one may have the same name."""
+    found = _open.get(key)
+    if found is not None and found.group is not _group_of(key.group_name):
+        found.operation.abandon()
+        return None
+    return found
+
+
+def _replace(key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) -> Workspace:
+    """Open a workspace of so many rows, where a smaller one makes room unless a graph needs it."""
+    if outgrown is not None:
+        del _open[key]
+        if outgrown.is_captured:
+            _outgrown.append((key, outgrown))
+        else:
+            outgrown.operation.close()
+    group = _group_of(key.group_name)
+    open_one: Any = key.kind
+    operation = open_one(rows, key.columns, key.dtype, group, timeout_s=timeout_s)
+    _open[key] = workspace = Workspace(operation, group, rows, timeout_s)
+    return workspace

@@ -1,0 +1,425 @@
+"""Online, candidates are compiled in other processes while steps go on: on a pretended device, by Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
+
+import compile_behind
+from dist_autotune import AgreementTimeout, contextual_autotune
+from dist_autotune.cli import replay
+from dist_autotune.codec import from_json
+from dist_autotune.compilation.compiler_child import LOW_PRIORITY
+from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool_process import PoolProcess
+from dist_autotune.compilation.preflight import plan
+from dist_autotune.logs.history import load
+from dist_autotune.logs.records import RECORD_TYPES, Preflighted
+from dist_autotune.triton_api.launch import Launch
+from ranks import assert_all_ok, assert_killed, run_ranks
+
+pytestmark = pytest.mark.aot
+
+STEP_S = 2e-3
+FIRST_STEPS = 5  # by then the times of the first one are known, and compiling has begun
+DEADLINE_S = 100.0
+
+
+def stepping(*kernels: Any, **options: Any) -> Any:
+    """Return a step that launches each kernel once, tuned online."""
+    x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+
+    def step() -> None:
+        for tuner in kernels:
+            tuner[(1,)](x, y)
+        time.sleep(STEP_S)
+
+    chosen = {"mode": "online", "n_warmup": 0, "n_repeat": 1} | {"log_dir": None, "cache": False}
+    return contextual_autotune(step, **chosen | {"progress": False} | options)
+
+
+def steps_until(is_so: Callable[[], bool], step: Any) -> int:
+    """Return how many steps were made until it is so."""
+    deadline, steps = time.monotonic() + DEADLINE_S, 0
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so after {steps} steps"
+        step()
+        steps += 1
+    return steps
+
+
+def begin(step: Any, compiler: Compiler, block: int = 64) -> None:
+    """Make the steps after which candidates are compiled; return when some process compiles `block`."""
+    for _ in range(FIRST_STEPS):
+        step()
+    compiler.wait_for(block)
+
+
+def blocks(device: Any) -> list[int]:
+    return [constants["BLOCK"] for constants in device.launched]
+
+
+def banned(step: Any) -> dict[int, str]:
+    return {
+        int(text.split(",")[0].removeprefix("BLOCK: ")): why
+        for context in step.report.contexts
+        for text, why in context.banned.items()
+    }
+
+
+def status_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+# ---- steps go on
+
+
+def test_steps_go_on_with_the_incumbent_while_candidates_are_compiled(device, compiler):
+    compiler.behaves({64: "wait"})
+    step = stepping(kernel(GOOD, 64))
+    begin(step, compiler)
+    for _ in range(10):
+        step()
+    assert set(blocks(device)) == {GOOD}
+    assert step.report.outlook.compiling == 1
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+    assert set(blocks(device)) == {GOOD, 64}
+    assert sorted(compiler.compilations()) == [GOOD, 64]
+    assert compiler.pids() - {os.getpid()}  # 64 was compiled elsewhere
+    assert compiler.processes_left() == []
+
+
+def test_what_fails_to_compile_is_banned_and_never_launched(device, compiler, capfd):
+    compiler.behaves({TOO_LARGE: "exit"})
+    step = stepping(kernel(GOOD, ASSERTED, 64, TOO_LARGE, ABORTS))
+    steps_until(lambda: step.settled, step)
+    reasons = banned(step)
+    assert reasons.keys() == {ASSERTED, TOO_LARGE, ABORTS}
+    assert "CompileTimeAssertionFailure" in reasons[ASSERTED]
+    assert reasons[TOO_LARGE] == "rank 0: the compiler ended its process with exit code 3"
+    assert reasons[ABORTS].startswith("rank 0: the compiler was ended by SIGABRT: Assertion ")
+    assert set(blocks(device)) == {GOOD, 64}
+    assert "Assertion" in capfd.readouterr().err
+
+
+def test_what_does_not_load_is_banned_and_never_launched(device):
+    step = stepping(kernel(GOOD, TOO_LARGE))
+    steps_until(lambda: step.settled, step)
+    assert "out of resource: shared memory" in banned(step)[TOO_LARGE]
+    assert set(blocks(device)) == {GOOD}
+
+
+def test_a_compiler_that_is_killed_costs_its_candidate(device, compiler):
+    compiler.behaves({64: "wait"})
+    step = stepping(kernel(GOOD, 64, TOO_LARGE))
+    begin(step, compiler)
+    for pid in compiler.pids() - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    steps_until(lambda: step.settled, step)
+    assert banned(step)[64] == "rank 0: the compiler was ended by SIGKILL"
+
+
+def test_a_candidate_that_computes_without_end_is_banned_when_its_time_is_up(device, compiler, monkeypatch):
+    compiler.behaves({ENDLESS: "spin"})
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "1")
+    step = stepping(kernel(GOOD, ENDLESS))
+    steps_until(lambda: step.settled, step)
+    assert banned(step) == {ENDLESS: "rank 0: did not compile within 1 s"}
+    assert compiler.processes_left() == []
+
+
+def test_an_error_of_the_user_s_is_raised_by_a_step(device, compiler):
+    compiler.behaves({64: "raise"})
+    step = stepping(kernel(GOOD, 64))
+    with pytest.raises(TypeError, match="of the user's") as caught:
+        steps_until(lambda: step.settled, step)
+    assert caught.traceback[-1].name == "misbehave"
+    assert compiler.processes_left() == []
+
+
+def test_a_process_that_compiles_and_is_killed_costs_no_candidate(device, compiler):
+    compiler.behaves({64: "wait"})
+    step = stepping(kernel(GOOD, 64))
+    begin(step, compiler)
+    (child,) = compiler.pids() - {os.getpid()}
+    os.kill(int(status_of(child)[1]), signal.SIGKILL)
+    steps_until(lambda: compiler.compilations().count(64) == 2, step)
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+    assert banned(step) == {}
+    assert set(blocks(device)) == {GOOD, 64}
+    assert compiler.processes_left() == []
+
+
+def test_where_no_child_may_compile_a_step_compiles_one(device, compiler, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "0")
+    step = stepping(kernel(GOOD, 64, TOO_LARGE))
+    compiled = []
+    while not step.settled:
+        step()
+        compiled.append(len(compiler.compilations()))
+    assert compiled[:4] == [1, 2, 3, 3]
+    assert compiler.pids() == {os.getpid()}
+
+
+def test_a_hook_is_rehearsed_and_what_it_makes_of_the_launch_is_compiled_elsewhere(device, compiler):
+    hooked = []
+    tuner = kernel(GOOD, 64)
+    tuner.configs[1].pre_hook = lambda arguments: hooked.append(arguments["BLOCK"])
+    step = stepping(tuner)
+    steps_until(lambda: step.settled, step)
+    assert len(compiler.pids() - {os.getpid()}) == 1
+    assert hooked == [64] * blocks(device).count(64)
+
+
+def test_a_kernel_that_somebody_else_has_compiled_meanwhile_stays(device, compiler):
+    compiler.behaves({64: "wait"})
+    tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    step = stepping(tuner)
+    begin(step, compiler)
+    compiler.behaves({})
+    theirs = Launch(tuner, (x, y), {"grid": (1,), "warmup": False}).run(tuner.configs[1])
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+    assert banned(step) == {}
+    launched = Launch(tuner, (x, y), {"grid": (1,), "warmup": False}).run(tuner.configs[1])
+    assert launched is theirs
+
+
+# ---- how much is compiled at a time, and in which order
+
+
+def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_step(device, compiler):
+    compiler.behaves(dict.fromkeys((64, 128, 256), "wait"))
+    step = stepping(kernel(GOOD, 64, 128, 256), compile_jobs=2)
+    steps_until(lambda: len(compiler.compilations()) == 3, step)  # with that of the incumbent
+    for _ in range(50):
+        step()
+    children = compiler.pids() - {os.getpid()}
+    assert len(children) == 2
+    nice = 16  # the place of it from the state on
+    assert {int(status_of(child)[nice]) for child in children} == {LOW_PRIORITY}
+    assert int(status_of(os.getpid())[nice]) == 0
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+
+
+def test_the_kernel_that_takes_most_of_a_step_is_compiled_and_tuned_first(device, compiler):
+    compiler.behaves({64: "wait"})
+    rare, frequent = kernel(GOOD, 64), kernel(GOOD, 256)
+    step = stepping(rare, *[frequent] * 20, compile_jobs=1)
+    begin(step, compiler)
+    assert compiler.compilations()[-2:] == [256, 64]
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+
+
+def test_the_log_says_when_a_context_has_all_its_binaries_and_replays_to_the_same_plans(
+    device, compiler, tmp_path
+):
+    step = stepping(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"), compile_jobs=1)
+    steps_until(lambda: step.settled, step)
+    records = [json.loads(line) for line in (tmp_path / "logs" / "rank-0.jsonl").read_text().splitlines()]
+    (written,) = [record for record in records if record["event"] == Preflighted.event]
+    record = from_json(RECORD_TYPES[Preflighted.event], written)
+    assert (record.compiled, record.failed, record.workers) == (1, 1, 1)
+    assert record.run >= 1
+    (verdict,) = replay.verify(load(tmp_path / "logs").sessions)
+    assert verdict.differences == []
+
+
+# ---- what is asked no more ends
+
+
+def end_by_limit(step: Any) -> None:
+    while not step.settled:
+        step()
+
+
+def end_by_retune(step: Any) -> None:
+    step.retune()
+    step()
+
+
+def end_by_mode(step: Any) -> None:
+    os.environ["DIST_AUTOTUNE_MODE"] = "cached"
+    step()
+    del os.environ["DIST_AUTOTUNE_MODE"]
+
+
+@pytest.mark.parametrize("end", [end_by_limit, end_by_retune, end_by_mode])
+def test_the_end_of_a_session_ends_its_compilers(device, compiler, end):
+    compiler.behaves({64: "wait"})
+    step = stepping(kernel(GOOD, 64), max_runs=2 * FIRST_STEPS if end is end_by_limit else None)
+    begin(step, compiler)
+    end(step)
+    assert compiler.processes_left() == []
+
+
+def test_a_compiler_ends_with_its_helpers(device, compiler, tmp_path):
+    compiler.behaves({64: "help"})
+    step = stepping(kernel(GOOD, 64))
+    begin(step, compiler, HELPED)
+    step.retune()
+    step()
+    assert compiler.processes_left() == []
+
+
+@pytest.mark.parametrize("how", ["returns", "is killed", "raises"])
+def test_the_end_of_a_rank_ends_its_compilers(device, compiler, how):
+    def program(rank: int) -> None:
+        compiler.behaves({64: "help"})
+        step = stepping(kernel(GOOD, 64))
+        begin(step, compiler, HELPED)
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises":
+            raise RuntimeError("of the user's")
+
+    (result,) = run_ranks(program, 1, init="none")
+    if how == "is killed":
+        assert_killed(result)
+    else:
+        assert result.ok is (how == "returns")
+    assert compiler.processes_left() == []
+
+
+def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, compiler):
+    compiler.behaves({64: "wait"})
+    tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    launch = Launch(tuner, (x, y), {"grid": (1,)})
+    planned = plan(launch, launch.candidates(), 0.0)
+    process = PoolProcess(list(planned.compilations.values()), Terms(is_behind=True))
+    compiler.wait_for(64)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            process.close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not process.has_ended
+    process.close()
+    assert compiler.processes_left() == []
+
+
+def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):
+    compiler.behaves({64: "wait"})
+    step = stepping(kernel(GOOD, 64))
+    helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    begin(step, compiler)
+    assert helper.stdin is not None
+    helper.stdin.close()
+    assert helper.wait(timeout=30.0) == 0
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+
+
+def test_each_thread_of_a_program_may_make_a_step(device, compiler):
+    step = stepping(kernel(GOOD, ASSERTED))  # the process that compiles ends with the thread that started it
+
+    def one_step() -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+
+    steps_until(lambda: step.settled, one_step)
+    assert banned(step).keys() == {ASSERTED}
+
+
+# ---- several ranks
+
+
+def test_ranks_try_a_candidate_when_the_slowest_has_it(device, compiler, tmp_path):
+    def program(rank: int) -> tuple[int, list[int], list[int]]:
+        os.environ["TRITON_CACHE_DIR"] = str(tmp_path / f"cache-{rank}")  # each compiles for itself
+        if rank == 1:
+            compiler.behaves({64: "wait", TOO_LARGE: "wait"})
+        step = stepping(kernel(GOOD, 64, TOO_LARGE), is_dist=True)
+        # Rank 0 loads that last: it has 64 then, and rank 1 has not.
+        step()
+        held = steps_until(lambda: TOO_LARGE in banned(step), step)
+        launched = sorted(set(blocks(device)))
+        arrive(tmp_path, rank, 2)
+        compiler.let_go()
+        return held + steps_until(lambda: step.settled, step), launched, sorted(set(blocks(device)))
+
+    zero, one = assert_all_ok(run_ranks(program, 2, timeout_s=DEADLINE_S))
+    assert zero == one
+    assert zero[1:] == ([GOOD], [GOOD, 64])
+
+
+def test_a_session_that_is_dropped_ends_the_compilers_of_all_ranks(device, compiler, tmp_path):
+    def program(rank: int) -> list[int]:
+        compiler.behaves({64: "wait"})
+        step = stepping(kernel(GOOD, 64), is_dist=True, timeout_s=2.0)
+        begin(step, compiler)
+        arrive(tmp_path, rank, 2)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(AgreementTimeout):
+            steps_until(lambda: False, step)
+        return compiler.processes_left()
+
+    zero, one = run_ranks(program, 2)
+    assert_killed(one)
+    assert assert_all_ok([zero]) == [[]]
+
+
+def test_a_candidate_that_fails_on_one_rank_runs_on_none(device, compiler, tmp_path):
+    def program(rank: int) -> tuple[dict[int, str], list[int]]:
+        os.environ["TRITON_CACHE_DIR"] = str(tmp_path / f"cache-{rank}")
+        if rank == 2:
+            compiler.behaves({64: "exit"})
+        step = stepping(kernel(GOOD, 64, ASSERTED), is_dist=True)
+        steps_until(lambda: step.settled, step)
+        return banned(step), sorted(set(blocks(device)))
+
+    endings = assert_all_ok(run_ranks(program, 3))
+    assert [launched for _, launched in endings] == [[GOOD]] * 3
+    assert endings[0] == endings[1] == endings[2]
+    assert endings[0][0][64] == "rank 2: the compiler ended its process with exit code 3"
+
+
+def test_ranks_of_a_host_compile_each_candidate_once(device, compiler, tmp_path):
+    def program(rank: int) -> list[int]:
+        step = stepping(kernel(GOOD, 64, ABORTS), is_dist=True)
+        steps_until(lambda: step.settled, step)
+        return sorted(banned(step))
+
+    assert assert_all_ok(run_ranks(program, 2)) == [[ABORTS]] * 2
+    compiled = compiler.compilations()
+    assert (compiled.count(64), compiled.count(ABORTS)) == (1, 1)
+
+
+def test_the_benchmark_times_the_first_step_and_those_while_candidates_are_compiled(device, monkeypatch):
+    monkeypatch.setattr(compile_behind, "CONFIGS", compile_behind.CONFIGS[:2])
+    monkeypatch.setattr(compile_behind, "LATER_STEPS", 5)
+
+    def program(rank: int) -> dict[str, Any]:
+        return compile_behind.steps_of("tuned", STEP_S, 1, cuda=False)
+
+    (row,) = assert_all_ok(run_ranks(program, 1, init="none"))
+    assert row["first_s"] > 0
+    assert len(row["while_compiling_ms"]) > 0
+    assert len(row["later_ms"]) == 5
+    assert row["steps"] > len(row["while_compiling_ms"])
+    text = compile_behind.line_of("tuned", [row])
+    assert text.startswith("tuned     first step")
+    assert "all compiled after" in text

@@ -1,0 +1,93 @@
+"""Stock Triton reads what `cache export --format triton` writes, and benchmarks nothing.
+
+The device is pretended, and raises when stock Triton asks it for a benchmark.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from candidates import GOOD, square
+from typer.testing import CliRunner
+
+from dist_autotune import contextual_autotune
+from dist_autotune.cli.commands import app
+
+pytestmark = pytest.mark.aot
+
+SLOW, FAST = GOOD, 64
+X, Y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+
+
+class Clock:
+    """Reads 1 ms for a launch of FAST, 2 ms for others."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def start(self) -> list[float]:
+        return []
+
+    def stop(self, mark: list[float]) -> None:
+        mark.append(1.0 if self._device.launched[-1]["BLOCK"] == FAST else 2.0)
+
+    def read_ms(self, mark: list[float]) -> float:
+        return mark[0]
+
+
+def only_good(configs: list[Any], named: Any, **_: Any) -> list[Any]:
+    return [config for config in configs if config.kwargs["BLOCK"] in (SLOW, FAST)]
+
+
+@triton.heuristics({"BLOCK": lambda arguments: arguments["BLOCK"]})
+@triton.jit
+def with_heuristics(x_ptr, y_ptr, BLOCK: triton.language.constexpr):
+    offs = triton.language.arange(0, BLOCK)
+    triton.language.store(y_ptr + offs, triton.language.load(x_ptr + offs))
+
+
+CASES = {
+    "plain": (square, (SLOW, FAST), {}),
+    "pruned": (square, (SLOW, 128, FAST), {"prune_configs_by": {"early_config_prune": only_good}}),
+    "equal configs": (square, (SLOW, FAST, SLOW), {}),
+    "heuristics": (with_heuristics, (SLOW, FAST), {}),
+}
+
+
+@pytest.mark.parametrize(("function", "blocks", "options"), CASES.values(), ids=CASES)
+def test_stock_triton_takes_the_exported_winner(device, tmp_path, monkeypatch, function, blocks, options):
+    def made() -> Any:
+        configs = [triton.Config({"BLOCK": block}) for block in blocks]
+        return triton.autotune(configs, [], cache_results=True, **options)(function)
+
+    tuned = made()
+    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
+    contextual_autotune(lambda: tuned[(1,)](X, Y), **chosen)()
+    result = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(tmp_path / "out")])
+    assert result.stdout.startswith(f"Wrote 1 file for 1 entry to {tmp_path / 'out'}. Set TRITON_CACHE_DIR=")
+    stock = made()
+    with pytest.raises(AssertionError, match="nothing is benchmarked by stock Triton"):
+        stock[(1,)](X, Y)  # without the file it would
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "out"))
+    device.forget()
+    stock = made()
+    stock[(1,)](X, Y)
+    assert device.launched[-1]["BLOCK"] == FAST
+    assert stock.best_config.kwargs == {"BLOCK": FAST}
+    assert stock.configs_timings == {stock.best_config: [1.0, 1.0, 1.0]}
+
+
+def test_configs_with_a_hook_have_no_such_file(device, tmp_path):
+    configs = [triton.Config({"BLOCK": block}, pre_hook=lambda arguments: None) for block in (SLOW, FAST)]
+    kernel = triton.autotune(configs, [])(square)
+    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
+    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
+    result = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert (
+        "Left out square[float16, float32]: stock Triton keeps no file of it: a config has a" in result.stderr
+    )
+    assert not (tmp_path / "out").exists()

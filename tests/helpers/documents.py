@@ -1,0 +1,27 @@
+"""The pages of the documentation, and what stands in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def tables(text: str, first_heading: str) -> list[list[str]]:
+    """Return the rows of all tables whose first column has that heading, as lists of cells."""
+    rows, is_meant = [], False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("| ") else []
+        if is_meant and cells:
+            rows.append(cells)
+        is_meant = line.startswith("|") and (is_meant or cells[:1] == [first_heading])
+    return rows

@@ -1,0 +1,47 @@
+"""What the tests of tensor parallelism do on a rank, and what plain torch makes of the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ag_gemm_runs
+import gemm_rs_runs
+import torch
+import torch.distributed as dist
+from ag_moe_runs import GATHERING
+from moe_rs_runs import SCATTERING
+from operation_runs import seed_and_leave_one
+from torch import Tensor
+
+from dist_autotune.kernels import tp
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, whose sums are added in another order
+
+
+@contextmanager
+def workspaces(rank: int, candidate: int | None = None) -> Iterator[int]:
+    """Leave each kernel one candidate, by default another on each rank; yield how many ranks there are."""
+    ag_gemm_runs.begin(rank, candidate)
+    gemm_rs_runs.begin(rank, candidate)
+    for runs in (GATHERING, SCATTERING):
+        seed_and_leave_one(rank, runs.kernel, runs.candidates, candidate)
+    yield dist.get_world_size()
+    tp.release()
+
+
+def tensor_of(rank: int, *shape: int, seed: int = 0, grad: bool = True) -> Tensor:
+    """Return a tensor of that rank, which every rank can compute."""
+    generator = torch.Generator().manual_seed(1000 * rank + seed)
+    return torch.randn(*shape, generator=generator).requires_grad_(grad)
+
+
+def tensors_of_all(world: int, *shape: int, seed: int = 0) -> list[Tensor]:
+    return [tensor_of(rank, *shape, seed=seed) for rank in range(world)]
+
+
+def assert_close(got: Tensor | None, wanted: Tensor | None) -> None:
+    if got is None or wanted is None:
+        assert got is wanted
+        return
+    torch.testing.assert_close(got, wanted, **TOLERANCE)

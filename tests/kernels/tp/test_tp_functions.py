@@ -1,0 +1,443 @@
+"""That products of tensor parallelism and their gradients are those of torch, in every order of use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from operation_runs import INTERPRETER, message_of, values
+from torch.utils.checkpoint import checkpoint
+from tp_runs import assert_close, tensor_of, tensors_of_all, workspaces
+
+from dist_autotune.kernels import tp
+from dist_autotune.kernels.tp import registry
+
+pytestmark = INTERPRETER
+WORLDS = [1, 2, 3, 4]
+
+
+# ---- against plain torch
+
+
+def gathered_products(rank, columns, save_gathered):
+    """Compare products and gradients of two weights behind one gather, in three calls of changing rows."""
+    with workspaces(rank) as world:
+        for seed, rows in enumerate((12, 5, 20)):
+            shards = tensors_of_all(world, rows, 16, seed=seed)
+            sizes = (24, 9)
+            weights = [tensors_of_all(world, n, 16, seed=10 * n + seed) for n in sizes]
+            biases = tensors_of_all(world, 24, seed=77)
+            grads = [tensors_of_all(world, world * rows, n, seed=99 + n) for n in sizes]
+            full, wanted = torch.cat(shards), torch.zeros(())
+            for each in range(world):
+                first = full @ weights[0][each].T + biases[each]
+                wanted = wanted + (first * grads[0][each]).sum()
+                wanted = wanted + (full @ weights[1][each].T * grads[1][each]).sum()
+            own = [shards[rank], weights[0][rank], weights[1][rank], biases[rank]]
+            expected = torch.autograd.grad(wanted, own)
+            given = [each[rank].T.contiguous().T if columns else each[rank] for each in weights]
+            results = tp.all_gather_matmul(
+                shards[rank], given, bias=[biases[rank], None], save_gathered=save_gathered
+            )
+            assert_close(results[0], full @ weights[0][rank].T + biases[rank])
+            assert_close(results[1], full @ weights[1][rank].T)
+            got = torch.autograd.grad(results, own, [each[rank] for each in grads])
+            for one, other in zip(got, expected, strict=True):
+                assert_close(one, other)
+
+
+@pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
+@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_products_behind_one_gather_and_their_gradients_are_those_of_torch(world, columns, save_gathered):
+    values(gathered_products, world, columns, save_gathered)
+
+
+def scattered_sums(rank, columns):
+    with workspaces(rank) as world:
+        for seed, rows in enumerate((8, 3, 12)):
+            inputs = tensors_of_all(world, world * rows, 12, seed=seed)
+            weights = tensors_of_all(world, 16, 12, seed=10 + seed)
+            bias = tensor_of(0, 16, seed=5)
+            grads = tensors_of_all(world, rows, 16, seed=20)
+            sums = sum(a @ weight.T for a, weight in zip(inputs, weights, strict=True)) + bias
+            own = [inputs[rank], weights[rank], bias]
+            expected = torch.autograd.grad(sums, own, torch.cat(grads))
+            weight = weights[rank].T.contiguous().T if columns else weights[rank]
+            got = tp.matmul_reduce_scatter(inputs[rank], weight, bias=bias)
+            assert_close(got, sums.detach()[rank * rows : (rank + 1) * rows])
+            for one, other in zip(torch.autograd.grad(got, own, grads[rank]), expected, strict=True):
+                assert_close(one, other)
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_scattered_sums_and_their_gradients_are_those_of_torch(world, columns):
+    values(scattered_sums, world, columns)
+
+
+def along_the_second_dimension(rank):
+    """Shard [2, S, K] along S: no token may change its place in the sequence."""
+    with workspaces(rank) as world:
+        shards = tensors_of_all(world, 2, 3, 8)
+        up, down = tensor_of(0, 12, 8, seed=1), tensor_of(0, 8, 12, seed=2)
+        full = torch.cat(shards, 1)
+        hidden = tp.all_gather_matmul(shards[rank], up, gather_dim=1)
+        assert_close(hidden, full @ up.T)
+        result = tp.matmul_reduce_scatter(hidden.relu(), down, scatter_dim=1)
+        wanted = (full @ up.T).relu() @ down.T * world
+        assert_close(result, wanted[:, 3 * rank : 3 * rank + 3])
+        result.sum().backward()
+        assert_close(shards[rank].grad, torch.autograd.grad(wanted.sum(), shards[rank])[0])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tokens_of_several_sequences_keep_their_places(world):
+    values(along_the_second_dimension, world)
+
+
+# ---- orders of use
+
+
+SHAPES = ((4, 8), (12, 8), (8, 12))  # of a shard and of two weights
+
+
+def block(x, up, down):
+    return tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
+
+
+def plain_gradients(world, rank):
+    """Return the gradients of the sum of all ranks' results of `block`, in plain torch."""
+    shards, ups, downs = (tensors_of_all(world, *shape) for shape in SHAPES)
+    full = torch.cat(shards)
+    loss = sum(((full @ up.T).relu() @ down.T).sum() for up, down in zip(ups, downs, strict=True))
+    return torch.autograd.grad(loss, [shards[rank], ups[rank], downs[rank]])
+
+
+def used_in_every_order(rank):
+    with workspaces(rank) as world:
+        own = x, up, down = [tensor_of(rank, *shape) for shape in SHAPES]
+        once = plain_gradients(world, rank)
+
+        def compare(name, result, times=1):
+            result.sum().backward()
+            for tensor, wanted in zip(own, once, strict=True):
+                torch.testing.assert_close(
+                    tensor.grad, times * wanted, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+                )
+                tensor.grad = None
+
+        compare("once", block(x, up, down))
+        compare("two passes before any backward", block(x, up, down) + block(x, up, down), 2)
+        for _ in range(2):
+            block(x, up, down).sum().backward()
+        compare("accumulation over three passes", block(x, up, down), 3)
+        kept = block(x, up, down)
+        kept.sum().backward(retain_graph=True)
+        block(x.detach() + 1, up.detach(), down.detach())  # what it writes must not be what was saved
+        compare("backward twice of one graph, calls between", kept, 2)
+        for reentrant in (True, False):
+            again = checkpoint(block, x, up, down, use_reentrant=reentrant)
+            compare(f"checkpointing, reentrant={reentrant}", again)
+        compare("gradients of two passes at once", torch.cat([block(x, up, down), block(x, up, down)]), 2)
+        with torch.no_grad():
+            assert not block(x, up, down).requires_grad
+        with torch.inference_mode():
+            block(x, up, down)
+        compare("after calls without gradients", block(x, up, down))
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_accumulation_checkpoints_and_repeated_backwards_give_the_gradients_of_torch(world):
+    assert values(used_in_every_order, world) == [True] * world
+
+
+def frozen_parts(rank):
+    """Ask for some gradients only; return which came, and how many elements the first product has kept."""
+    with workspaces(rank):
+        found = []
+        for of_x, of_weights in ((True, False), (False, True)):
+            x, up, down = (tensor_of(rank, *shape, grad=False) for shape in SHAPES)
+            x.requires_grad_(of_x)
+            up.requires_grad_(of_weights)
+            down.requires_grad_(of_weights)
+            kept = []
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, to=kept: to.append(t.numel()) or t, lambda t: t
+            ):
+                hidden = tp.all_gather_matmul(x, up)
+            tp.matmul_reduce_scatter(hidden.relu(), down).sum().backward()
+            found.append([each.grad is not None for each in (x, up, down)] + kept)
+        return found
+
+
+def test_frozen_weights_keep_no_gathered_rows_and_get_no_gradient():
+    shard, weight = 4 * 8, 12 * 8
+    only_x, only_weights = [True, False, False, shard, weight], [False, True, True, 2 * shard, weight]
+    assert values(frozen_parts, 2) == [[only_x, only_weights]] * 2
+
+
+def shared_weight(rank):
+    """Use one weight in both directions, as tied layers do."""
+    with workspaces(rank) as world:
+        shards, weights = tensors_of_all(world, 4, 8), tensors_of_all(world, 12, 8, seed=3)
+        own = [shards[rank], weights[rank]]
+        result = tp.matmul_reduce_scatter(tp.all_gather_matmul(*own), weights[rank].T)
+        wanted = sum(torch.cat(shards) @ weight.T @ weight for weight in weights)
+        pairs = (torch.autograd.grad(each.sin().sum(), own) for each in (result, wanted))
+        for got, expected in zip(*pairs, strict=True):
+            assert_close(got, expected)
+
+
+def test_one_weight_may_serve_both_products_and_its_transpose_is_not_copied():
+    values(shared_weight, 2)
+
+
+# ---- what goes wrong
+
+
+def mistakes(rank):
+    with workspaces(rank):
+        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8, seed=1)
+        hidden = tp.all_gather_matmul(x, up, save_gathered=False)
+        texts = [
+            message_of(lambda: tp.all_gather_matmul(x, up, gather_dim=1)),
+            message_of(lambda: tp.all_gather_matmul(x, [up, up], bias=[None])),
+            message_of(lambda: tp.all_gather_matmul(x, [])),
+            message_of(lambda: tp.all_gather_matmul(x, up[:, :6])),
+            message_of(lambda: tp.matmul_reduce_scatter(torch.ones(2, 3, 8), up, scatter_dim=1)),
+            message_of(lambda: torch.autograd.grad(hidden.sum(), x, create_graph=True)),
+        ]
+        leaf = x.detach().requires_grad_()
+        result = tp.all_gather_matmul(leaf, up, save_gathered=False)
+        with torch.no_grad():
+            leaf += 1
+        texts.append(message_of(lambda: result.sum().backward()).partition("[")[0])
+        return texts, block(x, up, up.T).shape
+
+
+def test_mistakes_raise_with_values_and_the_next_call_works():
+    for texts, shape in values(mistakes, 2):
+        assert texts == [
+            "ValueError: gather_dim=1 of a tensor [4, 8]; it is 0 to 0, a dimension before the last",
+            "ValueError: 2 weights and 1 biases; as many of each, at least one",
+            "ValueError: 0 weights and 0 biases; as many of each, at least one",
+            "ValueError: a_shard [4, 8] and weight [12, 6] must both have K=8 columns; the weight is [N, K], "
+            "not [K, N]",
+            "ValueError: dimension 1 of a has 3 entries; pad it to 4 for 2 ranks",
+            "RuntimeError: these products have no second derivative: call backward without create_graph=True",
+            "RuntimeError: one of the variables needed for gradient computation has been modified by an "
+            "inplace operation: ",
+        ]
+        assert shape == (4, 8)
+
+
+# ---- registered operators
+
+
+def compiled(rank, save_gathered):
+    with workspaces(rank):
+        up, gate, down = (tensor_of(0, *shape, seed=1) for shape in ((12, 8), (12, 8), (8, 12)))
+        x, bias = tensor_of(rank, 4, 8), tensor_of(0, 8, seed=7)
+        found = []
+        for group in (None, dist.group.WORLD, dist.group.WORLD.group_name):
+
+            def layer(x, group=group):
+                of_up, of_gate = tp.all_gather_matmul(x, [up, gate], group, save_gathered=save_gathered)
+                return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down, group, bias=bias)
+
+            results = []
+            for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+                result = function(x)
+                results.append(
+                    [result, *torch.autograd.grad(result.square().sum(), [x, up, gate, down, bias])]
+                )
+            found += [torch.equal(*pair) for pair in zip(*results, strict=True)]
+        return all(found), len(found)
+
+
+# torch._dynamo makes an instance of every torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
+def test_a_compiled_layer_is_one_graph_with_the_same_bits(save_gathered):
+    assert values(compiled, 2, save_gathered) == [(True, 18)] * 2
+
+
+def opchecked(rank):
+    with workspaces(rank) as world:
+        ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
+        x, up, gate = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), tensor_of(0, 6, 8)
+        a, b = tensor_of(rank, 4 * world, 12), tensor_of(rank, 4 * world, 6)
+        down, gate_down = tensor_of(0, 8, 12), tensor_of(0, 8, 6)
+        found = [
+            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up, gate], name, True)),
+            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up], name, False)),
+            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a], [down], name)),
+            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a, b], [down, gate_down], name)),
+            torch.library.opcheck(
+                ops.matmul_reduce_scatter_backward.default,
+                (tensor_of(rank, 4, 8, grad=False), [a.detach()], [down.detach()], name, [True], [True]),
+            ),
+        ]
+        return {result for one in found for result in one.values()}
+
+
+def test_the_operators_pass_torchs_own_checks():
+    assert values(opchecked, 2) == [{"SUCCESS"}] * 2
+
+
+# ---- workspaces
+
+
+def many_layers(rank):
+    """Run 80 pairs of layers forward and backward; return which operations one and 80 have opened."""
+    with workspaces(rank):
+        x = tensor_of(rank, 4, 8)
+        weights = [tensor_of(0, *shape, seed=layer) for layer in range(80) for shape in ((12, 8), (8, 12))]
+        held = []
+        for layers in (1, 80):
+            result = x
+            for layer in range(layers):
+                result = block(result, *weights[2 * layer : 2 * layer + 2]) / 100
+            result.sum().backward()
+            held.append([id(each.operation) for each in registry._open.values()])
+        return held[0] == held[1], len(held[1])
+
+
+def test_eighty_layers_share_one_workspace():
+    # One that gathers and one that scatters, forward and backward.
+    assert values(many_layers, 2) == [(True, 2)] * 2
+
+
+def growing(rank):
+    with workspaces(rank):
+        up = tensor_of(0, 12, 8)
+        tp.reserve(8, 8, torch.float32, timeout_s=55.0)
+        rows = []
+        for m in (4, 5, 6, 7, 40):
+            tp.all_gather_matmul(tensor_of(rank, m, 8), up)
+            (workspace,) = (w for key, w in registry._open.items() if key.kind is registry.AllGatherGemm)
+            rows.append((workspace.rows, workspace.timeout_s))
+        opened = len(registry._open)
+        tp.release()
+        after = len(registry._open)
+        tp.release()  # nothing is open
+        return rows, opened, after, tp.all_gather_matmul(tensor_of(rank, 4, 8), up).shape
+
+
+def test_a_workspace_grows_by_half_and_is_given_back_by_release():
+    for rows, opened, after, shape in values(growing, 2):
+        assert rows == [(4, 55.0), (6, 55.0), (6, 55.0), (9, 55.0), (40, 55.0)]
+        assert (opened, after, shape) == (2, 0, (8, 12))
+
+
+def group_made_anew(rank):
+    with workspaces(rank):
+        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
+        pair = dist.new_group([0, 1])
+        first = tp.all_gather_matmul(x, up, pair)
+        (key,) = registry._open
+        registry._open[key].group = dist.group.WORLD  # as if a group of that name had been destroyed
+        second = tp.all_gather_matmul(x, up, pair)
+        tp.release(pair)
+        return torch.equal(first, second), len(registry._open)
+
+
+def test_a_group_that_was_made_anew_gets_a_workspace_of_its_own():
+    assert values(group_made_anew, 2) == [(True, 0)] * 2
+
+
+def captured(rank):
+    """Pretend that a stream is being captured, which the CPU cannot."""
+    with workspaces(rank):
+        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
+        registry._is_capturing = lambda tensor: True
+        texts = [message_of(lambda: tp.all_gather_matmul(x, up))]
+        tp.reserve(4, 8, torch.float32)  # of both ranks
+        texts.append(message_of(lambda: tp.all_gather_matmul(x, up)))
+        tp.all_gather_matmul(x[:2], up)
+        registry._is_capturing = lambda tensor: False
+        grown = tp.all_gather_matmul(x, up)
+        kept = [workspace.rows for _, workspace in registry._outgrown]
+        tp.release()
+        return texts, grown.shape, kept, len(registry._outgrown)
+
+
+def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release():
+    told = "RuntimeError: a captured call of 4 rows of 8 features in torch.float32 found "
+    for texts, shape, kept, left in values(captured, 2):
+        rooms = ("no workspace", "a workspace of 2 rows")
+        assert texts == [f"{told}{room}: call once before the capture, or reserve() it" for room in rooms]
+        assert (shape, kept, left) == ((8, 12), [2], 0)
+
+
+def mesh_of_two_dimensions(rank):
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with workspaces(rank):
+        text = message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh))
+        shape = tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh["tp"]).shape
+        tp.release(mesh["tp"])
+    return text, shape
+
+
+def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_not():
+    assert (
+        values(mesh_of_two_dimensions, 2)
+        == [("ValueError: the mesh has dimensions ('dp', 'tp'); pass one, mesh['tp']", (8, 12))] * 2
+    )
+
+
+# ---- on GPUs
+
+
+def error_of(got, wanted):
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def on_gpus(rank):
+    """Compare bfloat16 with float32, then replays of a captured forward and backward with eager calls."""
+    place = {"device": f"cuda:{rank}", "dtype": torch.bfloat16}
+    torch.manual_seed(0)
+    whole = torch.randn(1024, 512, **place)
+    ups, downs = torch.randn(2, 2, 768, 512, **place) / 16, torch.randn(2, 512, 768, **place) / 16
+    own = [whole.chunk(2)[rank].clone(), *ups[rank], downs[rank]]
+
+    def layer(x, up, gate, down):
+        of_up, of_gate = tp.all_gather_matmul(x, [up, gate])
+        return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down)
+
+    def with_gradients(*tensors):
+        leaves = [each.detach().requires_grad_() for each in tensors]
+        result = layer(*leaves)
+        return [result.detach(), *torch.autograd.grad(result.float().square().sum(), leaves)]
+
+    leaves = [each.float().requires_grad_() for each in (whole, ups, downs)]
+    hidden = [leaves[0] @ (up.T) * (leaves[0] @ gate.T).sigmoid() for up, gate in leaves[1]]
+    result = sum(each @ down.T for each, down in zip(hidden, leaves[2], strict=True))
+    of_whole, of_ups, of_downs = torch.autograd.grad(result.square().sum(), leaves)
+    wanted = [*(each.chunk(2)[rank] for each in (result, of_whole)), *of_ups[rank], of_downs[rank]]
+    errors = [error_of(*pair) for _ in range(3) for pair in zip(with_gradients(*own), wanted, strict=True)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with_gradients(*own)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = with_gradients(*own)
+    for _ in range(3):
+        for each in own:
+            each.mul_(0.9)
+        graph.replay()
+        kept = [each.clone() for each in captured]
+        errors += [error_of(*pair) for pair in zip(kept, with_gradients(*own), strict=True)]
+    tp.release()
+    return errors
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # they have not
+def test_bfloat16_and_captured_steps_are_right_on_gpus():
+    for errors in values(on_gpus, 2):
+        assert max(errors) < 0.02  # two products, each rounded to 8 bits

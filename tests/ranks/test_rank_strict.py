@@ -1,0 +1,143 @@
+"""DIST_AUTOTUNE_MODE=strict on several ranks: one that lacks a result raises, and nobody waits for it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from kernels_for_tests import Bench, launch, numbers
+from rank_programs import SHORT_S, ending, is_gone, own_cache, tune, wait_for
+
+from dist_autotune.storage.winners import LAUNCHED
+from ranks import assert_all_ok, describe, meet, run_ranks
+
+
+def step_of(rank, **options):
+    bench = Bench()
+    one, two = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, name="two")
+
+    def thunk(sizes, also=()):
+        return [launch(kernel, numbers(n)) for kernel, ns in ((one, sizes), (two, also)) for n in ns]
+
+    return bench, tune(bench, thunk, cache=own_cache(rank), **options)
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+    """Let two ranks tune the keys 64 and 1024 of two kernels, then be strict."""
+    assert_all_ok(run_ranks(lambda rank: step_of(rank)[1]([64, 1024], [64]) and None, 2))
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+
+
+def kind(call):
+    return ending(call).partition("(")[0].partition(":")[0].partition("[")[0]
+
+
+def test_ranks_that_have_all_results_go_on_with_them(shipped):
+    def program(rank):
+        bench, step = step_of(rank)
+        for sizes, also in (([64], []), ([1024], []), ([64], [64])):
+            step(sizes, also)
+        return bench.blocks(), step.settled
+
+    assert assert_all_ok(run_ranks(program, 2)) == [([32] * 4, True)] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("launched", [True, False], ids=["by this function", "by another"])
+def test_results_of_one_rank_hold_for_all_in_every_call(shipped, holder, launched):
+    shutil.rmtree(own_cache(1 - holder))
+    if not launched:
+        shutil.rmtree(own_cache(holder) / LAUNCHED)
+
+    def program(rank):
+        bench, step = step_of(rank)
+        step([64])
+        step([64], [64])  # a kernel that the session has not seen
+        return bench.blocks()
+
+    assert assert_all_ok(run_ranks(program, 2)) == [[32] * 3] * 2
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]], ids=str)
+def test_in_the_first_call_the_ranks_that_lack_a_result_raise_and_the_others_learn_it(shipped, lacking):
+    def program(rank):
+        bench, step = step_of(rank)
+        first = ending(lambda: step([100 if rank in lacking else 64]))
+        return first, kind(lambda: step([64])), bench.blocks()
+
+    results = assert_all_ok(run_ranks(program, 2))
+    for rank, (first, second, blocks) in enumerate(results):
+        error = "NotTuned: add[n=100, x_ptr.dtype=float32, y_ptr.dtype=float32] is not tuned"
+        if rank not in lacking:
+            error = f"PeerFailed: rank {lacking[0]} failed, so this call ends on rank {rank} too: {error}"
+        assert first.startswith(error)
+        assert "Nearest tuned keys: [n=64, " in first
+        assert second == "returned "
+        assert blocks == ([32] if rank in lacking else [32, 32])
+
+
+def test_in_a_settled_call_all_that_lack_a_result_raise_and_stay_in_step(shipped):
+    def program(rank):
+        bench, step = step_of(rank)
+        step([64])
+        errors = [kind(lambda: step([100])) for _ in range(3)]
+        another = tune(bench, lambda: [launch(bench.kernel({16: 3.0}), numbers())])
+        return errors, kind(lambda: step([64])), kind(another)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(["NotTuned"] * 3, "returned ", "returned ")] * 2
+
+
+def test_in_a_settled_call_peers_that_wait_for_nothing_learn_it_at_their_next_exchange(shipped):
+    def program(rank):
+        bench, step = step_of(rank)
+        step([64])
+        ends = [kind(lambda: step([100 if rank else 64]))]
+        kernel = bench.kernel({16: 3.0})
+        another = tune(bench, lambda: launch(kernel, numbers()))
+        return ends + [kind(another) for _ in range(2 - rank)]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ["returned ", "PeerFailed", "returned tensor"]
+    assert one == ["NotTuned", "returned tensor"]
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled call"])
+def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, quick_heartbeats):
+    def program(rank, pid):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def thunk(n):
+            launch(kernel, numbers(n))
+            if rank == 1:
+                pid.write_text(str(os.getpid()))
+            dist.barrier()
+
+        step = tune(bench, thunk, cache=own_cache(rank), on_stuck="abort", timeout_s=SHORT_S)
+        meet()
+        if settled:
+            step(64)
+        end = ending(lambda: step(100 if rank == 0 else 64))
+        wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
+        return end
+
+    zero, one = run_ranks(program, 2, Path.cwd() / "pid")
+    (error,) = assert_all_ok([zero])
+    assert error.startswith("NotTuned: add[n=100")
+    assert one.exitcode == 1, describe(one)
+    assert f"is still in {'a call of' if settled else 'run 0 of'}" in one.stderr
+    assert "rank 0 has failed (NotTuned: add[n=100" in one.stderr
+    assert one.elapsed_s < 30  # rank 0 would wait for its end until the time-out of run_ranks
+
+
+def test_a_mode_that_differs_between_ranks_is_named_on_all(shipped, monkeypatch):
+    def program(rank):
+        if rank:
+            monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+        _, step = step_of(rank)
+        return ending(lambda: step([64]))
+
+    differ = "RankMismatch: ranks differ in DIST_AUTOTUNE_MODE: rank 0: strict; rank 1: cached"
+    assert all(error.startswith(differ) for error in assert_all_ok(run_ranks(program, 2)))

@@ -1,0 +1,32 @@
+"""A plain training loop, data-parallel when it is started on several ranks."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from scaled import Model, batches
+
+is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+if is_distributed:
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if is_distributed else 0
+
+torch.manual_seed(0)
+model = Model()
+if is_distributed:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+for number, (x, y) in enumerate(batches(rank)):
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(number, loss.item())
+    if number % 5 == 4:
+        with torch.no_grad():
+            print("evaluation", torch.nn.functional.mse_loss(model(x), y).item())
+
+if is_distributed:
+    del model
+    dist.destroy_process_group()

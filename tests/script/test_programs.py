@@ -1,0 +1,128 @@
+"""Small programs as people write them, through `dist-autotune run`: each ends as without it, and is tuned."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from kernels_for_tests import launch, numbers, records
+from programs import printed, start_program
+
+from dist_autotune.logs.records import ContextSettled, RunStarted
+from ranks import assert_all_ok
+
+PROGRAMS = Path(__file__).parent / "programs"
+RECIPES = (Path(__file__).parents[2] / "docs" / "training-scripts.md").read_text()
+ONE_OF_EACH = ("--n-repeat", "1", "--n-warmup", "0", "--no-progress")
+FRAMEWORKS = {"hugging_face": "transformers", "with_lightning": "lightning"}
+
+
+def run(name: str, ranks: int, *, options: Sequence[str] | None, arguments: Sequence[str] = ()) -> list[str]:
+    """Return what each rank prints. Without options: stock Triton, with the first config alone."""
+    blocks = "16" if options is None and not arguments else "16 32 64"
+    environment = {"BLOCKS": blocks}
+    assert_all_ok(
+        start_program(
+            PROGRAMS / f"{name}.py", *arguments, ranks=ranks, environment=environment, options=options
+        )
+    )
+    return [printed(rank) for rank in range(ranks)]
+
+
+def skip_without(name: str) -> None:
+    package = FRAMEWORKS.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}: pip install transformers accelerate lightning")
+
+
+def settled(ranks: int) -> list[dict[str, str]]:
+    """Return the config of each context on each rank."""
+    return [
+        {each.context: each.config for each in records(ContextSettled, rank=rank)} for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("plain_loop", 2),
+        ("accumulation", 1),
+        ("two_optimizers", 1),
+        ("hugging_face", 2),
+        ("with_lightning", 2),
+    ],
+)
+def test_a_program_prints_the_same_losses_and_all_its_ranks_take_the_same_configs(name, ranks):
+    skip_without(name)
+    bare = run(name, ranks, options=None)
+    tuned = run(name, ranks, options=ONE_OF_EACH)
+    assert tuned == bare
+    assert all(len(text.splitlines()) >= 8 for text in tuned)
+    first, *others = settled(ranks)
+    assert first
+    assert others == [first] * (ranks - 1)
+
+
+@pytest.mark.torchrun
+def test_torchrun_starts_the_ranks_of_a_tuned_program(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    program = ["-m", "dist_autotune", "run", *ONE_OF_EACH, str(PROGRAMS / "plain_loop.py")]
+    ended = subprocess.run([*launcher, *program], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 2 * 14
+    assert ended.stderr.count("1 context in 3 runs on 2 ranks") == 1  # rank 0 alone says so
+    first, second = settled(2)
+    assert first
+    assert second == first
+
+
+def recipe(name: str) -> str:
+    (text,) = re.findall(rf"```python\n# {name}\n(.*?)```", RECIPES, re.DOTALL)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("hugging_face", "tuned_trainer"), ("with_lightning", "tuned_lightning")]
+)
+def test_the_recipe_of_a_framework_tunes_its_steps(tmp_path, monkeypatch, name, module):
+    skip_without(name)
+    (tmp_path / f"{module}.py").write_text(recipe(f"{module}.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    bare = run(name, 2, options=None)
+    assert run(name, 2, options=None, arguments=["--tuned"]) == bare
+    plans = [[each.plan for each in records(RunStarted, rank=rank)] for rank in range(2)]
+    assert plans[0] == plans[1]
+    assert len({str(plan) for plan in plans[0]}) > 2  # several configs were tried
+
+
+def test_the_recipes_of_a_loop_and_of_torchtitan_tune_each_step(bench, monkeypatch):
+    """The trainer stands in for torchtitan's: `train` calls `train_step` with an iterator of batches."""
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    class Trainer:
+        def train(self):
+            return [self.train_step(iter([numbers()])) for _ in range(4)]
+
+        def train_step(self, data_iterator):
+            return launch(kernel, next(data_iterator))
+
+    titan = types.ModuleType("torchtitan.train")
+    titan.Trainer = Trainer
+    monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
+    monkeypatch.setitem(sys.modules, "torchtitan.train", titan)
+    names = {}
+    exec(recipe("tuned_titan.py"), names)
+    trainer = names["TunedTrainer"]()
+    assert all(torch.equal(y, numbers() + 1) for y in trainer.train())
+    assert {16, 32} <= set(bench.blocks())
+
+    loop = {"batches": [numbers()] * 40, "train": lambda x: launch(kernel, x)}
+    exec(recipe("loop.py"), loop)
+    assert loop["tuner"].report is not None

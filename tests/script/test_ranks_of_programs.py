@@ -1,0 +1,288 @@
+"""Programs on several ranks under `dist-autotune run`: one fails, leaves early, or launches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from kernels_for_tests import records
+from programs import printed, start_program
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.logs.records import ContextSettled, RunStarted, SessionClosed, SessionOpened
+from dist_autotune.options import Options
+from dist_autotune.script.boundaries import NamedCalls, OptimizerSteps
+from dist_autotune.script.program import Program
+from dist_autotune.script.tuned_program import TunedProgram
+from ranks import Result, assert_all_ok, run_ranks
+
+PROGRAMS = Path(__file__).parent / "programs"
+OPTIONS = ("--n-repeat", "1", "--n-warmup", "0", "--no-progress", "--timeout-s", "60")
+SOON_S = 30.0  # far from the time-out, which nothing here may wait for
+BEGINNING = f"""
+import os, sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+import torch
+import torch.distributed as dist
+from scaled import Model, batches, scale, scale_kernel
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if dist.is_initialized() else 0
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def train(steps):
+    for x, y in batches(rank, steps):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+"""
+
+
+def start(text: str, ranks: int = 2, options: Sequence[str] = OPTIONS, **environment: str) -> list[Result]:
+    path = Path("program.py").absolute()
+    path.write_text(BEGINNING + text)
+    return start_program(path, ranks=ranks, environment=environment, options=options)
+
+
+def configs(ranks: int = 2) -> list[list[str]]:
+    return [[record.config for record in records(ContextSettled, rank=rank)] for rank in range(ranks)]
+
+
+def assert_agreed() -> None:
+    first, second = configs()
+    assert first
+    assert second == first
+
+
+def test_a_rank_that_raises_does_not_end_the_other():
+    began = time.monotonic()
+    raising, other = start("train(2)\nif rank == 0: raise ValueError('mine')\ntrain(8)\nprint('end', rank)")
+    assert raising.error == "ValueError: mine"
+    assert other.ok
+    assert printed(1) == "end 1\n"
+    assert "goes on untuned: rank 0 failed" in other.stderr
+    assert "ValueError: mine" in other.stderr
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_rank_that_leaves_early_does_not_keep_the_other_waiting():
+    began = time.monotonic()
+    assert_all_ok(results := start("train(4 if rank == 0 else 9)\nprint('end', rank)"))
+    assert "the program has ended" in results[1].stderr
+    assert time.monotonic() - began < SOON_S
+
+
+def test_exit_codes_are_the_ranks_own():
+    results = start("train(3)\nsys.exit(3 + rank)")
+    assert [result.error for result in results] == ["SystemExit: 3", "SystemExit: 4"]
+
+
+def test_a_rank_without_a_launch_has_a_part_in_all_runs():
+    results = start("if rank == 0:\n    train(9)\nelse:\n    for _ in range(9):\n        optimizer.step()\n")
+    assert_all_ok(results)
+    assert_agreed()
+    assert "1 context in 3 runs on 2 ranks" in results[0].stderr
+
+
+def test_a_group_that_is_made_anew_is_tuned_anew_with_all_its_ranks():
+    assert_all_ok(
+        start("train(2)\ndist.destroy_process_group()\ndist.init_process_group('gloo')\ntrain(9)\n")
+    )
+    assert_agreed()
+    assert [len(records(SessionOpened, rank=rank)) for rank in range(2)] == [2, 2]
+
+
+def test_ranks_that_have_destroyed_their_group_end_quietly():
+    results = start("train(9)\ndist.destroy_process_group()")
+    assert_all_ok(results)
+    assert "Warning" not in results[1].stderr
+    assert results[1].stderr == ""  # rank 0 shows what was found
+    assert "1 context in 3 runs on 2 ranks" in results[0].stderr
+
+
+def test_what_forks_of_data_loaders_do_is_not_tuned():
+    assert_all_ok(
+        start(
+            "class Rows(torch.utils.data.Dataset):\n"
+            "    def __len__(self): return 8\n"
+            "    def __getitem__(self, i): return scale(torch.full((3,), float(i)), 2.0).sum()\n"
+            "train(1)\n"
+            "loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context='fork')\n"
+            "print(sum(float(x) for x in loader))\n"
+            "train(8)\n",
+            BLOCKS="16",
+        )
+    )
+    assert printed(0) == printed(1) == f"{sum(6.0 * i for i in range(8))}\n"
+
+
+def test_a_forked_child_that_ends_as_the_program_does_ends_alone():
+    text = "train(2)\nif os.fork() == 0:\n    train(2)\n    sys.exit(0)\nos.wait()\ntrain(7)\nprint('end')"
+    results = start(text, BLOCKS="16")
+    assert_all_ok(results)
+    assert printed(0) == "end\n"
+    assert results[0].stderr.count("on 2 ranks") == 1
+
+
+def test_a_program_that_ends_before_all_is_settled_says_so():
+    results = start("train(2)", options=["--no-progress"])
+    assert_all_ok(results)
+    assert [record.outcome for record in records(SessionClosed)] == ["unfinished"]
+    assert " tuning " in results[0].stderr
+
+
+def test_functions_that_the_program_tunes_itself_are_tuned_as_without_the_command():
+    text = (
+        "from dist_autotune import contextual_autotune\n"
+        "own = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=0, name='own')"
+        "(lambda x: scale(x, 3.0))\n"
+        "train(1)\n"
+        "assert torch.equal(own(torch.ones(100)), torch.full((100,), 3.0))\n"
+        "assert own.settled and own.report.runs == 4\n"
+        "train(8)\nassert torch.equal(own(torch.ones(100)), torch.full((100,), 3.0))\n"
+    )
+    assert_all_ok(start(text))
+    assert_agreed()
+    opened = [record.thunk for record in records(SessionOpened)]
+    assert opened == ["program.py", "own"]
+
+
+def test_an_optimizer_step_inside_a_tuned_function_ends_no_run():
+    text = (
+        "from dist_autotune import StepTuner\n"
+        "tuner = StepTuner(is_dist=True, n_repeat=1, n_warmup=0)\n"
+        "while not tuner.settled:\n    with tuner.step(): train(1)\nprint(tuner.report.runs)"
+    )
+    results = start(text)
+    assert_all_ok(results)
+    assert printed(0) == printed(1) == "3\n"
+    assert [record.thunk for record in records(SessionOpened)] == ["step"]
+
+
+def test_with_the_mode_cached_nothing_is_tried():
+    assert_all_ok(start("train(6)", DIST_AUTOTUNE_MODE="cached"))
+    plans = [record.plan for record in records(RunStarted)]
+    assert plans
+    assert not any(plans)
+
+
+def test_with_the_mode_off_nothing_is_replaced():
+    text = "from triton.runtime.autotuner import Autotuner\nprint(Autotuner.run.__module__)\ntrain(6)"
+    results = start(text, BLOCKS="16", DIST_AUTOTUNE_MODE="off")
+    assert_all_ok(results)
+    assert printed(0) == "triton.runtime.autotuner\n"
+    assert results[0].stderr == ""
+    assert not Path(".autotune_logs").exists()
+
+
+def test_the_second_start_takes_everything_from_the_cache():
+    first = start("train(9)")
+    assert_all_ok(first)
+    assert_agreed()
+    second = start("train(2)")
+    assert_all_ok(second)
+    assert "1 context in 1 run on 2 ranks" in second[0].stderr
+    assert " cached " in second[0].stderr
+
+
+def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else():
+    text = "train(9)\nprint('trained')\nscale(torch.zeros(12), 2.0)"
+    (new,) = start("train(9)", ranks=1, DIST_AUTOTUNE_MODE="strict")
+    assert str(new.error).startswith("NotTuned: scale_kernel[n=32, x_ptr.dtype=float32, ")  # its first launch
+    assert_all_ok(start("train(9)", ranks=1))
+    (other,) = start(text, ranks=1, DIST_AUTOTUNE_MODE="strict")
+    assert printed(0) == "trained\n"
+    assert str(other.error).startswith("NotTuned: scale_kernel[n=12, ")
+    assert "Nearest tuned keys: [n=32, " in str(other.error)
+
+
+def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all():
+    began = time.monotonic()
+    assert_all_ok(start("train(9)"))
+    assert_all_ok(start("train(9)", DIST_AUTOTUNE_MODE="strict"))
+    text = "train(1)\nif rank: scale(torch.zeros(12), 2.0)\ntrain(2)"
+    zero, one = start(text, DIST_AUTOTUNE_MODE="strict")
+    assert str(one.error).startswith("NotTuned: scale_kernel[n=12, ")
+    assert str(zero.error).startswith(
+        "PeerFailed: rank 1 failed, so this call ends on rank 0 too: NotTuned: "
+    )
+    assert time.monotonic() - began < 2 * SOON_S
+
+
+def test_in_the_strict_mode_several_ranks_ask_from_their_second_run_on():
+    results = start("train(1)\nprint('one', rank)\ntrain(1)", DIST_AUTOTUNE_MODE="strict")
+    assert [printed(rank) for rank in range(2)] == ["one 0\n", "one 1\n"]
+    assert all(str(each.error).startswith(("NotTuned: ", "PeerFailed: ")) for each in results)
+
+
+def test_without_an_optimizer_a_named_function_ends_the_runs():
+    text = "with torch.no_grad():\n    for x, _ in batches(rank): model(x)\n"
+    assert_all_ok(start(text, options=[*OPTIONS, "--step", "scaled:Model.forward"]))
+    assert_agreed()
+    ended = start(text)
+    assert_all_ok(ended)
+    assert "Nothing was tuned: no optimizer of torch.optim has stepped" in ended[0].stderr
+
+
+def test_a_rank_without_the_command_costs_the_others_the_time_out_once():
+    results = start(
+        "from dist_autotune.script.script_tuner import ScriptTuner\n"
+        "if rank == 1: ScriptTuner.end_run = lambda self: None\n"
+        "train(4)\nprint('end', rank)",
+        options=[*OPTIONS[:-1], "2"],
+    )
+    assert_all_ok(results)
+    assert [printed(rank) for rank in range(2)] == ["end 0\n", "end 1\n"]
+    assert results[0].stderr.count("goes on untuned: Rank 0 waited 2 s for rank 1") == 1
+
+
+def test_a_program_that_wraps_the_autotuner_itself_is_tuned_and_ends():
+    text = (
+        "from triton.runtime.autotuner import Autotuner\n"
+        "before, seen = Autotuner.run, []\n"
+        "def run(self, *args, **kwargs):\n    seen.append(1)\n    return before(self, *args, **kwargs)\n"
+        "Autotuner.run = run\n"
+        "single = triton.autotune([triton.Config({'BLOCK': 16})], ['n'])(scale_kernel.fn)\n"
+        "def launch():\n    x = torch.ones(3)\n    single[(1,)](x, x, 3, 2.0)\n    return x\n"
+        "train(9)\n"
+        "assert launch().tolist() == [2.0] * 3\n"
+        "import atexit\natexit.register(lambda: print('at exit', launch().tolist()))\n"
+        "assert seen and Autotuner.run is not run\n"
+    )
+    assert_all_ok(start("import triton\n" + text))
+    assert_agreed()
+
+
+# ---- afterwards
+
+
+def state() -> tuple[object, ...]:
+    """Return what a tuned program replaces while it runs."""
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    forward = sys.modules["scaled"].Model.forward if "scaled" in sys.modules else None
+    return Autotuner.run, list(sys.meta_path), dict(hooks), hasattr(forward, "__wrapped__")
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('mine')", "sys.exit(3)"])
+@pytest.mark.parametrize("step", [None, "scaled:Model.forward"], ids=["optimizer", "named"])
+def test_when_the_program_has_ended_all_is_as_it_was(ending, step):
+    Path("program.py").write_text(f"{BEGINNING}train(5)\n{ending}")
+
+    def run(rank):
+        boundary = OptimizerSteps() if step is None else NamedCalls(step)
+        options = Options(is_dist=True, mode="online", n_repeat=1, n_warmup=0)
+        tuned, before = TunedProgram(Program("program.py"), options, boundary), state()
+        with contextlib.suppress(ValueError, SystemExit):
+            tuned.run()
+        assert state() == before
+        return tuned.report.runs
+
+    assert assert_all_ok(run_ranks(run, 1, init="none")) == [3]

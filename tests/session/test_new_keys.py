@@ -1,0 +1,158 @@
+"""A new key begins with the winner of the nearest tuned key of its kernel, and is tuned like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from kernels_for_tests import add, block_of, double, entries, launch, no_bench, numbers, only, records
+
+from dist_autotune import tunable
+from dist_autotune.logs.records import ContextAdmitted
+
+# BLOCK -> ms: 32 wins for few numbers, 64 for many.
+SMALL_OR_LARGE = {
+    16: 3.0,
+    32: lambda launch: 1.0 if launch.n < 500 else 2.0,
+    64: lambda launch: 2.0 if launch.n < 500 else 1.0,
+}
+
+
+@pytest.fixture
+def tuned(bench):
+    """A function with the keys 64, where 32 wins, and 1024, where 64 does."""
+    kernel = bench.kernel(SMALL_OR_LARGE)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64), tuned(1024)
+    bench.forget()
+    return tuned
+
+
+@pytest.mark.parametrize(("n", "block"), [(100, 32), (255, 32), (260, 64), (4096, 64)])
+def test_a_new_key_is_first_launched_with_the_winner_of_the_nearest_key(bench, tuned, n, block):
+    assert torch.equal(tuned(n), numbers(n) + 1)
+    assert bench.blocks()[0] == block
+
+
+def test_it_is_tried_against_the_first_config_and_all_others(bench, tuned):
+    tuned(400)  # as 1024: 64, which loses here
+    assert bench.blocks() == [64, 64, 16, 32, 32]
+    assert block_of(only(tuned.report).config) == 32
+    assert sorted(only(tuned.report).timings.values()) == [1.0, 2.0, 3.0]
+
+
+def test_a_tie_stays_with_it(bench):
+    ms = {16: 3.0, 32: 1.0}
+    kernel = bench.kernel({block: lambda launch: ms[launch.block] for block in ms})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    ms[16] = 1.0
+    tuned(128)
+    assert block_of(only(tuned.report).config) == 32
+
+
+def test_the_log_names_the_key(tuned):
+    tuned(100)
+    *_, admitted = records(ContextAdmitted)
+    assert admitted.like == "64, 'torch.float32', 'torch.float32'"
+    assert admitted.candidates[admitted.incumbent].startswith("BLOCK: 32")
+    text = Path(".autotune_logs/rank-0.log").read_text()
+    assert "3 candidates, incumbent #0, as with the key 64, 'torch.float32', 'torch.float32'" in text
+
+
+def test_another_dtype_or_kernel_is_no_neighbour(bench):
+    one, two = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
+    tuned = bench.tune(lambda kernel, x: launch(kernel, x))
+    tuned(one, numbers(64))
+    bench.forget()
+    tuned(one, numbers(128).double())
+    tuned(two, numbers(128))
+    assert (bench.blocks("add")[0], bench.blocks("double")[0]) == (16, 16)
+
+
+def test_a_winner_that_is_pruned_away_for_the_new_key_leaves_it_to_the_next_nearest(bench):
+    def prune(configs, named, **_):
+        return [each for each in configs if each.kwargs["BLOCK"] != 64 or named["n"] >= 1000]
+
+    kernel = bench.kernel(SMALL_OR_LARGE, prune_configs_by={"early_config_prune": prune})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64), tuned(1024)
+    bench.forget()
+    tuned(900)
+    assert bench.blocks()[0] == 32
+
+
+@pytest.mark.parametrize("mode", ["tune", "cached"])
+def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    fresh = bench.kernel(SMALL_OR_LARGE, do_bench=no_bench)
+    again = bench.tune(lambda n: launch(fresh, numbers(n)))
+    again(2048)
+    again(100)
+    assert (bench.blocks(n=2048)[0], bench.blocks(n=100)[0]) == (64, 32)
+    if mode == "cached":
+        assert bench.blocks() == [64, 32]
+
+
+def test_what_is_kept_apart_is_no_neighbour(bench, tuned):
+    fresh = bench.kernel(SMALL_OR_LARGE)
+    bench.tune(lambda n: launch(fresh, numbers(n)), share=False)(100)
+    bench.tune(lambda n: launch(fresh, numbers(n)), objective="thunk", share=False, name="other")(100)
+    assert bench.blocks()[0] == 16
+
+
+def test_provisional_results_are_no_neighbours(bench, tmp_cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), max_runs=3)
+    tuned(64)
+    assert only(tuned.report).status == "partial"
+    bench.forget()
+    tuned(128)
+    assert bench.blocks(n=128)[0] == 16
+    assert not entries(tmp_cache)
+
+
+def test_retune_forgets_neighbours_too(bench, tuned):
+    tuned.retune()
+    tuned(100)
+    assert bench.blocks()[0] == 16
+
+
+def test_online_a_new_key_begins_with_it_too(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    for _ in range(3):
+        tuned(64)
+    bench.forget()
+    for _ in range(4):
+        tuned(128)
+    assert bench.blocks() == [32, 32, 16, 32]
+
+
+def test_a_choice_of_the_host_begins_with_that_of_the_nearest_key(bench):
+    chosen = []
+
+    def thunk(n):
+        chosen.append(tunable("slices", [1, 2], key=(n,)))
+        bench.spend({1: 2.0, 2: 1.0}[chosen[-1]])
+
+    tuned = bench.tune(thunk)
+    tuned(64)
+    chosen.clear()
+    tuned(128)
+    assert chosen[0] == 2
+
+
+def test_autotuners_made_anew_share_what_their_kernel_has_found(bench):
+    def thunk(n):
+        launch(triton.autotune(configs, ["n"])(probe), numbers(n))
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, add)
+    configs, probe = kernel.configs, kernel.fn
+    tuned = bench.tune(thunk)
+    tuned(64)
+    bench.forget()
+    tuned(128)
+    assert bench.blocks()[0] == 32

@@ -1,0 +1,151 @@
+"""`StepTuner`: a with block is a run, as a call of an online function is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels_for_tests import Mine, launch, no_bench, numbers, only, records, winner
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import ContextualAutotuner, StepTuner, is_tuning
+from dist_autotune.errors import InvalidOption
+from dist_autotune.logs.records import RunFailed, SessionOpened
+
+STOCK_RUN = Autotuner.run
+
+
+@pytest.fixture
+def step_tuner(bench):
+    return StepTuner(clock=bench.clock, n_warmup=0, n_repeat=1, progress=False)
+
+
+def test_each_step_is_one_run_until_all_is_settled(bench, step_tuner):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    assert step_tuner.report is None
+    for settled in (False, False, True, True):
+        with step_tuner.step():
+            assert torch.equal(launch(kernel, numbers()), numbers() + 1)
+        assert Autotuner.run is STOCK_RUN
+        assert step_tuner.settled is settled
+    assert bench.blocks() == [16, 32, 64, 32]
+    assert (winner(only(step_tuner.report)), step_tuner.report.runs) == (32, 3)
+    assert [record.thunk for record in records(SessionOpened)] == ["step"]
+
+
+def test_a_loop_may_leave_a_step_in_every_way(bench, step_tuner):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def train(x):
+        for turn in range(9):
+            with step_tuner.step():
+                y = launch(kernel, x)
+                if turn == 0:
+                    continue
+                if turn == 1:
+                    break
+        with step_tuner.step():
+            launch(kernel, x)
+            return y
+
+    assert torch.equal(train(numbers()), numbers() + 1)
+    assert bench.blocks() == [16, 32, 64]
+    assert step_tuner.settled
+
+
+@pytest.mark.parametrize("error", [Mine("mine"), StopIteration(7), KeyboardInterrupt(), SystemExit(3)])
+def test_what_a_step_raises_reaches_the_caller_and_a_later_one_makes_that_run_again(bench, step_tuner, error):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    with step_tuner.step():
+        launch(kernel, numbers())
+    try:
+        with step_tuner.step():
+            launch(kernel, numbers())
+            raise error
+    except BaseException as raised:
+        caught = raised
+    assert caught is error
+    assert (Autotuner.run, is_tuning()) == (STOCK_RUN, False)
+    assert len(records(RunFailed)) == 1
+    with step_tuner.step():
+        launch(kernel, numbers())
+    assert bench.blocks() == [16, 32, 32]
+    assert step_tuner.settled
+
+
+def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, step_tuner):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    other = StepTuner(progress=False)
+
+    def launch_in_a_step():
+        with other.step():
+            return launch(kernel, numbers())
+
+    tuned = bench.tune(launch_in_a_step, name="outer", mode="online")
+    tuned(), tuned()
+    assert (tuned.settled, other.report) == (True, None)
+    inner = bench.tune(lambda: launch(kernel, numbers(8)), name="inner")
+    for _ in range(2):
+        with step_tuner.step(), other.step():
+            inner()
+    assert (step_tuner.settled, inner.report, other.report) == (True, None, None)
+    assert bench.blocks(n=8) == [32, 16]
+    assert [record.thunk for record in records(SessionOpened)] == ["outer", "step"]
+
+
+def test_retune_tunes_anew(bench, step_tuner):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    for _ in range(2):
+        with step_tuner.step():
+            launch(kernel, numbers())
+    assert step_tuner.settled
+    step_tuner.retune()
+    assert not step_tuner.settled
+    bench.forget()
+    for _ in range(2):
+        with step_tuner.step():
+            launch(kernel, numbers())
+    assert bench.blocks() == [16, 32]
+
+
+def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
+    with step_tuner.step():
+        assert Autotuner.run is STOCK_RUN
+    assert step_tuner.report is None
+
+
+def test_with_the_mode_cached_nothing_is_tried(bench, step_tuner, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    monkeypatch.setattr(kernel, "_bench", no_bench)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    for _ in range(3):
+        with step_tuner.step():
+            launch(kernel, numbers())
+    assert bench.blocks() == [16, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "replay"}, "mode='replay': a step cannot be repeated"),
+        ({"preserve": [torch.ones(1)]}, "preserve= belongs to mode='replay'"),
+        ({"statistic": "worst"}, "statistic='worst'"),
+        ({"n_repeats": 3}, "n_repeats"),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_used_is_an_error_with_its_value(options, text):
+    with pytest.raises(InvalidOption, match=text):
+        StepTuner(**options)
+
+
+def test_an_online_function_makes_the_runs_that_steps_make(bench, step_tuner):
+    ms = {16: 3.0, 32: 1.0, 64: 2.0}
+    kernel, twin = bench.kernel(ms), bench.kernel(ms, name="twin")
+    tuned = bench.tune(lambda: launch(twin, numbers()), mode="online")
+    assert isinstance(tuned, ContextualAutotuner)
+    for _ in range(5):
+        tuned()
+        with step_tuner.step():
+            launch(kernel, numbers())
+    assert bench.blocks("add") == bench.blocks("twin")

@@ -1,0 +1,186 @@
+"""DIST_AUTOTUNE_MODE=strict: what is not tuned is an error, and nothing is launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels_for_tests import KEY, grid_of, launch, no_bench, numbers, out_of_resources
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune import NotTuned, StepTuner, TuningError, tunable
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    return lambda: monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+
+
+@pytest.fixture
+def shipped(bench, strict):
+    """A function of the next process, in the strict mode: of its keys, 64 and 1024 are on disk."""
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64), tuned(1024)
+    bench.forget()
+    strict()
+    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    return bench.tune(lambda n: launch(fresh, numbers(n)))
+
+
+def test_what_is_tuned_is_launched_and_nothing_is_tried(bench, shipped):
+    for n in (64, 1024, 64):
+        assert torch.equal(shipped(n), numbers(n) + 1)
+    assert bench.blocks() == [32] * 3
+    assert bench.clock.marks == 4  # of the trials before
+    assert shipped.settled
+
+
+@pytest.mark.parametrize("known", [[], [64]], ids=["first call", "settled call"])
+def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
+    bench, shipped, tmp_cache, known
+):
+    for n in known:
+        shipped(n)
+    bench.forget()
+    for _ in range(2):
+        with pytest.raises(NotTuned) as caught:
+            shipped(100)
+        assert isinstance(caught.value, TuningError)
+        assert str(caught.value) == (
+            "add[n=100, x_ptr.dtype=float32, y_ptr.dtype=float32] is not tuned, and "
+            "DIST_AUTOTUNE_MODE=strict launches nothing else: there is no result for it in memory or in "
+            f"{tmp_cache}. Nearest tuned keys: [n=64, x_ptr.dtype=float32, y_ptr.dtype=float32], "
+            "[n=1024, x_ptr.dtype=float32, y_ptr.dtype=float32]. Tune it on this hardware "
+            "(DIST_AUTOTUNE_MODE=tune) and ship the result (dist-autotune cache export, import), or set "
+            "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key."
+        )
+        assert caught.value.kernel == "add"
+        assert caught.value.key == "n=100, x_ptr.dtype='torch.float32', y_ptr.dtype='torch.float32'"
+        assert len(caught.value.nearest) == 2
+    assert bench.blocks() == []
+    assert torch.equal(shipped(64), numbers() + 1)
+
+
+def test_without_a_cache_the_message_says_so(bench, strict):
+    strict()
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), cache=False)
+    with pytest.raises(NotTuned, match=r"in memory, and there is no cache\. Nearest tuned keys: none\."):
+        tuned()
+
+
+@pytest.mark.parametrize("origin", ["this process", "stock Triton"])
+def test_results_in_memory_count(bench, strict, origin):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    if origin == "this process":
+        bench.tune(lambda: launch(kernel, numbers()), cache=False)()
+        bench.forget()
+    else:
+        kernel.cache[KEY] = kernel.configs[1]
+    strict()
+    bench.tune(lambda: launch(kernel, numbers()), cache=False)()
+    assert bench.blocks() == [32]
+
+
+def test_a_provisional_result_does_not_count(bench, strict):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), max_runs=2)
+    tuned()
+    strict()
+    with pytest.raises(NotTuned):
+        tuned()
+
+
+def test_a_kernel_without_a_choice_needs_no_result(bench, strict):
+    def prune(configs, named, **_):
+        return configs[:1]
+
+    strict()
+    one, pruned = (
+        bench.kernel({16: 3.0}),
+        bench.kernel({16: 3.0, 32: 1.0}, prune_configs_by={"early_config_prune": prune}),
+    )
+    bench.tune(lambda: [launch(one, numbers()), launch(pruned, numbers())])()
+    assert bench.blocks() == [16, 16]
+
+
+def test_a_result_that_fails_now_is_an_error_with_its_reason_and_nothing_stands_in(bench, shipped):
+    shipped(64)
+    kernel = shipped.fn.__closure__[0].cell_contents
+    kernel.fn.failures[32] = out_of_resources
+    bench.forget()
+    with pytest.raises(NotTuned, match=r"its config BLOCK: 32.* cannot be launched: .*out of resource"):
+        shipped(64)
+    assert bench.blocks() == []
+
+
+def test_a_captured_launch_that_is_not_tuned_is_an_error(bench, shipped, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(shipped(64), numbers() + 1)
+    with pytest.raises(NotTuned):
+        shipped(100)
+    assert bench.blocks() == [32]
+
+
+def test_compiling_only_is_no_launch(bench, strict):
+    strict()
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: kernel.run(numbers(), numbers(), 64, grid=grid_of(64), warmup=True))
+    assert tuned() == "compiled 16"
+
+
+def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
+    def thunk(n):
+        chosen = tunable("slices", [1, 2], key=(n,))
+        bench.spend({1: 2.0, 2: 1.0}[chosen])
+        return chosen
+
+    bench.tune(thunk)(64)
+    strict()
+    fresh = bench.tune(thunk)
+    assert fresh(64) == 2
+    with pytest.raises(NotTuned, match=r"slices\[128\] is not tuned.*Nearest tuned keys: \[64\]"):
+        fresh(128)
+
+
+def test_launches_outside_are_stocks(bench, strict):
+    stock = Autotuner.run
+    strict()
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=lambda call, quantiles: call() or [1.0] * 3)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with pytest.raises(NotTuned):
+        tuned()
+    assert Autotuner.run is stock
+    assert torch.equal(launch(kernel, numbers()), numbers() + 1)
+
+
+def test_the_mode_may_change_between_calls(bench, shipped, monkeypatch):
+    with pytest.raises(NotTuned):
+        shipped(100)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    shipped(100)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "tune")
+    shipped(100)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+    bench.forget()
+    shipped(100)
+    assert bench.blocks() == [32]
+
+
+def test_configs_that_a_result_is_none_of_are_an_error(bench, shipped):
+    fresh = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    with pytest.raises(NotTuned, match="there is no result"):
+        bench.tune(lambda: launch(fresh, numbers()))()
+
+
+def test_steps_of_a_loop_are_strict_too(bench, shipped):
+    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuner = StepTuner(clock=bench.clock, progress=False)
+    for n in (64, 1024, 64):
+        with tuner.step():
+            launch(fresh, numbers(n))
+    with pytest.raises(NotTuned, match=r"add\[n=100"), tuner.step():
+        launch(fresh, numbers(100))
+    with tuner.step():
+        launch(fresh, numbers(64))
+    assert bench.blocks() == [32] * 4

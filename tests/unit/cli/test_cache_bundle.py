@@ -1,0 +1,186 @@
+"""`cache export` and `cache import`: what they say, what they refuse, and that nothing is lost silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from example_files import entry
+from kernels_for_tests import launch, no_bench, numbers
+from typer.testing import CliRunner, Result
+
+from dist_autotune.cli.commands import app
+from dist_autotune.storage.winners import Entry, Winners
+
+HERE = {"device": "interpreter", "capability": "", "driver": "", "triton_version": triton.__version__}
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["cache", *map(str, arguments)])
+
+
+def here(winner: str = "c1", **key: Any) -> Entry:
+    """Return an entry for this machine."""
+    return entry(winner, **{**HERE, **key})
+
+
+@pytest.fixture
+def exported(tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that exports entries, and leaves an empty cache."""
+
+    def export(*entries: Entry) -> Winners:
+        Winners(tmp_cache).put(*entries)
+        assert run("export", "all.json").exit_code == 0
+        monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
+        return Winners(tmp_path / "other")
+
+    return export
+
+
+def test_entries_are_carried_over(exported: Any, tmp_path: Path) -> None:
+    other = exported(here(key="1"), here(key="2"))
+    result = run("import", "all.json")
+    assert result.stdout == f"Imported into {tmp_path / 'other'}: 2 new, 0 as there, 0 with another winner\n"
+    assert (result.stderr, result.exit_code) == ("", 0)
+    assert sorted(each.key.key for each in other.entries()) == ["1", "2"]
+    assert run("import", "all.json").stdout.endswith(": 0 new, 2 as there, 0 with another winner\n")
+
+
+def test_where_winners_differ_that_of_the_cache_stays_and_both_are_named(exported: Any) -> None:
+    other = exported(here())
+    ours = dataclasses.replace(here("c0"), config="BLOCK=64", created_at="2025-12-31")
+    other.put(ours)
+    result = run("import", "all.json")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1] == (
+        "matmul[4096, fp16]: kept BLOCK=64 (0.2500 ms, 2025-12-31), not BLOCK=128 (0.2500 ms, "
+        "2026-01-02T03:04:05Z); --replace takes that of the bundle"
+    )
+    assert list(other.entries()) == [ours]
+    result = run("import", "all.json", "--replace")
+    assert "kept BLOCK=128 (0.2500 ms, 2026-01-02T03:04:05Z), not BLOCK=64" in result.stdout
+    assert list(other.entries()) == [here()]
+
+
+def test_what_is_for_other_hardware_is_left_out_unless_asked_for(exported: Any) -> None:
+    other = exported(here(key="1"), entry(key="2"))
+    result = run("import", "all.json")
+    assert result.stderr == (
+        "all.json: 1 of 2 entries not for this machine, which has interpreter, but for test device 9.0. "
+        "--any-hardware stores them, too.\n"
+    )
+    assert [each.key.key for each in other.entries()] == ["1"]
+    assert "1 new, 1 as there" in run("import", "all.json", "--any-hardware").stdout
+    assert sorted(each.key.key for each in other.entries()) == ["1", "2"]
+
+
+def test_a_bundle_for_other_hardware_alone_is_refused(exported: Any) -> None:
+    other = exported(entry())
+    result = run("import", "all.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "1 of 1 entry not for this machine" in result.stderr
+    assert list(other.entries()) == []
+
+
+def test_what_no_session_here_uses_is_named(exported: Any) -> None:
+    exported(here(key="1"), here(key="2", triton_version="2.0.0", driver="580.1"))
+    assert run("import", "all.json").stderr == (
+        "1 entry not used now: tuned with Triton 2.0.0, driver 580.1; here are Triton "
+        f"{triton.__version__}, driver unknown\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "No such file"), ("", "empty file"), ("{}", "no schema"), ('{"schema": 1}', "not a bundle")],
+    ids=["missing", "empty", "no schema", "no bundle"],
+)
+def test_what_is_no_bundle_is_one_line(tmp_path: Path, content: str | None, reason: str) -> None:
+    if content is not None:
+        (tmp_path / "all.json").write_text(content)
+    result = run("import", "all.json")
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert "all.json" in result.stderr
+    assert reason in result.stderr
+
+
+def test_a_damaged_entry_stores_nothing(exported: Any, tmp_path: Path) -> None:
+    other = exported(here(key="1"), here(key="2"))
+    data = json.loads((tmp_path / "all.json").read_text())
+    data["entries"][1]["ms"] = -1
+    (tmp_path / "all.json").write_text(json.dumps(data))
+    result = run("import", "all.json")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "all.json: entry 1: ms: expected a positive number, found -1.0. Give a file"
+    )
+    assert list(other.entries()) == []
+
+
+def test_only_some_entries_may_be_exported(tmp_cache: Path) -> None:
+    Winners(tmp_cache).put(
+        entry(kernel="one"), entry(kernel="two"), entry(kernel="two", device="NVIDIA H200")
+    )
+    assert "Exported 1 entry" in run("export", "a.json", "--kernel", "one").stdout
+    assert "Exported 3 entries" in run("export", "b.json", "--kernel", "one", "--kernel", "two").stdout
+    assert "Exported 1 entry" in run("export", "c.json", "--device", "H200").stdout
+    nothing = run("export", "d.json", "--kernel", "three")
+    assert nothing.exit_code == 2
+    assert "No such entries in" in nothing.stderr
+    assert not Path("d.json").exists()
+
+
+def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
+    Winners(tmp_cache).put(entry())
+    Path("all.json").write_text("mine")
+    result = run("export", "all.json")
+    assert (result.exit_code, Path("all.json").read_text()) == (2, "mine")
+    assert "--replace" in result.stderr
+    assert run("export", "all.json", "--replace").exit_code == 0
+
+
+def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: launch(kernel, numbers()))()
+    assert "Wrote 1 file for 1 entry to out." in run("export", "out", "--format", "fla").stdout
+    Path("out/add.json").write_text("mine")
+    result = run("export", "out", "--format", "fla")
+    assert (result.exit_code, Path("out/add.json").read_text()) == (2, "mine")
+    assert result.stderr == "out/add.json is there already, 1 in all: --replace writes over them.\n"
+    assert run("export", "out", "--format", "fla", "--replace").exit_code == 0
+
+
+def test_files_of_other_tools_are_of_one_device(tmp_cache: Path) -> None:
+    Winners(tmp_cache).put(entry(), entry(device="NVIDIA H200"))
+    result = run("export", "out", "--format", "vllm")
+    assert result.exit_code == 2
+    assert "several devices, NVIDIA H200, test device: choose one by --device" in result.stderr
+
+
+def test_what_has_no_place_is_named_with_the_reason(tmp_cache: Path) -> None:
+    Winners(tmp_cache).put(entry())
+    result = run("export", "out", "--format", "vllm")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "Left out matmul[4096, fp16]: its key or config is not kept in a form that JSON has, or was tuned "
+        "before that was kept",
+        "Nothing can be written as --format vllm.",
+    ]
+    assert not Path("out").exists()
+
+
+def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 1024)])()
+    assert run("export", "all.json").exit_code == 0
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+    assert run("import", "all.json").exit_code == 0
+    bench.forget()
+    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    bench.tune(lambda: [launch(fresh, numbers(n)) for n in (64, 1024)])()
+    assert bench.blocks() == [32, 32]

@@ -1,0 +1,136 @@
+"""The HTML report: one well-formed page that loads nothing and runs nothing, whatever the logs hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from example_files import CONFIGS, session_records, write_session
+
+from dist_autotune.cli import html
+from dist_autotune.cli.session_report import reports_of
+from dist_autotune.formatting import WALL_CLOCK_NOTE
+from dist_autotune.logs import records
+from dist_autotune.logs.history import load
+from dist_autotune.logs.writer import SessionLog
+
+VOID = {"meta"}
+LOADS = {"link", "script", "img", "iframe", "object", "embed", "base", "form"}
+
+
+class Page(HTMLParser):
+    """Reads a page: its elements, which must be closed in order, its attributes and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def write_page(directory: Path) -> str:
+    history = load(directory)
+    path = directory / "report.html"
+    html.write_html(path, history, reports_of(history, history.sessions))
+    return path.read_text()
+
+
+def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
+    write_session(tmp_path, "s1")
+    write_session(tmp_path, "s2")
+    written = write_page(tmp_path)
+    page = Page(written)
+    assert not LOADS & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in ("src", "href") or name.startswith("on")]
+    assert not re.search(r"url\(|@import|https?:", written)
+    assert page.tags.count("section") == 2
+    assert "prefers-color-scheme: dark" in written
+    assert 'name="viewport"' in written
+
+
+def test_it_shows_the_winner_the_banned_the_ranks_and_what_each_alone_would_take(tmp_path: Path) -> None:
+    write_session(tmp_path)
+    page = Page(write_page(tmp_path))
+    for text in (
+        "matmul[4096, fp16]",
+        CONFIGS[1],
+        "banned by rank 1: out of resource: | shared memory <48>",
+        "-50.0 % against the first config",
+        "chosen by one rank alone: up to +100.0 %",
+        "rank 0 alone",
+        "All tuned launches of a step: -50.0 %",
+        "Where the time went",
+        "Stragglers",
+    ):
+        assert text in page.text
+    titles = [value for name, value in page.attributes if name == "title"]
+    assert {"rank 0: 1.000 ms", "rank 1: 2.000 ms"} <= set(titles)
+
+
+@pytest.mark.parametrize(
+    "text", ["<script>alert(1)</script>", "\"'><i onload=x>", "{style} {0}", "\u6838\x1b[31m"]
+)
+def test_no_text_of_a_log_becomes_html(tmp_path: Path, text: str) -> None:
+    for record in session_records("s1", 0, text, "EventClock"):
+        with SessionLog(tmp_path, 0) as log:
+            about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
+            named = {"config": text} if isinstance(record, records.ConfigRecord) else {}
+            reason = {"reason": text} if isinstance(record, records.Banned) else {}
+            log.write(type(record)(**{**vars(record), **about, **named, **reason}))
+    with SessionLog(tmp_path, 0) as log:
+        log.write(records.Note(session="s1", text=text))
+    page = Page(write_page(tmp_path))
+    assert "script" not in page.tags
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert text.partition("\x1b")[0] in page.text
+    assert "\x1b" not in page.text
+
+
+@pytest.mark.parametrize("ms", [2.0, 1e-300, math.inf, math.nan, -1.0, 0.0], ids=str)
+def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path, ms: float) -> None:
+    for rank in (0, 1):
+        for record in session_records("s1", rank, "layer", "EventClock"):
+            if isinstance(record, records.ContextSettled):
+                timings = {**record.timings, record.config: ms}
+                record = dataclasses.replace(record, ms=ms, default_ms=ms, timings=timings)
+            with SessionLog(tmp_path, rank) as log:
+                log.write(record)
+    page = Page(write_page(tmp_path))
+    found = [style for name, style in page.attributes if name == "style"]
+    numbers = [float(number) for style in found for number in re.findall(r":([^;%]*)%", style)]
+    assert numbers
+    assert all(0 <= number <= 100 for number in numbers)
+
+
+def test_wall_clock_figures_are_labelled(tmp_path: Path) -> None:
+    write_session(tmp_path, clock="WallClock")
+    assert WALL_CLOCK_NOTE in Page(write_page(tmp_path)).text
+
+
+@pytest.mark.parametrize("kept", range(1, 12))
+def test_a_log_that_ends_anywhere_has_a_page(tmp_path: Path, kept: int) -> None:
+    with SessionLog(tmp_path, 0) as log:
+        for record in session_records("s1", 0, "layer", "EventClock")[:kept]:
+            log.write(record)
+    assert "unfinished" in Page(write_page(tmp_path)).text

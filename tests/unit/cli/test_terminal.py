@@ -1,0 +1,127 @@
+"""The report on a terminal of 80 columns, whatever the logs hold, and on one line a row into a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from example_files import session_records, write_session
+from rich.cells import cell_len
+from rich.console import Console
+
+from dist_autotune.cli import terminal
+from dist_autotune.cli.session_report import reports_of
+from dist_autotune.logs import records
+from dist_autotune.logs.history import load
+from dist_autotune.logs.writer import SessionLog
+
+LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))
+OPTIONS = "num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None, ir_override: None"
+KEY = "8192, 3584, 8192, 1, 'torch.bfloat16', 'torch.bfloat16', 'torch.int64', " + "'x" * 40 + "'"
+
+
+def printed(directory: Path, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    history = load(directory)
+    terminal.print_history(console, history, reports_of(history, history.sessions))
+    return console.file.getvalue().splitlines()
+
+
+def write_hard_session(directory: Path, ranks: int = 2, *, kernel: str = "all_gather_gemm") -> None:
+    """Write a session with long configs and keys, and a ban whose reason has 50 lines."""
+    candidates = tuple(f"{LONG}, SPLIT: {split}, {OPTIONS}" for split in range(6))
+    for rank in range(ranks):
+        here = {"session": "0123456789ab", "rank": rank}
+        about = {**here, "context": "c0ffee", "kernel": kernel, "key": KEY, "run": 0}
+        opened = session_records("s", 0, "a_function_of_a_long_name_" * 3, "WallClock")[0]
+        facts = {**opened.as_dict(), **here, "world_size": ranks, "ranks": tuple(range(ranks))}
+        del facts["schema"], facts["event"]
+        with SessionLog(directory, rank) as log:
+            log.write(records.SessionOpened(**facts))
+            log.write(records.ContextAdmitted(**about, candidates=candidates, incumbent=0))
+            for index, config in enumerate(candidates[:-1]):
+                ms = 1234.5 * (index + 1) + rank
+                config = {"config_id": index, "config": config}
+                log.write(
+                    records.Trial(
+                        **about, **config, kind="sample", k=1, n=1, launches=1, ms=ms, statistic_ms=ms
+                    )
+                )
+                log.write(records.Agreed(**about, **config, ms=ms, fastest_rank_ms=1234.5, counted=True))
+            reason = "\n".join(f"line {number} of what a compiler says: error" for number in range(50))
+            log.write(records.Banned(**about, config_id=5, config=candidates[5], by_rank=0, reason=reason))
+            log.write(records.Note(**here, text="a long remark " * 20))
+
+
+@pytest.mark.parametrize("width", [80, 60, 132])
+@pytest.mark.parametrize("kernel", ["all_gather_gemm", "\u6838\u5fc3" * 20, "a[/b]", "w" * 200])
+def test_no_line_is_longer_than_the_terminal(tmp_path: Path, width: int, kernel: str) -> None:
+    write_hard_session(tmp_path, kernel=kernel)
+    assert max(map(cell_len, printed(tmp_path, width))) <= width
+
+
+def test_many_ranks_fit_and_are_named_in_ranges(tmp_path: Path) -> None:
+    write_hard_session(tmp_path, ranks=40)
+    lines = printed(tmp_path)
+    assert max(map(cell_len, lines)) <= 80
+    assert "Each rank alone would choose the winner" not in "\n".join(lines)
+    assert any(line.startswith("0-39") for line in lines)
+
+
+@pytest.mark.parametrize("kept", range(1, 12))
+def test_a_log_that_ends_anywhere_fits_too(tmp_path: Path, kept: int) -> None:
+    with SessionLog(tmp_path, 0) as log:
+        for record in session_records("s1", 0, "layer", "EventClock")[:kept]:
+            log.write(record)
+    assert max(map(cell_len, printed(tmp_path))) <= 80
+
+
+def test_options_at_their_defaults_and_what_all_candidates_share_are_said_once_at_most(
+    tmp_path: Path,
+) -> None:
+    write_hard_session(tmp_path)
+    text = " ".join("\n".join(printed(tmp_path, 132)).split())
+    for left_out in ("maxnreg", "ir_override", "num_ctas", "None"):
+        assert left_out not in text
+    assert text.count("num_stages: 3") == 1
+    assert text.count("BLOCK_N: 65") == 1
+    assert "All: BLOCK_M: 64, BLOCK_N: 65" in text
+
+
+def test_a_value_stays_beside_its_name(tmp_path: Path) -> None:
+    write_session(tmp_path)
+    write_hard_session(tmp_path)
+    assert not [line for line in printed(tmp_path) if line.rstrip().endswith(":") and "BLOCK_" in line]
+
+
+def test_a_log_of_an_older_version_reads_as_before(tmp_path: Path) -> None:
+    write_session(tmp_path / "new")
+    added = ("fastest_rank_ms", "default_ms", "banned", "judge", "launches", "seconds")
+    added += ("compiling_s", "runs_s", "exchanges_s")
+    (tmp_path / "old").mkdir()
+    for path in (tmp_path / "new").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if line["event"] in ("context_settled", "session_closed"):
+                for name in added:
+                    line.pop(name, None)
+        (tmp_path / "old" / path.name).write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert printed(tmp_path / "old") == printed(tmp_path / "new")
+
+
+def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
+    for name, kernel, ms in (("c1", "small", 1.0), ("c2", "large", 9.0), ("c3", "medium", 5.0)):
+        with SessionLog(tmp_path, 0) as log:
+            opened = session_records("s1", 0, "layer", "EventClock")[0]
+            about = {"session": "s1", "context": name, "kernel": kernel, "key": "", "run": 0}
+            log.write(opened)
+            log.write(records.ContextAdmitted(**about, candidates=("A", "B"), incumbent=0))
+            winner = {"config_id": 0, "config": "A", "status": "tuned", "ms": ms, "judge": "launch"}
+            log.write(records.ContextSettled(**about, **winner, launches=2))
+    history = load(tmp_path)
+    (shown,) = reports_of(history, history.sessions)
+    assert [context.kernel for context in shown.report.contexts] == ["large", "medium", "small"]
+    rows = [line.split()[0] for line in printed(tmp_path) if " tuned " in line]
+    assert rows == ["60.0", "33.3", "6.7"]

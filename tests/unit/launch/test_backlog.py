@@ -1,0 +1,245 @@
+"""What waits for its compilation: in which order, for how long, what becomes of it. No process is made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dist_autotune.compilation import preflight
+from dist_autotune.compilation.pool import COMPILED, FAILED, FROM_PEERS, Compilation, Terms
+from dist_autotune.compilation.pool_process import Compiled
+from dist_autotune.compilation.preflight import Planned
+from dist_autotune.launch import backlog
+from dist_autotune.launch.backlog import Backlog
+
+
+class FakeProcess:
+    """Compiles nothing; a test says what it tells."""
+
+    def __init__(self, compilations: list[Compilation], terms: Terms) -> None:
+        self.keys = [compilation.key for compilation in compilations]
+        self.has_begun, self.has_ended, self.is_closed = True, False, False
+        self.told: list[Compiled] = []
+
+    def tell(self, key: str, ending: str = COMPILED, reason: str = "") -> None:
+        self.told.append(Compiled(self.keys.index(key), ending, reason))
+
+    def read(self) -> list[Compiled]:
+        told, self.told = self.told, []
+        return told
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(eq=False)
+class FakeContext:
+    """What a backlog asks of a context; its incumbent takes a millisecond."""
+
+    name: str
+    launches: int
+    search: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            waiting=False, is_tuned_by_launches=True, incumbent=0, known_ms=lambda: [(0, 1.0)]
+        )
+    )
+    announced: bool = True
+    is_preflighted: bool = True
+    compiling: int = 0
+
+
+class World:
+    """A backlog, the processes that it has made, and what it has done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processes: list[FakeProcess] = []
+        self.events: list[str] = []
+        self.bans: dict[str, dict[str, str]] = {}
+        self.seconds = 0.0
+        self.backlog = Backlog(Terms(is_behind=True, jobs=2), self._ban, self._loading)
+        monkeypatch.setattr(backlog, "PoolProcess", self._make)
+        monkeypatch.setattr(backlog.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(preflight, "current_device", lambda: 0)
+        monkeypatch.setattr(preflight, "plan", lambda launch, configs, hooks_s: Planned(configs))
+
+    @property
+    def process(self) -> FakeProcess:
+        """Return the only process that is under way."""
+        (process,) = (each for each in self.processes if not each.is_closed)
+        return process
+
+    def add(self, name: str, *candidates: str, launches: int = 1, load_s: float = 0.0) -> Any:
+        """Let a new context wait; loading each candidate takes `load_s`."""
+
+        def compile_(key: str) -> None:
+            self.seconds += load_s
+            self.events.append(f"load {key}")
+
+        context = FakeContext(name, launches)
+        configs = {c: Compilation(c, lambda c=c: compile_(c), lambda kernel: None) for c in candidates}
+        self.backlog.add(context, None, configs)
+        return context
+
+    def advance(self) -> list[tuple[str, Any]]:
+        """Return the contexts that are done, with their tallies."""
+        return [(context.name, tally) for context, tally in self.backlog.advance()]
+
+    def _make(self, compilations: list[Compilation], terms: Terms) -> FakeProcess:
+        self.processes.append(FakeProcess(compilations, terms))
+        return self.processes[-1]
+
+    def _ban(self, context: Any, reasons: dict[str, str]) -> None:
+        self.bans.setdefault(context.name, {}).update(reasons)
+
+    @contextlib.contextmanager
+    def _loading(self, context: str, candidate: str) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(world):
+    context = world.add("a", "a1", "a2", "a3")
+    assert world.advance() == []
+    assert context.compiling == 3
+    world.process.tell("a2", FROM_PEERS)
+    world.process.tell("a1", FAILED, "the compiler was ended by SIGKILL")
+    assert world.advance() == []
+    assert (context.compiling, world.bans["a"]) == (1, {"a1": "the compiler was ended by SIGKILL"})
+    world.process.tell("a3")
+    ((name, tally),) = world.advance()
+    assert (name, context.compiling, bool(world.backlog)) == ("a", 0, False)
+    assert (tally.compiled, tally.from_peers, tally.cached, tally.failed) == (1, 1, 0, 1)
+    assert world.events == ["load a2", "load a3"]
+
+
+def test_what_takes_most_of_a_run_is_compiled_first(world):
+    world.add("once", "o1", "o2")
+    world.add("often", "f1", "f2", launches=12)
+    world.advance()
+    assert world.process.keys == ["f1", "f2", "o1", "o2"]
+
+
+def test_ranks_of_a_host_begin_at_different_candidates_of_the_same_context(world):
+    world.backlog._terms = Terms(is_behind=True, local_rank=1, local_ranks=2)
+    world.add("a", "a1", "a2", launches=2)
+    world.add("b", "b1", "b2", "b3", "b4")
+    world.advance()
+    assert world.process.keys == ["a2", "a1", "b3", "b4", "b1", "b2"]
+
+
+@pytest.mark.parametrize("search", ["not announced yet", "its time is not read yet"])
+def test_compiling_begins_when_the_times_of_the_first_runs_are_known(world, search):
+    context = world.add("a", "a1")
+    known = context.search
+    if search == "not announced yet":
+        context.search = None
+    else:
+        known.waiting = True
+    world.advance()
+    assert world.processes == []
+    context.search, known.waiting = known, False
+    world.advance()
+    assert world.process.keys == ["a1"]
+
+
+def test_what_comes_later_joins_the_rest_of_what_came_before(world):
+    world.add("a", "a1", "a2")
+    world.advance()
+    world.processes[0].tell("a1")
+    world.add("b", "b1", launches=3)
+    world.advance()
+    assert world.processes[0].is_closed
+    assert world.process.keys == ["b1", "a2"]
+
+
+def test_a_context_that_is_tuned_no_more_stops_asking(world):
+    starved, other = world.add("a", "a1", "a2"), world.add("b", "b1")
+    world.advance()
+    starved.search.is_tuned_by_launches = False
+    world.advance()
+    assert world.processes[0].is_closed
+    assert world.process.keys == ["b1"]
+    assert (starved.compiling, starved.is_preflighted, other.compiling) == (0, False, 1)
+    assert "a" not in [name for name, _ in world.advance()]
+    other.search.is_tuned_by_launches = False
+    world.advance()
+    assert (len(world.processes), all(each.is_closed for each in world.processes)) == (2, True)
+
+
+def test_what_a_failed_run_has_brought_is_dropped(world):
+    known, new = world.add("a", "a1"), world.add("b", "b1")
+    new.announced = False
+    world.backlog.drop_unannounced()
+    world.advance()
+    assert (world.process.keys, known.compiling, new.is_preflighted) == (["a1"], 1, False)
+
+
+def test_closing_ends_the_process_and_drops_all(world):
+    context = world.add("a", "a1")
+    world.advance()
+    world.backlog.close()
+    assert (world.processes[0].is_closed, context.compiling, bool(world.backlog)) == (True, 0, False)
+
+
+def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):
+    context = world.add("a", *"abcdefgh", load_s=0.01)
+    world.advance()
+    for key in "abcdefgh":
+        world.process.tell(key)
+    world.advance()
+    assert context.compiling == 7  # no time has passed
+    world.seconds += 0.1
+    world.advance()
+    assert context.compiling == 4  # 25 ms, of which the third was the last to begin
+    world.advance()
+    assert context.compiling == 3
+    world.seconds += 10.0
+    world.advance()
+    assert context.compiling == 0
+
+
+def test_a_process_that_is_gone_is_followed_by_another_with_what_is_left(world):
+    world.add("a", "a1", "a2")
+    world.advance()
+    world.process.tell("a1")
+    world.process.has_ended = True
+    world.advance()
+    assert (len(world.processes), world.process.keys, world.bans["a"]) == (2, ["a2"], {})
+
+
+@pytest.mark.parametrize("how", ["ends", "never begins"])
+def test_after_processes_that_come_to_nothing_this_one_compiles_a_candidate_a_run(world, how):
+    world.add("a", "a1", "a2", "a3")
+    for _ in range(backlog.STARTS_IN_VAIN):
+        world.advance()
+        world.process.has_ended = how == "ends"
+        world.process.has_begun = how == "ends"
+        world.seconds += backlog.START_S + 1
+    world.backlog._advanced = None
+    world.advance()
+    assert all(each.is_closed for each in world.processes)
+    assert world.events == ["load a1"]
+    world.advance()
+    ((_, tally),) = world.advance()
+    assert (world.events, tally.compiled) == (["load a1", "load a2", "load a3"], 3)
+    assert tally.remark.startswith("compiled in this process, without a limit: child processes do not start")
+
+
+def test_where_nothing_can_be_forked_this_process_compiles(world, monkeypatch):
+    def no_fork(*args: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(backlog, "PoolProcess", no_fork)
+    world.add("a", "a1")
+    ((_, tally),) = world.advance()
+    assert (world.events, tally.compiled) == (["load a1"], 1)
+    assert "no child (Resource temporarily unavailable)" in tally.remark

@@ -1,0 +1,147 @@
+"""A bundle carries winners with their evidence; what is wrong with one is found before anything is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_files import KEY, entry
+
+from dist_autotune.storage import bundle
+from dist_autotune.storage.winners import Entry, Evidence, Winners
+
+EVIDENCE = Evidence(
+    torch_version="2.13.0",
+    fastest_rank_ms={"BLOCK=128": 0.2},
+    config={"kwargs": {"BLOCK": 128}, "num_warps": 4},
+    arguments=(("n", 4096), ("x.dtype", "fp16")),
+    triton_file="ABC/matmul.autotune.json",
+)
+
+
+def with_evidence(winner: str = "c1", **key: object) -> Entry:
+    return dataclasses.replace(entry(winner, **key), evidence=EVIDENCE)
+
+
+def written(path: Path, *entries: Entry) -> Path:
+    bundle.write(path, entries, replaces=True)
+    return path
+
+
+def test_entries_come_back_with_all_their_evidence(tmp_path: Path) -> None:
+    entries = [with_evidence(key=key) for key in ("1", "2")]
+    path = written(tmp_path / "all.json", *entries)
+    assert bundle.read(path) == entries
+    data = json.loads(path.read_text())
+    assert (data["bundle"], data["schema"], data["package_version"]) == (1, 1, "0.1.0")
+    (first, _) = data["entries"]
+    assert first["key"]["device"] == "test device"
+    assert first["created_at"] == "2026-01-02T03:04:05Z"
+    assert first["evidence"]["fastest_rank_ms"] == {"BLOCK=128": 0.2}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path / "all.json", entry())
+    with pytest.raises(FileExistsError, match=r"all\.json is there already: --replace writes over it"):
+        bundle.write(path, [entry(key="2")], replaces=False)
+    assert bundle.read(path) == [entry()]
+    bundle.write(path, [entry(key="2")], replaces=True)
+    assert bundle.read(path) == [entry(key="2")]
+
+
+def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path: Path) -> None:
+    cache = Winners(tmp_path)
+    cache.put(entry(key="same"), entry("c0", key="other"))
+    entries = [entry(key="same"), entry(key="other"), entry(key="new")]
+    merged = bundle.merge(cache, entries, replaces=False)
+    assert merged == bundle.Merged(1, 1, ((entry("c0", key="other"), entry(key="other")),), 0)
+    assert {each.key.key: each.winner for each in cache.entries()} == {
+        "same": "c1",
+        "other": "c0",
+        "new": "c1",
+    }
+
+
+def test_merging_takes_the_bundles_winners_when_asked_for(tmp_path: Path) -> None:
+    cache = Winners(tmp_path)
+    cache.put(entry("c0"))
+    merged = bundle.merge(cache, [entry()], replaces=True)
+    assert merged.conflicts == ((entry("c0"), entry()),)
+    assert cache.get(KEY) == entry()
+
+
+def test_every_function_is_shown_what_was_imported(tmp_path: Path) -> None:
+    cache = Winners(tmp_path)
+    bundle.merge(cache, [entry()], replaces=False)
+    assert list(cache.launched_by("imported")) == [entry()]
+
+
+def test_what_cannot_be_stored_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(match="Cannot write the cache"):
+        merged = bundle.merge(Winners(tmp_path / "file"), [entry()], replaces=False)
+    assert (merged.added, merged.missing) == (0, 1)
+
+
+def changed(data: dict[str, Any], *path: Any, value: Any) -> None:
+    *outer, last = path
+    for name in outer:
+        data = data[name]
+    data[last] = value
+
+
+DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "another bundle": (("bundle",), 2, "not a bundle of version 1: bundle=2"),
+    "no bundle": (("bundle",), None, "not a bundle of version 1: bundle=None"),
+    "another schema": (("schema",), 9, "schema 9, expected 1"),
+    "no list": (("entries",), {}, "not a bundle of version 1: bundle=1"),
+    "no object": (("entries", 1), [], "entry 1: expected an object, found list"),
+    "no winner": (("entries", 1, "winner"), None, "entry 1: winner: expected str, found None"),
+    "foreign winner": (("entries", 1, "winner"), "c9", "entry 1: winner: 'c9' is none of its 2 candidates"),
+    "no time": (("entries", 1, "ms"), 0, "entry 1: ms: expected a positive number, found 0"),
+    "no number": (
+        ("entries", 1, "timings"),
+        {"a": "fast"},
+        "entry 1: timings: expected a number, found 'fast'",
+    ),
+    "twice": (("entries", 1, "key", "key"), "1", r"entry 1: a second one for matmul\[1\]"),
+    "odd arguments": (
+        ("entries", 1, "evidence"),
+        {"arguments": [["n"]]},
+        r"entry 1: evidence: arguments: expected 2 items, found \['n'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "value", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_bundle_is_refused_with_its_value(
+    tmp_path: Path, path: Any, value: Any, reason: str
+) -> None:
+    file = written(tmp_path / "all.json", with_evidence(key="1"), with_evidence(key="2"))
+    data = json.loads(file.read_text())
+    changed(data, *path, value=value)
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=reason):
+        bundle.read(file)
+
+
+def test_a_bundle_is_never_read_whole_when_it_is_huge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path / "all.json", entry())
+    monkeypatch.setattr(bundle, "MAX_BUNDLE_BYTES", 100)
+    with pytest.raises(ValueError, match="larger than 100 bytes"):
+        bundle.read(file)
+    with pytest.raises(ValueError, match="1 entries are more than the 100 bytes of a bundle"):
+        bundle.write(tmp_path / "more.json", [entry()], replaces=False)
+    assert not (tmp_path / "more.json").exists()
+
+
+def test_a_name_in_a_bundle_leads_nowhere_else(tmp_path: Path) -> None:
+    path = written(tmp_path / "all.json", entry(kernel="../../evil"))
+    bundle.merge(Winners(tmp_path / "cache"), bundle.read(path), replaces=False)
+    assert {file.parent.name for file in tmp_path.rglob("*evil*")} == {"cache", "imported"}
