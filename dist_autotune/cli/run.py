@@ -77,11 +77,11 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
     if settings.run_mode() == "off":
         program.run()
         return
-    tuned = TunedProgram(program, options, boundary)
+    tuned, pid = TunedProgram(program, options, boundary), os.getpid()
     try:
         tuned.run()
     finally:
-        if tuned.rank == 0:
+        if tuned.rank == 0 and os.getpid() == pid:  # a forked child may come here too
             with contextlib.suppress(OSError, ValueError):  # the program may have closed stderr
                 terminal.print_ending(program.name, tuned.report, tuned.remark)
 

@@ -177,7 +177,7 @@ class RunFailed(Record, event="run_failed", level=logging.INFO):
 class SessionClosed(Record, event="session_closed", level=logging.INFO):
     runs: int
     contexts: int
-    outcome: str  # "settled" | "partial" | the error's class name
+    outcome: str  # "settled" | "partial" | "unfinished": given up while it tried | the error's class name
     warning: str = ""
     seconds: float = 0.0  # since the first call, on this rank
     compiling_s: float = 0.0

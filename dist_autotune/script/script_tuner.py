@@ -64,7 +64,7 @@ class ScriptTuner(Tuned):
             if not is_own:
                 return
             try:
-                if self._run_belongs_to_others():
+                if self._tried.group_has_changed():
                     self._abandon_run(RunAbandoned("another process group"))
                 self._run.close()
                 self._begin_run(self._tried if self._may_try() else self._untried)
@@ -102,10 +102,6 @@ class ScriptTuner(Tuned):
         if mode != "off":
             tries_nothing = calls is self._untried and not (mode == "strict" and self._is_alone())
             self._run.enter_context(calls.step("cached" if tries_nothing else mode))
-
-    def _run_belongs_to_others(self) -> bool:
-        """Return whether the process group has changed since the run began."""
-        return self._tried.group_has_changed()
 
     def _abandon_run(self, error: BaseException) -> None:
         self._run.__exit__(type(error), error, error.__traceback__)

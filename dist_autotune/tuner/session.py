@@ -273,8 +273,12 @@ class Session:
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [context for context in launched if context.provisional and not context.is_unasked]
-        if not outcome:
-            outcome = type(error).__name__ if error is not None else "partial" if left else "settled"
+        if error is not None:
+            outcome = outcome or type(error).__name__
+        elif not all(context.status for context in launched):
+            outcome = "unfinished"
+        else:
+            outcome = "partial" if left else "settled"
         starved = [context.title for context in left if context.status == "starved"]
         if not self._run.launched and error is None:
             self.warning = "no launches of autotuned kernels seen"

@@ -13,7 +13,7 @@ from kernels_for_tests import records
 from programs import printed, start_program
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune.logs.records import ContextSettled, RunStarted, SessionOpened
+from dist_autotune.logs.records import ContextSettled, RunStarted, SessionClosed, SessionOpened
 from dist_autotune.options import Options
 from dist_autotune.script.boundaries import NamedCalls, OptimizerSteps
 from dist_autotune.script.program import Program
@@ -122,6 +122,21 @@ def test_what_forks_of_data_loaders_do_is_not_tuned():
         )
     )
     assert printed(0) == printed(1) == f"{sum(6.0 * i for i in range(8))}\n"
+
+
+def test_a_forked_child_that_ends_as_the_program_does_ends_alone():
+    text = "train(2)\nif os.fork() == 0:\n    train(2)\n    sys.exit(0)\nos.wait()\ntrain(7)\nprint('end')"
+    results = start(text, BLOCKS="16")
+    assert_all_ok(results)
+    assert printed(0) == "end\n"
+    assert results[0].stderr.count("on 2 ranks") == 1
+
+
+def test_a_program_that_ends_before_all_is_settled_says_so():
+    results = start("train(2)", options=["--no-progress"])
+    assert_all_ok(results)
+    assert [record.outcome for record in records(SessionClosed)] == ["unfinished"]
+    assert " tuning " in results[0].stderr
 
 
 def test_functions_that_the_program_tunes_itself_are_tuned_as_without_the_command():
