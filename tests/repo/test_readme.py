@@ -41,6 +41,14 @@ def test_the_loop_of_the_readme_is_tuned() -> None:
     assert all(torch.equal(y, x + 1) for y in results)
 
 
+def test_the_server_of_the_page_settles_every_shape() -> None:
+    kernel = Bench().kernel({16: 3.0, 32: 1.0})
+    batches = [numbers(n) for n in (16, 32, 64)]
+    (program,) = blocks(page("docs/shipping-results.md"), "python")
+    exec(program, {"model": lambda tokens: launch(kernel, tokens), "example_batches": batches})
+    assert len(kernel.cache) == len(batches)
+
+
 @INTERPRETER
 def test_the_layers_of_the_readme_are_parallel() -> None:
     assert_all_ok(run_ranks(_run_layers, 2))
