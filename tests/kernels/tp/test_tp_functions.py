@@ -233,6 +233,22 @@ def test_mistakes_raise_with_values_and_the_next_call_works():
         assert shape == (4, 8)
 
 
+def other_rows(rank):
+    with workspaces(rank):
+        up = tensor_of(0, 12, 8)
+        tp.reserve(16, 8, torch.float32, timeout_s=20.0)
+        texts = [message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4 + rank, 8), up)) for _ in range(2)]
+        texts.append(message_of(tp.release))
+        return texts, tp.all_gather_matmul(tensor_of(rank, 5, 8), up).shape
+
+
+def test_after_a_failed_call_release_raises_it_and_the_next_call_works():
+    for rank, (texts, shape) in enumerate(values(other_rows, 2)):
+        told = f"ValueError: AllGatherGemm, rank {rank}: in call 1 rank {1 - rank} passed {5 - rank} rows"
+        assert [text[: len(told)] for text in texts] == [told] * 3
+        assert shape == (10, 12)
+
+
 # ---- registered operators
 
 
