@@ -25,7 +25,6 @@ EXAMPLES_NAME = {
     **{name: getattr(dist_autotune, name) for name in dist_autotune.__all__},
     "mesh": {"tp": "a mesh of one dimension"},
     "model": torch.nn.Linear(1, 1),
-    "out": torch.zeros(1),
     "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
 }
 
