@@ -44,6 +44,8 @@ class Options:
     budget_s: float | None = None
     compile_jobs: int | None = None
     progress: bool | None = None
+    bits: str = settings.DEFAULT_BITS
+    outputs: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         settings.check_names()
@@ -52,6 +54,7 @@ class Options:
         _one_of("statistic", self.statistic, ("median", "mean", "min"))
         _one_of("rank_reduce", self.rank_reduce, ("max", "mean"))
         _one_of("agree", self.agree, ("key", "ordinal"))
+        _one_of("bits", self.bits, settings.BIT_RULES)
         _one_of("on_stuck", self.on_stuck, ("raise", "abort"))
         if not callable(self.search):
             _one_of("search", self.search, ("auto", "exhaustive", "racing"))
@@ -73,9 +76,10 @@ class Options:
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
         if isinstance(self.clock, type):
             raise InvalidOption(f"clock={self.clock!r}: give a clock, not its class: {self.clock.__name__}()")
-        if isinstance(self.preserve, str) or not isinstance(self.preserve, Sequence):
-            text = "give a sequence of tensors or state_dict holders"
-            raise InvalidOption(f"preserve={self.preserve!r}: {text}")
+        for name in ("preserve", "outputs"):
+            items = getattr(self, name)
+            if isinstance(items, str) or not isinstance(items, Sequence):
+                raise InvalidOption(f"{name}={items!r}: give a sequence of tensors or state_dict holders")
         if _is_mesh(self.group) and self.group.ndim != 1:
             names = self.group.mesh_dim_names or ()
             which = f"mesh[{names[-1]!r}]" if names else "mesh.get_group(mesh_dim)"
@@ -84,6 +88,8 @@ class Options:
             )
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+        if self.bits != "any":
+            self._check_replay(f"bits={self.bits!r}")
 
     def rules(self) -> dict[str, Any]:
         """Return what steers decisions, as `Rules` and the log name it."""
@@ -91,7 +97,8 @@ class Options:
         n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
         given = {name: getattr(self, name) for name in names}
-        return {**given, "search": self.search_name, "n_repeat": n_repeat, "n_warmup": n_warmup}
+        given |= {"n_repeat": n_repeat, "n_warmup": n_warmup, "bits": self.resolved_bits()}
+        return {**given, "search": self.search_name}
 
     @property
     def search_name(self) -> str:
@@ -118,6 +125,23 @@ class Options:
         is_default = isinstance(self.log_dir, settings.DefaultText)
         return Path(settings.log_directory() if is_default else self.log_dir).absolute()
 
+    def resolved_bits(self) -> str:
+        """Return the rule for the bits of outputs. Raises InvalidOption if it cannot be kept in this mode."""
+        if not isinstance(self.bits, settings.DefaultText):
+            return self.bits
+        rule = settings.bits()
+        if rule != "any":
+            self._check_replay(f"{settings.BITS}={rule}")
+        return rule
+
+    def _check_replay(self, given: str) -> None:
+        if self.mode == "online":
+            raise InvalidOption(
+                f"{given} belongs to mode='replay': online every run has other inputs, so outputs cannot be "
+                "compared. Tune the function in replay mode with preserve=, use its results with "
+                "DIST_AUTOTUNE_MODE=cached, or give it bits='any'."
+            )
+
     def resolved_timeout_s(self) -> float:
         is_default = isinstance(self.timeout_s, settings.DefaultSeconds)
         return settings.timeout_s() if is_default else self.timeout_s
@@ -142,7 +166,7 @@ class Options:
         """Return what must be equal on all ranks, as text."""
         names = ("n_repeat", "n_warmup", "mode", "objective", "statistic", "rank_reduce", "agree", "share")
         fields = {name: repr(getattr(self, name)) for name in (*names, "watch", "max_runs", "budget_s")}
-        return {**fields, "search": self.search_name}
+        return {**fields, "search": self.search_name, "bits": self.resolved_bits()}
 
 
 def _is_mesh(group: Any) -> bool:

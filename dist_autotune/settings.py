@@ -13,12 +13,16 @@ MODE = "DIST_AUTOTUNE_MODE"
 CACHE_DIR = "DIST_AUTOTUNE_CACHE_DIR"
 LOG_DIR = "DIST_AUTOTUNE_LOG_DIR"
 TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
+BITS = "DIST_AUTOTUNE_BITS"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
 COMPILE_JOBS = "DIST_AUTOTUNE_COMPILE_JOBS"
 
 # Read by launch.sh and the test suite; listed so that a typo is an error.
 READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
-KNOWN_VARIABLES = (MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, COMPILE_TIMEOUT_S, COMPILE_JOBS, *READ_ELSEWHERE)
+KNOWN_VARIABLES = (
+    *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, BITS, COMPILE_TIMEOUT_S, COMPILE_JOBS),
+    *READ_ELSEWHERE,
+)
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
 OTHERS_VARIABLES = (
     "TRITON_INTERPRET",
@@ -29,6 +33,7 @@ OTHERS_VARIABLES = (
     "NVSHMEM_DISABLE_NVLS",
 )
 MODES = ("tune", "cached", "strict", "off")
+BIT_RULES = ("any", "same", "check")
 NO_HOME = f"this user has no home directory. Set HOME, or {CACHE_DIR} to a directory that can be written"
 
 
@@ -41,6 +46,7 @@ class DefaultSeconds(float):
 
 
 DEFAULT_LOG_DIR = DefaultText(".autotune_logs")
+DEFAULT_BITS = DefaultText("any")
 DEFAULT_TIMEOUT_S = DefaultSeconds(300.0)
 DEFAULT_COMPILE_TIMEOUT_S = 120.0
 
@@ -79,6 +85,14 @@ def log_directory() -> str:
 def timeout_s() -> float:
     """Return DIST_AUTOTUNE_TIMEOUT_S, or the default: the longest that a rank waits for its peers."""
     return _seconds(TIMEOUT_S, DEFAULT_TIMEOUT_S, "a positive number of seconds", least=math.ulp(0.0))
+
+
+def bits() -> str:
+    """Return DIST_AUTOTUNE_BITS, or the default: what is asked of the bits of a function's outputs."""
+    rule = os.environ.get(BITS) or DEFAULT_BITS
+    if rule not in BIT_RULES:
+        raise InvalidOption(f"{BITS}={rule!r}: expected one of {', '.join(BIT_RULES)}")
+    return rule
 
 
 def compile_timeout_s() -> float:
@@ -126,6 +140,7 @@ def check_variables() -> None:
     """Raise InvalidOption for a name or a value of a DIST_AUTOTUNE_... variable that cannot be used."""
     check_names()
     run_mode()
+    bits()
     compile_timeout_s()
     compile_jobs()
     timeout_s()

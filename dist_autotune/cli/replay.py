@@ -17,9 +17,9 @@ from ..logs import decisions
 from ..logs.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
 from ..options import Options
+from ..search.context import RunningFlow
 from ..search.messages import RunReport
 from ..search.rules import Rules
-from ..search.running_flow import RunningFlow
 from ..search.state import SearchState
 from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS

@@ -6,8 +6,8 @@ libraries may hang before the child has begun (`Ending.has_begun`).
 
 The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
 the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
-One that yields takes a tenth of a core that another thread wants; its limit is of seconds that it computes,
-and it may last ten times as long.
+One whose parent yields the cores gets little of them: its limit is of seconds that it computes, and it may
+last ten times as long.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
 SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
-STARVED = 10  # times its limit that a yielding child may last: other work may leave it little of a core
-LOW_PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
+STARVED = 10  # times its limit that a child may last whose parent yields the cores
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -198,12 +197,12 @@ def _compile(
 
 
 def _settle_in(parent: int, lasts_s: float, computes_s: float | None, said: int) -> None:
-    """Make this a compiler's process; computes_s: the seconds of a core that one that yields may use."""
-    leave_job(parent, signal.SIGKILL)
+    """Make this a compiler's process; computes_s: what it may compute, where its parent yields the cores."""
+    leave_job(parent, signal.SIGKILL, leads_session=computes_s is None)
+    prctl(PR_SET_DUMPABLE, 0)  # the whole rank is not to be written to a core file
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(min(math.ceil(max(lasts_s, 0)), 10**6) + GRACE_S)
     if computes_s is not None:
-        yield_cores()
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         limit = max(1, math.ceil(computes_s))
@@ -211,30 +210,32 @@ def _settle_in(parent: int, lasts_s: float, computes_s: float | None, said: int)
     os.dup2(said, 2)
 
 
-def leave_job(parent: int, dies_by: signal.Signals) -> None:
-    """Cut this process off from the life of the rank it is a copy of; it gets `dies_by` when that is gone."""
+def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> None:
+    """Cut this process off from the life of the rank it is a copy of; it gets `dies_by` when that is gone.
+
+    One signal ends it with its helpers. leads_session: Ctrl-C in the terminal does not reach it.
+    """
     gc.disable()
-    _LIBC.prctl(PR_SET_PDEATHSIG, dies_by, 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, dies_by)
     if os.getppid() != parent:
         os._exit(1)
-    os.setsid()  # one signal ends it with its helpers; Ctrl-C in the terminal does not reach it
+    if leads_session:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)  # of an event loop of the rank's
     for job_signal in _JOB_SIGNALS:
         if job_signal != dies_by:
             signal.signal(job_signal, signal.SIG_IGN)
     faulthandler.disable()  # a crash is told by the rank, in one line
-    _LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor is the whole rank to be written to a core file
     # Files of its own: the rank's may hold text that is not written yet.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     knobs.compilation.listener = None  # the user's, and it is told by the rank
 
 
-def yield_cores() -> None:
-    """Leave nine tenths of a core to a thread of the rank that wants it too."""
-    os.setpriority(os.PRIO_PROCESS, 0, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
-    # Where Linux shares cores out by sessions, that counts inside of one only, and this process has its own.
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
-        autogroup.write(str(LOW_PRIORITY))
+def prctl(option: int, value: int) -> None:
+    _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def _cut_off(reporting: int) -> None:

@@ -114,8 +114,7 @@ class RankContext:
             return False
         if self.search is None:
             return self.claim is None
-        trial = self.search.trial
-        return trial is not None and self.search.is_on_trial and self.search.digests[trial] == candidate
+        return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, winners: Mapping[str, str]) -> None:
         """Begin with the winner of the nearest tuned key, of those whose winner is a candidate here.

@@ -44,6 +44,12 @@ def bans(run: int, context: Context, part: Part) -> list[Banned]:
     ]
 
 
+def banned(run: int, context: Context, index: int) -> Banned:
+    """Return a ban that follows from what all ranks reported."""
+    by_rank, reason = context.banned[index]
+    return Banned(**fields_of(run, context, index), by_rank=by_rank, reason=reason)
+
+
 def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
     """Return the result of a context. launches: of this rank in one run."""
     return ContextSettled(
@@ -52,6 +58,8 @@ def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
         ms=context.times.ms.get(context.incumbent),
         timings={context.texts[index]: ms for index, ms in context.known_ms()},
         launch_bound=context.is_launch_bound,
+        bit_classes={context.texts[index]: number for index, number in sorted(context.bit_classes.items())},
+        output_digest=context.output_digests.get(context.incumbent, ""),
         fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
         default_ms=context.default_ms,
         banned=context.ban_texts(),

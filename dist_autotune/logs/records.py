@@ -60,6 +60,7 @@ class SessionOpened(Record, event="session_opened"):
     own_search: bool = False  # `search` names a function of the user's
     max_runs: int | None = None
     budget_s: float | None = None
+    bits: str = "any"  # | "same" | "check": see `dist_autotune.contextual_autotune`
     tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
 
 
@@ -166,6 +167,8 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
     judge: str = ""  # what `ms` is the time of: one "launch", or the whole "run"; older logs do not say
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
+    bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
+    output_digest: str = ""  # of the function's outputs with the winner, on all ranks
 
 
 class RunFailed(Record, event="run_failed", level=logging.INFO):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..formatting import counted, format_ms, format_percent
-from . import whole_run
+from . import bit_classes, whole_run
 from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -86,6 +86,8 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
     if rules.objective == "thunk":  # a third plan needs a third candidate, or a second context
         plans = math.prod(len(context.digests) for context in searched)
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
+    if rules.bits != "any":
+        together += bit_classes.runs_at_most(len(context.digests) for context in searched)
     return together + in_turn + 1
 
 

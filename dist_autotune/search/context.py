@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Container
+import operator
+from collections import Counter
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import NoValidConfig
+from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .running_flow import RunningFlow
-from .strategies import Winner, interval
+from .strategies import Warmup, Winner, interval
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Context:
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
         self.override: int | None = None  # what a plan that is judged as a whole says
+        self.checked: int | None = None  # what a run launches of it that compares bits, see `BitClasses`
+        self.bit_classes: dict[int, int] = {}  # 0: outputs as with the first config
+        self.output_digests: dict[int, str] = {}  # of outputs of this session's runs, over all ranks
         self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
         self.launch_winner: int | None = None  # of them, where the whole run is still to judge
         self.is_decided = False  # the whole run has judged it
@@ -111,6 +117,8 @@ class Context:
     @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
+        if self.checked is not None and self.checked not in self.banned:
+            return self.checked
         if self.override is not None and self.override not in self.banned:
             return self.override
         return self.trial if self.trial is not None and self.is_on_trial else self.incumbent
@@ -118,7 +126,8 @@ class Context:
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        return self.trial is not None and not (self.waiting or self.compiling)
+        is_ready = not (self.waiting or self.compiling)
+        return self.checked is not None or (self.trial is not None and is_ready)
 
     @property
     def is_warmup(self) -> bool:
@@ -187,6 +196,12 @@ class Context:
         self.times.ms.pop(index, None)
         if self.winner == index:
             self.winner = self.times.fastest(self.banned)
+
+    def ban_after_run(self, index: int, rank: int, reason: str) -> None:
+        """Ban a candidate between two runs: its search goes on with another."""
+        self.ban(index, rank, reason)
+        if self.trial == index:
+            self._resume(math.inf)
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
@@ -305,6 +320,10 @@ class AgreedTimes:
         usable = [(ms, index) for index, ms in tuple(self.ms.items()) if index not in banned]
         return min(usable)[1] if usable else None
 
+    def ratio(self, index: int, other: int) -> float:
+        """Return the agreed time of one candidate over another's; 1.0 where one has none."""
+        return self.ms[index] / self.ms[other] if {index, other} <= self.ms.keys() else 1.0
+
     def host_ms(self, index: int) -> float:
         """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count."""
         gap_ms = self.gap_ms.get(index, 0.0)
@@ -314,3 +333,57 @@ class AgreedTimes:
         """Return whether two candidates are equal, if the slower time alone held all of the host's."""
         (less, _), (more, slower) = sorted((self.ms.get(index, math.inf), index) for index in indices)
         return more - self.host_ms(slower) <= less
+
+
+_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
+
+
+class RunningFlow:
+    """Asks for one of so many candidates after another; FlowFailed where the strategy breaks its contract."""
+
+    def __init__(self, rules: Rules, candidates: int) -> None:
+        self.index: int | None = None  # of the candidate asked for; None: it has not begun
+        self.is_warmup = False
+        self._search = rules.search
+        self._candidates = candidates
+        self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
+        self._times_asked: Counter[tuple[int, bool]] = Counter()
+        with self._named_errors():
+            self._flow = rules.strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
+        if not hasattr(self._flow, "send"):
+            raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
+
+    def resume(self, ms: float | None, banned: Container[int]) -> int | None:
+        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more."""
+        for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
+            try:
+                with self._named_errors():
+                    asked = next(self._flow) if ms is None else self._flow.send(ms)
+            except StopIteration as stop:
+                winner = self._checked(stop.value, "returned")
+                return stop.value if isinstance(stop.value, Winner) else winner
+            self.is_warmup = isinstance(asked, Warmup)
+            self.index = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
+            self._times_asked[self.index, self.is_warmup] += 1
+            self.count = self._times_asked[self.index, self.is_warmup]
+            if self.index not in banned:
+                return None
+            ms = math.inf  # of what is banned, at once
+        raise FlowFailed(f"search={self._search}: keeps asking for candidates that are banned")
+
+    def _checked(self, index: Any, verb: str) -> int:
+        with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
+            if 0 <= operator.index(index) < self._candidates:
+                return operator.index(index)
+        raise FlowFailed(
+            f"search={self._search}: {verb} {index!r}, which is none of {self._candidates} candidates"
+        )
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (StopIteration, TuningError):
+            raise
+        except Exception as error:
+            raise FlowFailed(f"search={self._search}: {type(error).__name__}: {error}") from error

@@ -125,6 +125,10 @@ def _same(one: str, other: str) -> str:
     return one if one == other else MIXED
 
 
+def _sum_of_digests(one: str, other: str) -> str:
+    return f"{(int(one, 16) + int(other, 16)) % (1 << 128):032x}"
+
+
 @dataclass(frozen=True)
 class Part(Mergeable):
     """What ranks say of one context after a run."""
@@ -146,6 +150,15 @@ class Part(Mergeable):
         if self.unmeasured or not self.measured:
             return None
         return self.worst_ms if rank_reduce == "max" else self.total_fs / (self.measured * FS_PER_MS)
+
+
+@dataclass(frozen=True)
+class Bits(Mergeable):
+    """What the outputs of a run were, bit for bit."""
+
+    digest: Annotated[str, _sum_of_digests] = ""  # of every rank's outputs
+    tensors: Annotated[int, operator.add] = 0  # among them
+    differs: Annotated[Ban | None, _if_both(min)] = None  # the output unlike the session's first run; a rank
 
 
 def femtoseconds(ms: float) -> int:
@@ -216,6 +229,7 @@ class RunReport(Message):
     offers: Offers = field(default_factory=dict)
     parts: Annotated[dict[str, Part], _by_key(Part.merged)] = field(default_factory=dict)  # by context
     run: Annotated[Part, Part.merged] = field(default_factory=Part)  # time of the whole run
+    bits: Annotated[Bits | None, _if_both(Bits.merged)] = None  # None: they are not compared
     elapsed_s: Annotated[float, max] = 0.0
     told_ns: Annotated[int, max] = 0  # when the last rank sent this, where all read one clock
     lag_ns: Annotated[int, max] = 0  # how long after the exchange before the last rank came to this run

@@ -23,6 +23,7 @@ class Rules:
     mode: str = "replay"
     max_runs: int | None = None
     budget_s: float | None = None
+    bits: str = "any"  # | "same" | "check": see `bit_classes`
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from . import budget
+from .bit_classes import BitClasses
 from .budget import Forecast
 from .context import Context, Outcome
 from .final_comparison import FinalComparison
@@ -40,6 +41,8 @@ class SearchState:
         self.remark = ""
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
+        compares = rules.bits != "any" and rules.tunes
+        self.bit_classes = BitClasses(self.contexts, rules.bits) if compares else None
         self._comparison = FinalComparison(self.contexts, rules)
         self._turns = Turns()
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
@@ -147,6 +150,8 @@ class SearchState:
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.whole_run, self._turns = True, None, Turns()
+        if self.bit_classes is not None:
+            self.bit_classes.open()
         for context in self.contexts.values():
             context.last_run, context.began = 0, None
             if not context.provisional:
@@ -182,7 +187,8 @@ class SearchState:
 
     def step(self, merged: RunReport) -> dict[str, Outcome]:
         """Apply one run of all ranks; return what it was for each context."""
-        had_trial, was_closing, plan_trial = self.has_trial, self.closing, self.plan_trial
+        had_trial, was_closing, bits = self.has_trial, self.closing, self.bit_classes
+        plan_trial = self.plan_trial if bits is None or bits.is_over else None
         is_new = any(part.announcement for part in merged.parts.values())
         is_trial = is_new or any(each.is_on_trial for each in self._trials)
         self._trials_made += is_trial
@@ -203,8 +209,12 @@ class SearchState:
             plan_trial.apply_run(merged, patience=patience)
             self.has_counted_run |= plan_trial.has_counted
             self.remark = plan_trial.remark or self.remark
+        if bits is not None:
+            bits.apply_run(merged)
         self._starve(patience)
         self._close_if_spent(merged.elapsed_s)
+        if bits is not None:
+            bits.plan_run(closing=self.closing)
         self._begin_next()
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
@@ -212,6 +222,9 @@ class SearchState:
             launched = [context for name, context in self.contexts.items() if name in merged.launched]
             as_settled = all(merged.ran(c.name) == c.digests[c.incumbent] for c in launched)
             self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
+        if bits is not None:
+            self.done = self.done and bits.accepts(merged, closing=self.closing)
+            self.remark = bits.remark or self.remark
         return outcomes
 
     def _apply_part(self, name: str, merged: RunReport) -> Outcome:
@@ -242,7 +255,8 @@ class SearchState:
     def _starve(self, patience: int) -> None:
         """Settle what no rank has launched for so many runs, unless it is for a plan that leaves it out."""
         for context in self.unsettled:
-            if self.whole_run is not None and self.whole_run.explains_absence(context):
+            searches = (self.whole_run, self.bit_classes)
+            if any(search is not None and search.explains_absence(context) for search in searches):
                 continue
             if self.runs - context.last_run >= patience:
                 context.is_unasked = self._is_unasked(context)
@@ -282,9 +296,9 @@ class SearchState:
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
         if self.whole_run is not None:
             return is_late and not self.whole_run.admits
-        turn = self._turns.context
-        is_choosing = turn is not None and turn.is_choice and self._bringing_runs <= ADMISSION_RUNS
-        return is_late and not is_choosing
+        turn, bits = self._turns.context, self.bit_classes
+        is_choosing = (turn is not None and turn.is_choice) or (bits is not None and bits.is_choosing)
+        return is_late and not (is_choosing and self._bringing_runs <= ADMISSION_RUNS)
 
     def _begin(self, context: Context, run: int) -> None:
         """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""
@@ -292,13 +306,15 @@ class SearchState:
         if self._comparison.enter(context):
             return
         context.status = ""
-        if context.judge == BY_LAUNCH:
+        if context.judge == BY_LAUNCH and self.bit_classes is None:  # else it comes behind the comparison
             context.start()
 
     def _begin_next(self) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
             return  # what is new waits: a whole run is timed for one thing
+        if self.bit_classes is not None and not self.bit_classes.is_over:
+            return
         if not self.rules.races:
             self._turns.pass_on(self.contexts)
         elif self.whole_run is None or self.whole_run.is_over:

@@ -90,6 +90,8 @@ class Entry:
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
     evidence: Evidence = field(default_factory=Evidence)
+    bit_class: int | None = None  # 0: outputs as with the first config; None: not compared
+    output_digest: str = ""
 
     def __post_init__(self) -> None:
         if self.winner not in self.key.candidates:
@@ -100,6 +102,11 @@ class Entry:
     @property
     def title(self) -> str:
         return context_label(self.key.kernel, self.key.key)
+
+    @property
+    def result(self) -> tuple[str, int | None]:
+        """Return what the entry says that another one of its key may not."""
+        return self.winner, self.bit_class
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-representable form, without the schema version."""
@@ -146,7 +153,7 @@ class Winners:
             with self._lock(self.directory):
                 for entry in entries:
                     stored = self.get(entry.key)
-                    if stored is None or (replaces and stored.winner != entry.winner):
+                    if stored is None or (replaces and stored.result != entry.result):
                         self._replace(self.directory / entry.key.file_name, entry)
         except OSError as error:
             self.warn_unwritable(self.directory, error.strerror or str(error))

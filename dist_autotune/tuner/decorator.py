@@ -14,7 +14,7 @@ from ..errors import InvalidOption
 from ..options import Options
 from ..search.strategies import Strategy
 from ..timing.clock import Clock
-from .snapshot import check_preserved
+from .snapshot import check_outputs, check_preserved
 from .tuned import Tuned
 
 P = ParamSpec("P")
@@ -84,6 +84,8 @@ def contextual_autotune(
     budget_s: float | None = None,
     compile_jobs: int | None = None,
     progress: bool | None = None,
+    bits: str = settings.DEFAULT_BITS,
+    outputs: Sequence[Any] = (),
 ) -> Any:
     """Tune the `triton.autotune` kernels that a function launches, inside that function.
 
@@ -94,7 +96,7 @@ def contextual_autotune(
         is_dist: all ranks of `group` agree on each config; every rank must call the function.
         n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
         n_warmup: unmeasured runs before them; 3 when None.
-        search: `exhaustive`, `racing`, `auto`, or a function returning a flow (see `flows`).
+        search: `exhaustive`, `racing`, `auto`, or a function returning a flow (docs/options.md).
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run.
         statistic: over the samples of one rank: `median`, `mean` or `min`.
         rank_reduce: over ranks: `max` or `mean`.
@@ -115,12 +117,16 @@ def contextual_autotune(
             host, online on all but two of them.
         progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
             line every 5 s. False shows nothing.
+        bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;
+            `check`: which do is reported; both ban configs that do not repeat themselves (replay).
+        outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
 
     Raises:
         TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
     options = Options(**{key: value for key, value in locals().items() if key != "fn"})
     check_preserved(options.preserve)
+    check_outputs(options.outputs)
     if fn is None:
         return lambda function: ContextualAutotuner(function, options)
     return ContextualAutotuner(fn, options)

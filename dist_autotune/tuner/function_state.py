@@ -60,6 +60,9 @@ class TunedFunction:
         # What keeps its results apart from others'; "": it shares them. Many functions are called `step`,
         # and all lambdas `<lambda>`: a name of the user's own is enough.
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
+        self.bits = options.resolved_bits()
+        if self.bits == "same":  # the best of fewer candidates: others would get less than they could
+            self.scope = f"{self.scope} with equal bits".strip()
 
     def facts(self, values: dict[str, str]) -> Facts:
         """Return facts as this rank reports them, with that of every exchange: where in the program it is."""
@@ -124,11 +127,12 @@ class FunctionState:
     def find_winners(self, rank_context: RankContext) -> dict[str, str]:
         """Return the winners, by key, of other keys of a context's kernel: only what all ranks know.
 
-        None with agree="ordinal", where contexts that belong together have different keys.
+        None with agree="ordinal", where contexts that belong together have different keys, and where bits
+        are compared: whose are kept must not depend on what was tuned before.
         """
         function = self.function
         agrees_by_order = function.options.agree == "ordinal" and not function.is_alone
-        return {} if agrees_by_order else self._winners(rank_context)
+        return {} if agrees_by_order or function.bits != "any" else self._winners(rank_context)
 
     def _winners(self, rank_context: RankContext) -> dict[str, str]:
         stored = self.results.stored_winners(rank_context)

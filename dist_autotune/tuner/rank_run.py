@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
+from ..bits.outputs import OutputComparison
 from ..compilation.pool import Tally, Terms
 from ..launch.backlog import Backlog
 from ..launch.rank_context import RankContext
@@ -36,6 +37,8 @@ class RankRun:
         self._whole = Samples(clock, options.statistic)  # of whole runs
         self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
+        named, is_needed = (*options.preserve, *options.outputs), state.search.bit_classes is not None
+        self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
         self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
@@ -69,6 +72,8 @@ class RankRun:
         yield
         if is_timed:
             self._whole.stop(mark)
+        if self.outputs is not None:
+            self.outputs.hash_result()
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
 
@@ -97,7 +102,7 @@ class RankRun:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return report
+        return report if self.outputs is None else replace(report, bits=self.outputs.report_run())
 
     def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
         """Compile the candidates of new contexts; yield those of which this rank has all."""
@@ -143,6 +148,8 @@ class RankRun:
 
     def abandon(self) -> None:
         """Drop what the run under way has measured and reported: no rank counts it."""
+        if self.outputs is not None:
+            self.outputs.abandon_run()
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()
         if self._backlog is not None:

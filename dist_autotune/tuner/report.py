@@ -35,6 +35,9 @@ class TunedContext:
     launches: int = 1  # on this rank in one run
     key_text: str = ""  # as in the log; empty: made from `key`
     config_text: str = ""  # of the winner, as in `timings`
+    bit_class: int | None = None  # of the winner; 0: outputs as with the first config; None: not compared
+    bit_classes: Mapping[str, int] = field(default_factory=dict)  # candidate's text -> class
+    output_digest: str = ""  # of the function's outputs with the winner, on all ranks
 
     def __str__(self) -> str:
         label, ms, _, status, timed, banned, config = self._cells(world_size=1)
@@ -226,6 +229,9 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 launches=rank_context.launches_per_run,
                 key_text=context.key,
                 config_text="" if best is None else context.texts[best],
+                bit_class=None if best is None else context.bit_classes.get(best),
+                bit_classes={context.texts[i]: number for i, number in sorted(context.bit_classes.items())},
+                output_digest="" if best is None else context.output_digests.get(best, ""),
             )
         )
     return tuple(sorted(contexts, key=time_order))

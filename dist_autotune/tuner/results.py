@@ -113,8 +113,12 @@ class Results:
         return {
             entry.key.digest: Offer(rank, entry.winner, entry.ms, entry.key.relatives, entry.key.key)
             for entry in entries
-            if entry.key.scope in scopes and conditions <= vars(entry.key).items()
+            if entry.key.scope in scopes and conditions <= vars(entry.key).items() and self._may_use(entry)
         }
+
+    def _may_use(self, entry: Entry) -> bool:
+        """Return whether the entry holds the bits of the first config, where that is asked."""
+        return entry.bit_class == 0 or self._function.bits != "same"
 
     def find_claim(self, rank_context: RankContext, tuner: Autotuner | None) -> Claim | None:
         """Return the result that a context has in memory or on disk before its first launch here."""
@@ -131,7 +135,9 @@ class Results:
         if key.digest in self._offers:
             return self._offers[key.digest].claim
         entry = self._disk.get(key) if self.looks_on_disk else None
-        return None if entry is None else (self._function.group.rank, entry.winner, entry.ms)
+        if entry is None or not self._may_use(entry):
+            return None
+        return self._function.group.rank, entry.winner, entry.ms
 
     @property
     def places(self) -> str:
@@ -190,6 +196,8 @@ class Results:
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,
                 evidence=_evidence(context, rank_context),
+                bit_class=context.bit_classes.get(index),
+                output_digest=context.output_digests.get(index, ""),
             )
             self._disk.put(entry)
         if context.status in ("tuned", "cached") and not self._function.is_alone:

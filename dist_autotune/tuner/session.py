@@ -53,6 +53,7 @@ class Session:
         self._left_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
+        self._may_resume = state.search.bit_classes is None  # another call has other inputs, and other bits
         self._is_stepping = False  # the state is between two runs
         self._next_forecast = FIRST_FORECAST
 
@@ -71,6 +72,8 @@ class Session:
             while True:
                 with self._one_run():
                     result = thunk()
+                    if self._run.outputs is not None:
+                        self._run.outputs.take_result(result)
                 if self.state.search.done:
                     self.close()
                     return result
@@ -169,6 +172,8 @@ class Session:
         self._recorder.record_contexts(run, search, merged, self.state.registry.by_name)
         self._run.apply_outcomes(run, outcomes, merged)
         self._recorder.record_outcomes(run, search, merged, outcomes)
+        for context, index in search.bit_classes.new_bans if search.bit_classes is not None else ():
+            self._recorder.write(decisions.banned(run, context, index))
         if search.remark:
             self._recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
@@ -193,7 +198,7 @@ class Session:
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
             self._run.abandon()
-            if is_run and type(error) is PeerFailed:
+            if is_run and type(error) is PeerFailed and self._may_resume:
                 self._leave(error)
             else:
                 self._drop(error)
@@ -225,9 +230,11 @@ class Session:
         self._is_in_function = False
         self._run.abandon()
         if self.function.is_alone and not (isinstance(error, TuningError) or self._is_stepping):
+            if not self._may_resume:
+                self._drop(error)
             return
         group.fail(reported)
-        if is_of_function:
+        if is_of_function and self._may_resume:
             self._leave(error)
         else:
             self._drop(error)

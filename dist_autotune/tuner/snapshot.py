@@ -29,19 +29,28 @@ class Snapshot:
 
 def check_preserved(preserved: Sequence[Any]) -> None:
     """Raise InvalidOption for what cannot be put back."""
+    _check_kinds("preserve", preserved, "state_dict", "load_state_dict")
     for item in preserved:
-        holds_state = all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
-        if not isinstance(item, torch.Tensor) and not holds_state:
-            raise InvalidOption(
-                f"preserve= holds a {type(item).__module__}.{type(item).__qualname__}: it is neither a "
-                "tensor nor does it have state_dict() and load_state_dict()"
-            )
         is_strided = isinstance(item, torch.Tensor) and item.layout is torch.strided
         steps = zip(item.shape, item.stride(), strict=True) if is_strided else ()
         if any(size > 1 and not step for size, step in steps):
             raise InvalidOption(
                 f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: "
                 "elements overlap in memory and cannot be restored; preserve the tensor it was expanded from"
+            )
+
+
+def check_outputs(outputs: Sequence[Any]) -> None:
+    """Raise InvalidOption for what has no bits to compare."""
+    _check_kinds("outputs", outputs, "state_dict")
+
+
+def _check_kinds(option: str, items: Sequence[Any], *methods: str) -> None:
+    for item in items:
+        if not isinstance(item, torch.Tensor) and not all(callable(getattr(item, m, None)) for m in methods):
+            raise InvalidOption(
+                f"{option}= holds a {type(item).__module__}.{type(item).__qualname__}: it is neither a "
+                f"tensor nor does it have {' and '.join(f'{method}()' for method in methods)}"
             )
 
 

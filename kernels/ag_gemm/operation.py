@@ -54,9 +54,9 @@ class AllGatherGemm(Operation):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. The weight's
-    rows are contiguous, or its columns, as those of `w.T`; then "specialized" does not take it. Calls need no
-    host synchronisation between them. `timeout_s` is how long a kernel waits for a peer; twice as
-    long for one that has yet to fetch this rank's chunk. Opening and closing are collective.
+    rows are contiguous, or its columns, as those of `w.T`. Calls need no host synchronisation between them.
+    `timeout_s` is how long a kernel waits for a peer; twice as long for one that has yet to fetch this rank's
+    chunk. Opening and closing are collective.
 
     Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of
     times among eager calls; all ranks make the same calls and replays in the same order. Before the capture,

@@ -14,6 +14,7 @@ from ..gemm.configs import blocks_of, gluon_candidate
 from ..gemm.pruning import fits
 from ..launch import SettledLaunches, load
 from ..matrices import Block, Matrix, describe, matrix_of_rows
+from ..tensors import lies_by_columns
 from .operands import Call
 from .specialized_kernel import specialized_all_gather_gemm
 
@@ -62,7 +63,7 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 tuned = triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "DTYPE"],
+    key=["M", "N", "K", "DTYPE", "TRANS_B"],
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )(specialized_all_gather_gemm)
@@ -78,6 +79,7 @@ class Shape(NamedTuple):
     world_size: int
     programs: int
     device: torch.device
+    by_columns: bool
     trace: bool
 
     def sizes(self) -> dict[str, int]:
@@ -88,6 +90,7 @@ class Shape(NamedTuple):
             "WORLD": self.world_size,
             "TENSOR_MEMORY": capability(self.device) == 10,
             "DTYPE": TYPE_NAMES[self.dtype],
+            "TRANS_B": not self.by_columns,
             "TRACE": self.trace,
         }
 
@@ -149,8 +152,8 @@ class SpecializedConsumer:
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices
-        trace = call.trace is not None
-        return Shape(c.rows, b.rows, a.columns, a.dtype, call.world_size, call.programs, weight.device, trace)
+        sizes, of_launch = (c.rows, c.columns, a.columns), (call.world_size, call.programs, weight.device)
+        return Shape(*sizes, a.dtype, *of_launch, b.transposed, call.trace is not None)
 
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
         """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
@@ -170,7 +173,7 @@ def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:
     no tile. Otherwise: ns before the tile's wait, behind it, and when its stores had been started; the SM.
     """
     m, n = out.shape
-    shape = Shape(m, n, 0, out.dtype, world_size, 0, out.device, trace=True)
+    shape = Shape(m, n, 0, out.dtype, world_size, 0, out.device, by_columns=False, trace=True)
     tiles = max(shape.tiles(config.kwargs) for config in tuned.configs)
     return torch.full((tiles, WORDS_PER_TILE), -1, dtype=torch.int64, device=out.device)
 
@@ -181,5 +184,6 @@ def _matrices(
     """Return A, B, B again for its further columns, and C."""
     slots, capacity, k = gather.shape
     a = Matrix(gather.data_ptr(), slots * capacity, k, k, gather.dtype, transposed=False)
-    b, c = matrix_of_rows(weight), matrix_of_rows(out)
-    return a, b, b, c
+    by_columns = lies_by_columns(weight)
+    b = matrix_of_rows(weight.mT if by_columns else weight, transposed=by_columns)
+    return a, b, b, matrix_of_rows(out)

@@ -113,7 +113,7 @@ UNSPECIALIZED = [
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def specialized_all_gather_gemm(
     a_desc,  # gather buffer [slots * capacity, K]; the first M / WORLD rows of each slot count
-    b_desc,  # weight [N, K]
+    b_desc,  # weight [N, K]; without TRANS_B its transpose, [K, N]
     extra_desc,
     c_desc,  # out [M, N]
     flags_ptr,  # int32 [FLAGS, WORLD]
@@ -131,6 +131,7 @@ def specialized_all_gather_gemm(
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
+    TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
     TRACE: gl.constexpr,
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -147,7 +148,7 @@ def specialized_all_gather_gemm(
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("grouped", GROUP_M, TENSOR_MEMORY, False, True, False, False),
+        *("grouped", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, False),
     )
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)

@@ -10,6 +10,7 @@ dicts, optimizers and FSDP2 on another dimension of the mesh take them as they t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,19 +156,21 @@ class SwiGLU(nn.Module):
 
 
 def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return the module, which works on each token alone, with parameters for a rank's tokens.
+    """Return the like of a module that works on each token alone, with parameters for a rank's tokens.
 
     They are equal on all ranks, and so are their gradients: sums over the ranks, in each backward. The
     module's own code sees ordinary tensors. It must have no children.
     """
-    if next(module.children(), None) is not None:
-        raise ValueError(f"{type(module).__name__} has children; name each of them in the plan")
-    for name, parameter in list(module.named_parameters()):
-        module.register_parameter(name, distribute(parameter, mesh, Replicate()))
     kind = type(module)
-    module.__class__ = type(kind.__name__, (_SequenceParallel, kind), {"__module__": kind.__module__})
-    vars(module)["group_name"] = name_of(mesh)
-    return module
+    if next(module.children(), None) is not None:
+        raise ValueError(f"{kind.__name__} has children; name each of them in the plan")
+    parallel = copy.copy(module)
+    parallel._parameters = {
+        name: distribute(parameter, mesh, Replicate()) for name, parameter in module._parameters.items()
+    }
+    parallel.__class__ = type(kind.__name__, (_SequenceParallel, kind), {"__module__": kind.__module__})
+    vars(parallel)["group_name"] = name_of(mesh)
+    return parallel
 
 
 class _SequenceParallel(nn.Module):

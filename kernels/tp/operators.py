@@ -21,7 +21,7 @@ from ..ag_gemm import AllGatherGemm
 from ..gemm_rs import GemmReduceScatter
 from .registry import find, size_of
 
-library = torch.library.Library("dist_autotune", "DEF")
+library = torch.library.Library("dist_autotune", "FRAGMENT")
 library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] weights, str group_name, bool save_gathered)"
     " -> (Tensor[], Tensor)"

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .layers import ColumnParallelLinear, ProductsOfOneInput, RowParallelLinear, sequence_parallel
 
@@ -17,8 +16,8 @@ from .layers import ColumnParallelLinear, ProductsOfOneInput, RowParallelLinear,
 class Style(Protocol):
     """How one module becomes parallel."""
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Return what takes the module's place; it may be the module itself, with other children."""
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
+        """Return what takes the module's place, under "", or its children's, by name; change nothing."""
 
 
 class ColumnParallel:
@@ -31,18 +30,16 @@ class ColumnParallel:
     def __init__(self, *names: str, dim: int = 0, save_gathered: bool = True) -> None:
         self.names, self.dim, self.save_gathered = names, dim, save_gathered
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if not self.names:
-            return self._layer(module, mesh)
-        layers = [self._layer(module.get_submodule(name), mesh) for name in self.names]
-        for name, layer in zip(self.names, layers, strict=True):
-            module.set_submodule(name, layer)
-        ProductsOfOneInput(layers)
-        return module
-
-    def _layer(self, linear: nn.Module, mesh: DeviceMesh) -> ColumnParallelLinear:
-        checked = _linear(linear)
-        return ColumnParallelLinear(checked, mesh, dim=self.dim, save_gathered=self.save_gathered)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
+        layers = {
+            name: ColumnParallelLinear(
+                _linear(module.get_submodule(name)), mesh, dim=self.dim, save_gathered=self.save_gathered
+            )
+            for name in self.names or ("",)
+        }
+        if len(layers) > 1:
+            ProductsOfOneInput([*layers.values()])
+        return layers
 
 
 @dataclass(frozen=True)
@@ -51,48 +48,54 @@ class RowParallel:
 
     dim: int = 0
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return RowParallelLinear(_linear(module), mesh, dim=self.dim)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
+        return {"": RowParallelLinear(_linear(module), mesh, dim=self.dim)}
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
     """A module that works on each token alone, such as a norm, an embedding or the head of a model."""
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return sequence_parallel(module, mesh)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
+        return {"": sequence_parallel(module, mesh)}
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) -> nn.Module:
     """Make the modules that the plan names parallel over a mesh of one dimension; return the module.
 
     plan: from names of modules, each part of which may hold the wildcards of a shell, to styles. All ranks
-    have the same values in the module, or none (the meta device). Every parameter must be reached: one that
-    is not would be trained with the gradient of a rank's tokens alone. Call it before `fully_shard` on the
-    other dimension of the mesh.
+    have the same values in the module, or none (the meta device). Every parameter must be reached, once: one
+    that is not would be trained with the gradient of a rank's tokens alone. An error leaves the module as it
+    was. Call it before `fully_shard` on the other dimension of the mesh.
     """
+    modules = dict(module.named_modules())
+    parallel: dict[str, nn.Module] = {}
     for pattern, style in plan.items():
-        names = [name for name, _ in module.named_modules() if _matches(name, pattern)]
+        names = [name for name in modules if _matches(name, pattern)]
         if not names:
             raise ValueError(f"the plan names {pattern!r}, and no module has such a name")
         for name in names:
-            parallel = style.apply(module.get_submodule(name), mesh)
-            if name:
-                module.set_submodule(name, parallel)
-            else:
-                module = parallel
-    missed = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+            for child, replacement in style.apply(modules[name], mesh).items():
+                place = ".".join(filter(None, (name, child)))
+                if place in parallel:
+                    raise ValueError(f"the plan reaches {place!r} twice, the second time by {pattern!r}")
+                parallel[place] = replacement
+    missed = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in parallel]
     if missed:
         raise ValueError(
             f"the plan does not reach {len(missed)} parameters: {', '.join(missed[:5])}; SequenceParallel() "
             "is for modules that work on each token alone"
         )
-    return module
+    for name, replacement in parallel.items():
+        if name:
+            module.set_submodule(name, replacement)
+    return parallel.get("", module)
 
 
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    alike = len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    return alike and bool(name) == bool(pattern)  # "*" is no name of the whole module
 
 
 def _linear(module: nn.Module) -> nn.Linear:

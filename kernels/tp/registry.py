@@ -57,9 +57,8 @@ def name_of(group: Group) -> str:
         return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"the mesh has dimensions {group.mesh_dim_names or group.shape}; pass one, mesh['tp']"
-            )
+            dimensions = group.mesh_dim_names or group.shape
+            raise ValueError(f"the mesh has dimensions {dimensions}; pass one, mesh['tp']")
         group = group.get_group()
     group = group or dist.group.WORLD
     if group is None:
@@ -89,8 +88,9 @@ def reserve(
 ) -> None:
     """Open what calls of up to so many tokens, of all ranks together, with so many features need.
 
-    Without it the first call opens as much as it needs, and a larger one half as much again: a captured call
-    cannot. timeout_s: how long a kernel waits for a peer. Collective.
+    Without it the first call opens as much as it needs, and a larger one half as much again, which a captured
+    call cannot. `MoE` opens its own at its first call. timeout_s: how long a kernel waits for a peer.
+    Collective.
     """
     group_name = name_of(group)
     if device is None:
@@ -106,7 +106,8 @@ def reserve(
 def release(group: Group = None) -> None:
     """Close the workspaces of the group and raise what went wrong in its calls; collective.
 
-    To be called before the group is destroyed. Graphs that hold calls must not be replayed any more.
+    To be called before the group is destroyed, and after a call has failed: the next call opens new ones.
+    Graphs that hold calls must not be replayed any more.
     """
     group_name = name_of(group)
     mine = [(key, each) for key, each in (*_outgrown, *_open.items()) if key.group_name == group_name]
@@ -114,9 +115,9 @@ def release(group: Group = None) -> None:
     for key, _ in mine:
         _open.pop(key, None)
     failures = []
-    for _, workspace in mine:
+    for key, workspace in mine:
         try:
-            workspace.operation.close()
+            _close(key, workspace)
         except Exception as error:
             failures.append(error)
     if failures:
@@ -151,9 +152,16 @@ def _find_open(key: Key) -> Workspace | None:
     """Return what is open for the key, unless its group is gone: a new one may have the same name."""
     found = _open.get(key)
     if found is not None and found.group is not _group_of(key.group_name):
-        found.operation.abandon()
+        _close(key, _open.pop(key))
         return None
     return found
+
+
+def _close(key: Key, workspace: Workspace) -> None:
+    if workspace.group is _group_of(key.group_name):
+        workspace.operation.close()
+    else:  # there are no peers to meet
+        workspace.operation.abandon()
 
 
 def _replace(key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) -> Workspace:
@@ -163,7 +171,7 @@ def _replace(key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) 
         if outgrown.is_captured:
             _outgrown.append((key, outgrown))
         else:
-            outgrown.operation.close()
+            _close(key, outgrown)
     group = _group_of(key.group_name)
     open_one: Any = key.kind
     operation = open_one(rows, key.columns, key.dtype, group, timeout_s=timeout_s)

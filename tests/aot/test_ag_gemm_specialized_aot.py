@@ -50,8 +50,11 @@ SMALL = candidate("pingpong", (64, 128, 64), 4)
 SMALL_DEEP = candidate("cooperative", (64, 128, 128), 4)
 
 
-def compile_candidate(config: triton.Config, target: Any, *, trace: bool = False, dtype: str = "bf16") -> Any:
+def compile_candidate(
+    config: triton.Config, target: Any, *, trace: bool = False, dtype: str = "bf16", by_columns: bool = False
+) -> Any:
     constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "TRACE": trace}
+    constants["TRANS_B"] = not by_columns
     constants |= config.kwargs
     types = {name: descriptor_type(dtype, block) for name, block in blocks_of(constants).items()}
     types |= {
@@ -90,6 +93,14 @@ def test_candidates_fit_the_device_without_spills(target):
         estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
         assert 0 <= estimate - used["shared_bytes"] <= 1024, config
         assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
+
+
+@TARGETS
+def test_a_weight_by_columns_needs_no_more_of_the_device(target):
+    for config in {HOPPER: (LARGE, PINGPONG), BLACKWELL: (BLACKWELL_S,)}[target]:
+        used = resources(compile_candidate(config, target, by_columns=True), target)
+        assert used["spilled"] == 0, config
+        assert used["shared_bytes"] <= SHARED_BYTES[target], config
 
 
 def load_partition(ttgir: str) -> str:
@@ -256,6 +267,20 @@ def test_other_tensors_take_the_short_way_with_their_own_addresses(device, ask_n
     launched = arguments(device.launched[-1])
     assert [value[0] for value in launched[:4]] == [t.data_ptr() for t in (gather, weight, weight, out)]
     assert launched[4:7] == [call.flags.data_ptr(), call.errors.data_ptr(), call.errors.data_ptr()]
+
+
+def test_a_weight_by_columns_is_described_as_its_rows_lie_and_is_another_kernel(device):
+    gather, weight, out = tensors()
+    across = torch.zeros(K, N, dtype=torch.bfloat16).T
+    for each in (weight, across, across):
+        launch(gather, each, out, a_call())
+    at = specialized.tuned.arg_names.index("TRANS_B")
+    assert [arguments(launched)[at] for launched in device.launched] == [True, False, False]
+    of_b = [arguments(launched)[1][1:7] for launched in device.launched]  # shape, strides, block
+    by_columns = (K, N, N, 1, 64, 128)
+    assert of_b == [(N, K, K, 1, 128, 64), by_columns, by_columns]
+    tiles = WORLD * (ROWS // 64) * (N // 128)
+    assert [launched[0] for launched in device.launched] == [tiles] * 3
 
 
 def test_the_program_count_is_the_call_s(device):

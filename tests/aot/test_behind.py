@@ -22,9 +22,8 @@ import compile_behind
 from dist_autotune import AgreementTimeout, contextual_autotune
 from dist_autotune.cli import replay
 from dist_autotune.codec import from_json
-from dist_autotune.compilation.compiler_child import LOW_PRIORITY
 from dist_autotune.compilation.pool import Terms
-from dist_autotune.compilation.pool_process import PoolProcess
+from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
 from dist_autotune.logs.history import load
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
@@ -214,7 +213,7 @@ def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_ste
     children = compiler.pids() - {os.getpid()}
     assert len(children) == 2
     nice = 16  # the place of it from the state on
-    assert {int(status_of(child)[nice]) for child in children} == {LOW_PRIORITY}
+    assert {int(status_of(child)[nice]) for child in children} == {PRIORITY}
     assert int(status_of(os.getpid())[nice]) == 0
     compiler.let_go()
     steps_until(lambda: step.settled, step)
@@ -317,6 +316,20 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, comp
     assert not process.has_ended
     process.close()
     assert compiler.processes_left() == []
+
+
+def test_configs_that_make_one_binary_are_told_of_each(device, compiler):
+    tuner, x, y = kernel(64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    launch = Launch(tuner, (x, y), {"grid": (1,)})
+    (compilation,) = plan(launch, launch.candidates(), 0.0).compilations.values()
+    process, told = PoolProcess([compilation, compilation], Terms(is_behind=True, jobs=2)), []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(told) < 2:
+        assert time.monotonic() < deadline
+        told += process.read()
+    process.close()
+    assert sorted((each.place, each.reason) for each in told) == [(0, ""), (1, "")]
+    assert compiler.compilations() == [64]
 
 
 def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):

@@ -16,6 +16,10 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+def without_blocks(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
 def tables(text: str, first_heading: str) -> list[list[str]]:
     """Return the rows of all tables whose first column has that heading, as lists of cells."""
     rows, is_meant = [], False

@@ -3,32 +3,71 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from documents import ROOT, blocks, page
+from documents import ROOT, blocks, page, without_blocks
 from kernels_for_tests import Bench, launch, numbers
+from operation_runs import INTERPRETER
+from shown_commands import assert_prints, commands_of
+from torch.distributed.device_mesh import init_device_mesh
+from tp_runs import assert_close, workspaces
 
 from dist_autotune import settings
+from ranks import assert_all_ok, run_ranks
 
 README = page("README.md")
 HOW_IT_WORKS = page("docs/how-it-works.md")
 
 
-def test_the_program_of_the_readme_runs() -> None:
-    kernel, x = Bench().kernel({16: 3.0, 32: 1.0}), numbers()
-    (program,) = blocks(README, "python")
-    names: dict[str, Any] = {"op": lambda x, w: launch(kernel, x), "x": x, "w": None}
-    exec(program, names)
-    assert torch.equal(names["y"], x + 1)
-    assert names["layer"].settled
+LOOP, PROGRAM, LAYERS = blocks(README, "python")
+
+
+def test_the_program_of_the_readme_prints_what_it_shows() -> None:
+    Path("layer.py").write_text(PROGRAM)
+    shown = dict(commands_of(README))
+    assert_prints("./launch.sh layer.py", shown["./launch.sh layer.py"])
+
+
+def test_the_loop_of_the_readme_is_tuned() -> None:
+    kernel, x, results = Bench().kernel({16: 3.0, 32: 1.0}), numbers(), []
+    names: dict[str, Any] = {"batches": [x] * 100, "train": lambda x: results.append(launch(kernel, x))}
+    exec(LOOP, names)
+    assert names["tuner"].settled
     assert list(kernel.cache.values()) == [kernel.best_config]
+    assert all(torch.equal(y, x + 1) for y in results)
 
 
-@pytest.mark.parametrize("text", [README, HOW_IT_WORKS], ids=["README", "how-it-works"])
-def test_the_schedule_table_is_what_happens(text: str) -> None:
-    rows = re.findall(r"^\| kernel-(\d) \| (.*) \|$", text, re.MULTILINE)
+def test_the_server_of_the_page_settles_every_shape() -> None:
+    kernel = Bench().kernel({16: 3.0, 32: 1.0})
+    batches = [numbers(n) for n in (16, 32, 64)]
+    (program,) = blocks(page("docs/shipping-results.md"), "python")
+    exec(program, {"model": lambda tokens: launch(kernel, tokens), "example_batches": batches})
+    assert len(kernel.cache) == len(batches)
+
+
+@INTERPRETER
+def test_the_layers_of_the_readme_are_parallel() -> None:
+    assert_all_ok(run_ranks(_run_layers, 2))
+
+
+def _run_layers(rank: int) -> None:
+    torch.manual_seed(0)
+    layers = {"up": torch.nn.Linear(32, 64, bias=False), "down": torch.nn.Linear(64, 32, bias=False)}
+    model, x = torch.nn.Sequential(OrderedDict(layers)), torch.randn(32, 32)
+    expected = model(x)
+    with workspaces(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        names: dict[str, Any] = {"model": model, "mesh": mesh, "x_shard": x.chunk(2)[rank]}
+        exec(LAYERS, names)
+        assert_close(names["y_shard"], expected.chunk(2)[rank])
+
+
+def test_the_schedule_table_is_what_happens() -> None:
+    rows = re.findall(r"^\| kernel-(\d) \| (.*) \|$", README, re.MULTILINE)
     assert len(rows) == 2
     bench, x = Bench(), numbers()
     kernels = [bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0, 64: 3.0})]
@@ -57,14 +96,28 @@ def test_every_room_is_in_the_table_of_rooms() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == rooms - {"kernels"}
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README + HOW_IT_WORKS))))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists() or (ROOT / "docs" / link).exists()
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
+def test_the_links_of_a_page_lead_somewhere(path: Path) -> None:
+    text = without_blocks(path.read_text())
+    for target, heading in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text):
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
+        assert not heading or heading in anchors(linked.read_text()), f"{target}#{heading}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_times_in_the_readme_are_recorded_ones() -> None:
     recorded = "\n".join(path.read_text() for path in (ROOT / "docs" / "benchmarks").glob("*.md"))
-    stated = set(re.findall(r"\b\d+\.\d{3,4}(?= ms| +[\d.]+ %)", README))
+    measured = README.replace(dict(commands_of(README))["./launch.sh layer.py"], "")  # not in the interpreter
+    stated = set(re.findall(r"\b\d+\.\d{3,4}(?= ms| +[\d.]+ %)", measured))
     assert stated
     assert {figure for figure in stated if figure not in recorded} == set()
 

@@ -18,7 +18,7 @@ LEVELS = (
     ("cli",),
     ("doctor", "script"),
     ("tuner",),
-    ("launch",),
+    ("launch", "bits"),
     ("compilation", "timing"),
     ("storage", "logs"),
     ("triton_api", "search"),

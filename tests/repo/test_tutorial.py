@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from documents import blocks, page
-from programs import printed, start_program
-
-from ranks import assert_all_ok
+from shown_commands import assert_prints, commands_of
 
 PAGE = page("docs/tutorial.md")
 
@@ -22,33 +16,7 @@ def test_each_command_prints_what_the_page_shows() -> None:
         name = re.match(r"# (\w+\.py)\n", program)
         assert name is not None
         Path(name[1]).write_text(program)
-    commands = [
-        part for block in blocks(PAGE, "console") for part in re.split(r"^\$ ", block, flags=re.M)[1:]
-    ]
+    commands = commands_of(PAGE)
     assert len(commands) == 7
-    for command, _, shown in (part.partition("\n") for part in commands):
-        output = masked(output_of(command))
-        for line in shown.splitlines():
-            assert masked(line.removesuffix("...")) in output, f"{command}: {line}"
-
-
-def masked(text: str) -> str:
-    """Return a text without numbers, spaces and line ends, which differ, nor the directory it is about."""
-    text = "".join(text.split())
-    text = text.replace(f"{Path.cwd()}/", "").replace(os.environ["DIST_AUTOTUNE_CACHE_DIR"], "cache")
-    return re.sub(r"[-+]?\d[\d.]*", "#", text)
-
-
-def output_of(command: str) -> str:
-    """Return what a command prints; its ranks are forked."""
-    words = shlex.split(command)
-    environment = dict(word.split("=") for word in words if re.match(r"[A-Z_]+=", word))
-    words = words[len(environment) :]
-    if words[0] == "dist-autotune":
-        started = [sys.executable, "-m", "dist_autotune", *words[1:]]
-        return subprocess.run(started, check=True, capture_output=True, text=True, timeout=60).stdout
-    ranks = next((int(word) for word in words if word.isdecimal()), 2)
-    options = () if words[:1] == ["torchrun"] else None
-    ended = start_program(Path(words[-1]).absolute(), ranks=ranks, environment=environment, options=options)
-    assert_all_ok(ended)
-    return "".join(printed(rank) for rank in range(ranks)) + ended[0].stderr
+    for command, shown in commands:
+        assert_prints(command, shown)

@@ -144,13 +144,16 @@ def gather_and_multiply(
     store: tuple[int, int] = (4, 1),
     tensor_memory: bool = False,
     trace: bool = False,
+    by_columns: bool = False,
 ) -> np.ndarray:
     """Run the call to its end, check what it wrote, and return the trace."""
     width = BLOCK_N + extra_n
     a_desc = GatherBuffer(scene.gather, [BLOCK_M, BLOCK_K])
     a_desc.scene = scene
-    b_desc = Descriptor(scene.b, [BLOCK_N, BLOCK_K])
-    extra_desc = Descriptor(scene.b, [extra_n or BLOCK_N, BLOCK_K])
+    b, blocks = scene.b, [[BLOCK_N, BLOCK_K], [extra_n or BLOCK_N, BLOCK_K]]
+    if by_columns:
+        b, blocks = scene.b.T.copy(), [block[::-1] for block in blocks]
+    b_desc, extra_desc = (Descriptor(b, block) for block in blocks)
     c_desc = Descriptor(scene.c, [BLOCK_M, store[0]])
     tiles_m = -(-scene.m // BLOCK_M)
     written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
@@ -179,6 +182,7 @@ def gather_and_multiply(
         WORLD=scene.world,
         TENSOR_MEMORY=tensor_memory,
         DTYPE="bf16",
+        TRANS_B=not by_columns,
         TRACE=trace,
         VARIANT=variant,
         BLOCK_M=BLOCK_M,
@@ -250,6 +254,13 @@ def test_a_peer_that_stops_is_given_up_and_everything_ends(
     dead = {"dead": (rank + 1) % world, "rows_of_dead": min(rows_of_dead, m - 1), "patience_ticks": 1}
     scene = Scene(world, rank, m, 14, 3, pushed=pushed, seed=seed, programs=programs, **dead)
     gather_and_multiply(scene, variant, tensor_memory=tensor_memory)
+
+
+@KINDS
+def test_a_weight_by_columns_gives_the_same_sums(variant, tensor_memory):
+    for seed, extra_n in enumerate((0, 0, 0 if tensor_memory else 4)):
+        scene = Scene(3, 1, 9, 29, 5, pushed=bool(seed % 2), seed=seed, programs=4)
+        gather_and_multiply(scene, variant, extra_n=extra_n, tensor_memory=tensor_memory, by_columns=True)
 
 
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong"])

@@ -270,15 +270,20 @@ def wrong_plans(rank):
         twice = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": RowParallel()})
         norm = parallelize(nn.RMSNorm(4), mesh, {"": SequenceParallel()})
         raised = message_of(lambda: norm("no tensor"))
+        half_planned = Transformer()
+        before = [(name, id(each)) for name, each in half_planned.named_modules()]
         return [
             told(Transformer(), {"layer.*": SequenceParallel()}),
-            told(Transformer(), {name: style for name, style in plan_of(0).items() if "norm" not in name}),
+            told(half_planned, {name: style for name, style in plan_of(0).items() if "norm" not in name}),
             told(nn.Sequential(nn.Linear(4, 3)), {"0": ColumnParallel()}),
             told(nn.Sequential(nn.RMSNorm(4)), {"0": RowParallel()}),
             told(nn.Sequential(nn.Linear(4, 4)), {"": SequenceParallel()}),
             told(twice, {"0": RowParallel()}),
+            told(nn.Sequential(nn.RMSNorm(4)), {"0": SequenceParallel(), "*": SequenceParallel()}),
             raised.partition(":")[0],
             isinstance(norm.weight, DTensor),
+            before == [(name, id(each)) for name, each in half_planned.named_modules()],
+            all(not isinstance(each, DTensor) for each in half_planned.parameters()),
         ]
 
 
@@ -293,8 +298,9 @@ def test_a_plan_that_cannot_be_carried_out_raises_with_names():
             "TypeError: RMSNorm cannot be split by rows or columns; an nn.Linear is needed",
             "ValueError: Sequential has children; name each of them in the plan",
             "ValueError: a parameter of [4, 4] is distributed already: (Shard(dim=1),)",
+            "ValueError: the plan reaches '0' twice, the second time by '*'",
             "TypeError",
-            True,
+            *[True] * 3,
         ]
 
 

@@ -63,7 +63,7 @@ class World:
         self.seconds = 0.0
         self.backlog = Backlog(Terms(is_behind=True, jobs=2), self._ban, self._loading)
         monkeypatch.setattr(backlog, "PoolProcess", self._make)
-        monkeypatch.setattr(backlog.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(backlog, "time", SimpleNamespace(monotonic=lambda: self.seconds))
         monkeypatch.setattr(preflight, "current_device", lambda: 0)
         monkeypatch.setattr(preflight, "plan", lambda launch, configs, hooks_s: Planned(configs))
 

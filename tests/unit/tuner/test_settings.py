@@ -103,7 +103,7 @@ def test_the_signature_is_the_documented_one():
         "objective": "kernel", "statistic": "median", "rank_reduce": "max", "agree": "key", "group": None,
         "share": True, "name": None, "watch": True, "preserve": (), "cache": True,
         "log_dir": ".autotune_logs", "clock": None, "timeout_s": 300, "on_stuck": "raise", "max_runs": None,
-        "budget_s": None, "compile_jobs": None, "progress": None,
+        "budget_s": None, "compile_jobs": None, "progress": None, "bits": "any", "outputs": (),
     }  # fmt: skip
 
 

@@ -1,0 +1,119 @@
+"""Bits of outputs on several ranks: what differs on one of them is given up on all."""
+
+import itertools
+
+import pytest
+import torch
+from kernels_for_tests import Bench, launch, numbers, only, winner
+from rank_programs import ending, tune
+
+from ranks import assert_all_ok, run_ranks
+
+BASE, SLOW, FAST = 16, 32, 64
+
+
+def changed(y, value=0.5):
+    y[0] = value
+    return y
+
+
+def sessions(rank, *, change, count=1, **options):
+    """Return each session's winner, banned BLOCKs with reasons, and launches."""
+    bench = Bench()
+    kernel = bench.kernel({BASE: 3.0, SLOW: 2.0, FAST: 1.0})
+
+    def thunk():
+        y = launch(kernel, numbers() + rank)
+        return change(rank, bench.launches[-1].block, y)
+
+    step, found = tune(bench, thunk, log_dir=None, **{"bits": "same", **options}), []
+    for _ in range(count):
+        bench.forget()
+        result = step()
+        context = only(step.report)
+        banned = {int(text.split("BLOCK: ")[1].split(",")[0]): why for text, why in context.banned.items()}
+        is_right = bool(torch.equal(result, numbers() + rank + 1))
+        found.append((winner(context), banned, bench.blocks(), is_right, context.output_digest))
+        step.retune()
+    return found
+
+
+@pytest.mark.parametrize("where", ["last rank", "every rank"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_config_of_another_class_on_any_rank_wins_on_none(world_size, where):
+    ranks = [world_size - 1] if where == "last rank" else range(world_size)
+
+    def program(rank):
+        def change(rank, block, y):
+            return changed(y) if block == FAST and rank in ranks else y
+
+        return sessions(rank, change=change)
+
+    results = [found[0] for found in assert_all_ok(run_ranks(program, world_size))]
+    assert [result[0] for result in results] == [SLOW] * world_size
+    reason = f"rank {ranks[0]}: other bits than with the first config, in the result"
+    assert [result[1] for result in results] == [{FAST: reason}] * world_size
+    assert [result[2] for result in results] == [results[0][2]] * world_size
+    assert all(result[3] for result in results)
+    assert len({result[4] for result in results}) == 1  # of all ranks' outputs
+
+
+def test_a_config_that_does_not_repeat_itself_on_one_rank_is_banned_on_all_in_100_of_100_sessions():
+    def program(rank):
+        count = itertools.count()
+
+        def change(rank, block, y):
+            return changed(y, next(count) + 0.5) if block == FAST and rank == 1 else y
+
+        return sessions(rank, change=change, count=100)
+
+    results = assert_all_ok(run_ranks(program, 3))
+    reason = "rank 1: does not repeat itself: other bits in another run, in the result"
+    for found in results:
+        assert len(found) == 100
+        assert {session[0] for session in found} == {SLOW}
+        assert all(session[1] == {FAST: reason} and session[3] for session in found)
+
+
+def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all():
+    def program(rank):
+        count = itertools.count()
+
+        def change(rank, block, y):
+            return changed(y, next(count) + 0.5) if rank == 1 else y
+
+        return ending(lambda: sessions(rank, change=change))
+
+    for text in assert_all_ok(run_ranks(program, 2)):
+        assert text.startswith("TuningError: bits='same': two runs with the same configs (add[64")
+        assert "different bits in the result on rank 1" in text
+
+
+def test_ranks_that_ask_for_different_bits_are_told_so():
+    def program(rank):
+        return ending(lambda: sessions(rank, change=lambda rank, block, y: y, bits=["same", "any"][rank]))
+
+    for text in assert_all_ok(run_ranks(program, 2)):
+        assert text.startswith("RankMismatch: ranks differ in the option bits: rank 0: same; rank 1: any")
+
+
+def test_a_call_after_one_that_raised_begins_anew_with_its_own_inputs():
+    def program(rank):
+        bench, calls = Bench(), itertools.count()
+        kernel = bench.kernel({BASE: 3.0, FAST: 1.0})
+
+        def thunk(x):
+            if next(calls) == 3 and rank == 1:
+                raise ValueError("stop")
+            return launch(kernel, x)
+
+        step = tune(bench, thunk, bits="same")
+        first = ending(lambda: step(numbers()))
+        result = step(numbers() + 5)
+        assert torch.equal(result, numbers() + 6)
+        return first, winner(only(step.report)), only(step.report).banned
+
+    first, second = assert_all_ok(run_ranks(program, 2))
+    assert first[0].startswith("PeerFailed: rank 1") or "rank 1" in first[0]
+    assert second[0] == "ValueError: stop"
+    assert first[1:] == second[1:] == (FAST, {})

@@ -1,0 +1,81 @@
+"""The programs on the pages of the operations: two ranks run each, and get what plain torch computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from documents import blocks, page
+from operation_runs import INTERPRETER
+from torch.nn.functional import relu
+from tp_runs import assert_close, workspaces
+
+from ranks import assert_all_ok, run_ranks
+
+WORLD, TOKENS, K, EXPERTS, TOPK = 2, 16, 32, 4, 2
+
+
+def run_page(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    (program,) = blocks(page(f"docs/{name}.md"), "python")
+    exec(program, given)
+    return given
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(WORLD)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+def summed_part(x: torch.Tensor, rank: int) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x.chunk(WORLD)[rank]
+
+
+def run_ag_gemm(rank: int) -> None:
+    with workspaces(rank, 0):
+        a, weight = torch.randn(TOKENS, K), torch.randn(48, K)
+        assert_close(run_page("ag_gemm", {"a": a, "weight": weight})["y"], gathered(a) @ weight.T)
+
+
+def run_gemm_rs(rank: int) -> None:
+    with workspaces(rank, 0):
+        a, weight = torch.randn(TOKENS, K), torch.randn(48, K)
+        y = run_page("gemm_rs", {"a": a, "weight": weight})["y"]
+        assert_close(y, summed_part(a @ weight.T, rank))
+
+
+def run_moe(rank: int) -> None:
+    with workspaces(rank, 0):
+        x_shard, topk_weights = torch.randn(TOKENS, K), torch.rand(TOKENS, TOPK)
+        w1, w2 = torch.randn(EXPERTS, 16, K), torch.randn(EXPERTS, K, 16)
+        topk_ids = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])
+        given = {"tokens_per_rank": TOKENS, "k": K, "dtype": torch.float32, "activation": relu}
+        tensors = {
+            "x_shard": x_shard,
+            "w1": w1,
+            "w2": w2,
+            "topk_ids": topk_ids,
+            "topk_weights": topk_weights,
+        }
+        y = run_page("moe", given | tensors)["y"]
+        ids, weights = gathered(topk_ids), gathered(topk_weights)
+        hidden = relu(torch.einsum("tk,tjnk->tjn", gathered(x_shard), w1[ids]))
+        expected = torch.einsum("tjn,tjkn,tj->tk", hidden, w2[ids], weights)
+        assert_close(y, summed_part(expected, rank))
+
+
+@INTERPRETER
+def test_the_program_of_allgather_gemm() -> None:
+    assert_all_ok(run_ranks(run_ag_gemm, WORLD))
+
+
+@INTERPRETER
+def test_the_program_of_gemm_reduce_scatter() -> None:
+    assert_all_ok(run_ranks(run_gemm_rs, WORLD))
+
+
+@INTERPRETER
+def test_the_program_of_experts() -> None:
+    assert_all_ok(run_ranks(run_moe, WORLD))

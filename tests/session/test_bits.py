@@ -1,0 +1,363 @@
+"""Configs sorted by the bits of the function's outputs: who may win, who is banned, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernels_for_tests import (
+    EMULATIONS,
+    accumulate,
+    add,
+    double,
+    entries,
+    launch,
+    numbers,
+    only,
+    records,
+    winner,
+)
+
+from dist_autotune import TuningError, tunable
+from dist_autotune.bits import outputs
+from dist_autotune.cli.replay import verify
+from dist_autotune.errors import InvalidOption
+from dist_autotune.logs import history
+from dist_autotune.logs.records import Banned, ContextSettled, Merged
+
+BASE, SLOW, FAST = 16, 32, 64  # BLOCKs: FAST is in a class of its own
+
+
+@triton.jit
+def add_too(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+@pytest.fixture(autouse=True)
+def another_kernel(monkeypatch):
+    monkeypatch.setitem(EMULATIONS, add_too, EMULATIONS[add])
+
+
+def off_by_one_bit(y):
+    """Add one unit in the last place to one element."""
+    y.view(torch.int32)[3] += 1
+    return y
+
+
+class Function:
+    """A function of one kernel: its outputs depend on the config as `change` says."""
+
+    def __init__(self, bench, ms=None, change=None, kernel=add):
+        self.bench, self.change = bench, {FAST: off_by_one_bit} if change is None else change
+        self.kernel = bench.kernel(ms or {BASE: 3.0, SLOW: 2.0, FAST: 1.0}, kernel)
+
+    def __call__(self):
+        y = launch(self.kernel, numbers(), torch.zeros(64))
+        return self.change.get(self.bench.launches[-1].block, lambda y: y)(y)
+
+
+def racy():
+    """Return a change that depends on how often it was made."""
+    count = itertools.count(1)
+
+    def change(y):
+        y[0] = next(count)
+        return y
+
+    return change
+
+
+def only_reason(context, block):
+    (reason,) = [reason for text, reason in context.banned.items() if f"BLOCK: {block}" in text]
+    return reason
+
+
+@pytest.mark.parametrize("search", ["exhaustive", "racing"])
+def test_a_config_that_changes_a_bit_never_wins(bench, search):
+    tuned = bench.tune(Function(bench), bits="same", search=search)
+    result = tuned()
+    context = only(tuned.report)
+    assert winner(context) == SLOW
+    assert torch.equal(result, numbers() + 1)
+    assert only_reason(context, FAST) == "rank 0: other bits than with the first config, in the result"
+    assert context.bit_class == 0
+    assert [number for _, number in sorted(context.bit_classes.items())] == [0, 0, 1]
+    assert len(context.output_digest) == 32
+
+
+def test_the_comparison_takes_two_runs_of_each_config_before_any_is_timed(bench):
+    tuned = bench.tune(Function(bench), bits="same")
+    tuned()
+    compared = [BASE, BASE, SLOW, SLOW, FAST, FAST]
+    assert bench.blocks() == [*compared, BASE, SLOW, SLOW]
+    assert tuned.report.runs == 9
+
+
+def test_check_reports_classes_and_restricts_nothing(bench):
+    tuned = bench.tune(Function(bench), bits="check")
+    tuned()
+    context = only(tuned.report)
+    assert winner(context) == FAST
+    assert context.bit_class == 1
+    assert context.banned == {}
+    (settled,) = records(ContextSettled)
+    assert settled.bit_classes == dict(context.bit_classes)
+    assert settled.output_digest == context.output_digest
+
+
+def test_any_neither_hashes_nor_sorts(bench, monkeypatch):
+    monkeypatch.setattr(outputs, "hash_tensor", no_hash)
+    tuned = bench.tune(Function(bench), bits="any")
+    tuned()
+    context = only(tuned.report)
+    assert winner(context) == FAST
+    assert (context.bit_class, context.bit_classes, context.output_digest) == (None, {}, "")
+    assert bench.blocks() == [BASE, SLOW, FAST, FAST]
+    assert not [merged for merged in records(Merged) if "bits" in merged.payload]
+
+
+def no_hash(tensor):
+    raise AssertionError("nothing is to be hashed")
+
+
+def test_settled_calls_hash_nothing(bench, monkeypatch):
+    tuned = bench.tune(Function(bench), bits="same")
+    tuned()
+    monkeypatch.setattr(outputs, "hash_tensor", no_hash)
+    tuned()
+
+
+# ---- results kept
+
+
+def tuned_config(bench, **options):
+    """Return the status and winner of a new process, as it were."""
+    tuned = bench.tune(Function(bench), **options)
+    tuned()
+    context = only(tuned.report)
+    return context.status, winner(context), context.bit_class
+
+
+def test_same_uses_only_results_that_hold_the_first_configs_bits(bench, tmp_cache):
+    assert tuned_config(bench, bits="any") == ("tuned", FAST, None)
+    assert tuned_config(bench, bits="check") == ("cached", FAST, None)
+    assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+    assert tuned_config(bench, bits="same") == ("cached", SLOW, 0)
+    assert tuned_config(bench, bits="any") == ("cached", FAST, None)
+    stored = {entry["winner"]: entry for entry in entries(tmp_cache)}
+    assert len(stored) == 2
+    (same,) = [path for path in tmp_cache.glob("*.json") if json.loads(path.read_text())["bit_class"] == 0]
+    assert len(json.loads(same.read_text())["output_digest"]) == 32
+    for unknown in (None, 1):
+        same.write_text(json.dumps({**json.loads(same.read_text()), "bit_class": unknown}))
+        assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+
+
+def test_same_does_not_take_what_autotuner_cache_holds(bench):
+    function = Function(bench)
+    free = bench.tune(function, bits="any", cache=False)
+    free()
+    assert winner(only(free.report)) == FAST
+    tuned = bench.tune(function, bits="same", cache=False)
+    tuned()
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", SLOW)
+
+
+def test_the_log_replays_to_the_same_bans_and_winners(bench):
+    tuned = bench.tune(Function(bench), bits="same", search="racing", n_repeat=None, n_warmup=None)
+    tuned()
+    (verdict,) = verify(history.load(Path(".autotune_logs")).sessions)
+    assert verdict.compared > 10
+    assert verdict.differences == []
+
+
+@pytest.mark.parametrize("bits", ["same", "check"])
+def test_a_config_that_does_not_repeat_itself_is_banned_in_every_one_of_100_sessions(bench, bits):
+    tuned = bench.tune(Function(bench, change={FAST: racy()}), bits=bits, cache=False, log_dir=None)
+    for _ in range(100):
+        tuned()
+        context = only(tuned.report)
+        assert winner(context) == SLOW
+        assert only_reason(context, FAST).startswith("rank 0: does not repeat itself")
+        tuned.retune()
+
+
+def test_a_config_that_repeats_itself_at_first_is_banned_when_it_does_not(bench):
+    seen = itertools.count(1)
+    change = {FAST: lambda y: off_by_one_bit(y) if next(seen) == 4 else y}
+    tuned = bench.tune(Function(bench, change=change), bits="same", n_repeat=3)
+    tuned()
+    context = only(tuned.report)
+    assert winner(context) == SLOW
+    assert "does not repeat itself" in only_reason(context, FAST)
+    assert [(ban.config_id, ban.by_rank) for ban in records(Banned)] == [(2, 0)]
+
+
+def test_a_function_that_does_not_repeat_itself_is_refused_with_the_output_that_differs(bench):
+    kernel, count = bench.kernel({BASE: 2.0, FAST: 1.0}), itertools.count()
+
+    def thunk():
+        return {"y": launch(kernel, numbers()), "seen": [1, torch.tensor(next(count))]}
+
+    tuned = bench.tune(thunk, bits="same")
+    with pytest.raises(
+        TuningError, match=r"the result\['seen'\]\[1\] on rank 0.*does not repeat itself.*preserve="
+    ):
+        tuned()
+    assert bench.blocks() == [BASE, BASE]  # no config was blamed
+
+    checked = bench.tune(thunk, bits="check")
+    checked()
+    assert winner(only(checked.report)) == FAST
+    assert only(checked.report).banned == {}
+    assert "the result['seen'][1] on rank 0" in checked.report.warning
+
+
+def test_random_numbers_and_preserved_state_repeat_themselves(bench):
+    kernel, state = bench.kernel({BASE: 2.0, FAST: 1.0}), torch.zeros(4)
+
+    def thunk():
+        state.add_(1)
+        return launch(kernel, numbers()) + torch.rand(64) + state.sum()
+
+    tuned = bench.tune(thunk, bits="same", preserve=[state])
+    tuned()
+    assert winner(only(tuned.report)) == FAST
+    assert torch.equal(state, torch.ones(4))
+
+
+def test_a_function_without_outputs_is_refused(bench):
+    kernel = bench.kernel({BASE: 2.0, FAST: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()).sum().item() and None, bits="same")
+    with pytest.raises(TuningError, match="returns no tensor: name in outputs="):
+        tuned()
+
+
+def test_what_outputs_names_is_compared(bench):
+    function, written = Function(bench), torch.zeros(64)
+
+    def step():
+        written.copy_(function())
+
+    tuned = bench.tune(step, bits="same", outputs=[written])
+    tuned()
+    context = only(tuned.report)
+    assert winner(context) == SLOW
+    assert "item 0 of preserve= and outputs=" in only_reason(context, FAST)
+
+
+def test_gradients_of_a_preserved_module_are_compared(bench):
+    function, model = Function(bench), torch.nn.Linear(64, 1)
+
+    def step():
+        model(function()).sum().backward()
+
+    tuned = bench.tune(step, bits="same", preserve=[model])
+    tuned()
+    assert winner(only(tuned.report)) == SLOW
+    assert ".grad['weight']" in only_reason(only(tuned.report), FAST)
+
+
+# ---- several kernels
+
+
+def test_kernels_are_compared_together_and_by_halves_where_bits_differ(bench):
+    first, second = Function(bench), Function(bench, change={}, kernel=double)
+    tuned = bench.tune(lambda: (first(), second()), bits="same")
+    tuned()
+    contexts = {context.kernel: context for context in tuned.report.contexts}
+    assert {name: len(c.banned) for name, c in contexts.items()} == {"add": 1, "double": 0}
+    launched = list(zip(bench.blocks("add"), bench.blocks("double"), strict=True))
+    assert launched[:9] == [
+        (BASE, BASE), (BASE, BASE), (SLOW, SLOW), (SLOW, SLOW),
+        (FAST, FAST),  # other bits: whose?
+        (FAST, BASE), (FAST, BASE), (BASE, FAST), (BASE, FAST),
+    ]  # fmt: skip
+
+
+def test_winners_that_change_bits_only_together_are_not_kept_together(bench):
+    first, second = (bench.kernel({BASE: 2.0, FAST: 1.0}, kernel) for kernel in (add, double))
+    third = bench.kernel({BASE: 4.0, FAST: 1.0, SLOW: 3.0}, accumulate)
+
+    def thunk():
+        outputs = [launch(kernel, numbers(), torch.zeros(64)) for kernel in (first, second, third)]
+        blocks = [launched.block for launched in bench.launches[-3:]]
+        return sum(outputs) + (blocks.count(FAST) > 1)
+
+    tuned = bench.tune(thunk, bits="same")
+    result = tuned()
+    assert torch.equal(result, 4 * numbers() + 1)
+    winners = {context.kernel: winner(context) for context in tuned.report.contexts}
+    assert list(winners.values()).count(FAST) == 1
+    assert winners["accumulate"] == FAST  # it would lose most
+    assert torch.equal(tuned(), result)
+
+
+def test_options_of_the_host_are_compared_and_their_kernels_tuned_beside_them(bench):
+    kernels = {
+        "one": Function(bench, {BASE: 2.0, SLOW: 1.5}),
+        "other": Function(bench, {BASE: 3.0, SLOW: 0.5, FAST: 0.1}, kernel=add_too),
+        "third": Function(bench, {BASE: 0.1, SLOW: 0.1}, kernel=double),
+    }
+    tuned = bench.tune(lambda: kernels[tunable("way", list(kernels))](), bits="same", search="racing")
+    result = tuned()
+    assert torch.equal(result, numbers() + 1)
+    contexts = {context.kernel: context for context in tuned.report.contexts}
+    assert contexts["way"].config == "other"
+    assert winner(contexts["add_too"]) == SLOW
+    assert only_reason_of(contexts["way"], "third").startswith("rank 0: other bits")
+
+
+def only_reason_of(context, text):
+    (reason,) = [reason for candidate, reason in context.banned.items() if text in candidate]
+    return reason
+
+
+@pytest.mark.parametrize("search", ["exhaustive", "racing"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_whole_run_judges_only_what_keeps_the_bits(bench, search, ends):
+    functions = [Function(bench), Function(bench, kernel=add_too)]
+    most = 30 if ends else None
+    options = {"objective": "thunk", "search": search, "n_repeat": None, "n_warmup": None, "max_runs": most}
+    tuned = bench.tune(lambda: [function() for function in functions], bits="same", **options)
+    result = tuned()
+    assert all(torch.equal(y, numbers() + 1) for y in result)
+    assert all(winner(context) != FAST for context in tuned.report.contexts)
+
+
+# ---- options
+
+
+def test_bits_belong_to_replay(bench, monkeypatch):
+    with pytest.raises(InvalidOption, match="mode='replay': online every run has other inputs"):
+        bench.tune(lambda: None, bits="same", mode="online")
+    monkeypatch.setenv("DIST_AUTOTUNE_BITS", "check")
+    with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check belongs to mode='replay'"):
+        bench.tune(lambda: None, mode="online")()
+    bench.tune(lambda: None, mode="online", bits="any")
+
+
+@pytest.mark.filterwarnings("ignore:no launches")
+def test_the_variable_holds_where_bits_is_not_given(bench, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_BITS", "same")
+    tuned = bench.tune(Function(bench), cache=False)
+    tuned()
+    assert winner(only(tuned.report)) == SLOW
+    free = bench.tune(Function(bench), bits="any", cache=False)
+    free()
+    assert winner(only(free.report)) == FAST
+    monkeypatch.setenv("DIST_AUTOTUNE_BITS", "equal")
+    with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS='equal': expected one of any, same, check"):
+        bench.tune(Function(bench))()
+
+
+@pytest.mark.parametrize("named", ["y", [1], 3])
+def test_outputs_that_have_no_bits_are_refused(bench, named):
+    with pytest.raises(InvalidOption, match="outputs="):
+        bench.tune(lambda: None, outputs=named)
