@@ -84,6 +84,17 @@ def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_di
 
 
 @INTERPRETER
+def test_parallel_layers_checks_result_and_gradients_of_every_pair() -> None:
+    run_program(AG_GEMM.with_name("parallel_layers.py"), *QUICK)
+    record = json.loads(Path("record.json").read_text())
+    assert [case["case"] for case in record["cases"]] == ["mlp tiny, 16 tokens", "attention tiny, 16 tokens"]
+    for case in record["cases"]:
+        arms = {arm["name"]: arm for arm in case["arms"]}
+        assert [name for name, arm in arms.items() if "unavailable" not in arm] == ["ours", "gloo + torch"]
+        assert max(arms[name]["error"] for name in ("ours", "gloo + torch")) < 1e-4
+
+
+@INTERPRETER
 def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
     program = AG_GEMM.with_name("ag_gemm_host.py")  # it compiles, so it is a process without the interpreter
     with store_server(1) as port:
