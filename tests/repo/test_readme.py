@@ -66,9 +66,8 @@ def _run_layers(rank: int) -> None:
         assert_close(names["y_shard"], expected.chunk(2)[rank])
 
 
-@pytest.mark.parametrize("text", [README, HOW_IT_WORKS], ids=["README", "how-it-works"])
-def test_the_schedule_table_is_what_happens(text: str) -> None:
-    rows = re.findall(r"^\| kernel-(\d) \| (.*) \|$", text, re.MULTILINE)
+def test_the_schedule_table_is_what_happens() -> None:
+    rows = re.findall(r"^\| kernel-(\d) \| (.*) \|$", README, re.MULTILINE)
     assert len(rows) == 2
     bench, x = Bench(), numbers()
     kernels = [bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0, 64: 3.0})]
