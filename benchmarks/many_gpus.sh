@@ -8,6 +8,7 @@
 #   ag_gemm gemm_rs ag_moe moe_rs      public shapes, against cuBLAS, NCCL + cuBLAS and torch's fused operation
 #   rows         allgather-GEMM and GEMM-reduce-scatter with 16 to 2048 rows
 #   step         a training step of many kernels beside all-reduces
+#   tp           pairs of tensor-parallel layers, and a training step, forward and backward
 #   agreement    on how many keys the picks of stock Triton differ; the cost of one exchange
 #   regret       picks of fresh sessions of allgather-GEMM, against the best fixed alternative
 #   soak         random calls for five minutes, half of them with each backend, closing included
@@ -21,10 +22,10 @@
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-readonly all_parts=(check ag_gemm gemm_rs ag_moe moe_rs rows step agreement regret soak)
+readonly all_parts=(check ag_gemm gemm_rs ag_moe moe_rs rows step tp agreement regret soak)
 declare -rA part_limit_s=(
-  [check]=80 [ag_gemm]=150 [gemm_rs]=100 [ag_moe]=80 [moe_rs]=80 [rows]=160 [step]=60 [agreement]=90
-  [regret]=420 [soak]=400
+  [check]=80 [ag_gemm]=150 [gemm_rs]=100 [ag_moe]=80 [moe_rs]=80 [rows]=160 [step]=60 [tp]=420
+  [agreement]=90 [regret]=420 [soak]=400
 )
 
 die() { echo "many_gpus.sh: $*" >&2; exit 2; }
@@ -68,6 +69,7 @@ part_gemm_rs() { record gemm_rs "${public[@]}"; }
 part_ag_moe() { record ag_moe "${public[@]}"; }
 part_moe_rs() { record moe_rs "${public[@]}"; }
 part_step() { record whole_step; }
+part_tp() { name=parallel_layers record parallel_layers && name=training_step record training_step; }
 part_rows() {
   name=rows_ag_gemm record ag_gemm "${rows[@]}" ${rows:+--n 3584 --k 8192} &&
     name=rows_gemm_rs record gemm_rs "${rows[@]}" ${rows:+--n 8192 --k 28672}

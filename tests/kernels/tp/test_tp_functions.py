@@ -9,10 +9,17 @@ from operation_runs import INTERPRETER, message_of, values
 from torch.utils.checkpoint import checkpoint
 from tp_runs import assert_close, tensor_of, tensors_of_all, workspaces
 
+from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES as OF_GATHER
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES as OF_SCATTER
+from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from dist_autotune.kernels.tp import registry
 
 pytestmark = INTERPRETER
+# torch._dynamo makes an instance of every torch.autograd.Function.
+INSTANTIATED = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 WORLDS = [1, 2, 3, 4]
 
 
@@ -273,11 +280,39 @@ def compiled(rank, save_gathered):
         return all(found), len(found)
 
 
-# torch._dynamo makes an instance of every torch.autograd.Function.
-@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@INSTANTIATED
 @pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
 def test_a_compiled_layer_is_one_graph_with_the_same_bits(save_gathered):
     assert values(compiled, 2, save_gathered) == [(True, 18)] * 2
+
+
+def tuned_while_compiled(rank):
+    """Tune a compiled forward and backward in context, with two candidates of each kernel."""
+    with workspaces(rank, 0):
+        all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
+        own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
+        layer = torch.compile(block, fullgraph=True, backend="aot_eager")
+
+        def step(function=layer):
+            result = function(*own)
+            return [result, *torch.autograd.grad((result / 100).square().sum(), own)]
+
+        wanted = step(block)
+        options = {"n_warmup": 0, "n_repeat": 1, "cache": False, "log_dir": None, "progress": False}
+        tuned = contextual_autotune(step, is_dist=True, **options)
+        got = tuned()
+        for pair in zip(got, wanted, strict=True):
+            assert_close(*pair)
+        found = [(context.kernel, context.status) for context in tuned.report.contexts]
+        return tuned.settled, sorted(set(found) - {each for each in found if each[0].startswith("ag_gemm ")})
+
+
+@pytest.mark.slow
+@INSTANTIATED
+@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
+def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():
+    of_both = [("all_gather_gemm", "tuned"), ("gemm_reduce_scatter", "tuned")]
+    assert values(tuned_while_compiled, 2) == [(True, of_both)] * 2
 
 
 def opchecked(rank):
