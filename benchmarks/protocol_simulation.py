@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dist_autotune.search.messages import Announcement, Part, RunReport, checked, decode, femtoseconds, merge
+from dist_autotune.search.messages import (
+    Announcement,
+    Bits,
+    Part,
+    RunReport,
+    checked,
+    decode,
+    femtoseconds,
+    merge,
+)
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.state import SearchState
 from dist_autotune.search.strategies import STRATEGIES, exhaustive
@@ -39,6 +49,7 @@ class Simulation:
         launches: Callable[[int, int, str], bool] = lambda run, rank, name: True,
         bans: Callable[[int, int, str], dict[str, str]] = lambda run, rank, name: {},
         compiling: Callable[[int, int, str], int] = lambda run, rank, name: 0,
+        outputs: Callable[[dict[str, str], int], str] = lambda plan, rank: "",
         second: float = 0.0,
         **options: Any,
     ) -> None:
@@ -50,6 +61,7 @@ class Simulation:
         self.launches = launches
         self.bans = bans
         self.compiling = compiling
+        self.outputs = outputs  # what a rank's outputs are under a plan, where bits are compared
         self.second = second  # what each run takes of the budget
         self.tuning = SearchState(rules(**options))
         self.plans: list[dict[str, str]] = []  # of each run: context -> candidate launched
@@ -103,7 +115,11 @@ class Simulation:
             if (left := self.compiling(run, rank, name)) and (rank, name) in self._announced:
                 parts[name] = replace(parts.get(name, Part()), compiling=left)
         elapsed_s = self.second * (run + 1)
-        return RunReport(rank, parts=parts, run=whole, elapsed_s=elapsed_s)
+        bits = None
+        if self.tuning.rules.bits != "any":
+            text = hashlib.blake2b(f"{rank} {self.outputs(plan, rank)}".encode(), digest_size=16).hexdigest()
+            bits = Bits(text, tensors=1)
+        return RunReport(rank, parts=parts, run=whole, bits=bits, elapsed_s=elapsed_s)
 
     def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
         announcement = None

@@ -131,7 +131,9 @@ def test_each_option_of_the_decorator_is_one_of_the_command_or_cannot_be():
     from dist_autotune.options import Options
 
     no_text_can_name = {"mode", "group", "preserve", "clock"}
-    assert OPTIONS.keys() | no_text_can_name == {field.name for field in dataclasses.fields(Options)}
+    of_replay = {"bits", "outputs"}
+    options = {field.name for field in dataclasses.fields(Options)}
+    assert OPTIONS.keys() | no_text_can_name | of_replay == options
 
 
 def test_the_program_may_set_what_torch_and_triton_read_when_they_are_imported(tmp_path):

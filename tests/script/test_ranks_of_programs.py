@@ -93,9 +93,11 @@ def test_a_rank_without_a_launch_has_a_part_in_all_runs():
 
 
 def test_a_group_that_is_made_anew_is_tuned_anew_with_all_its_ranks():
-    assert_all_ok(
-        start("train(2)\ndist.destroy_process_group()\ndist.init_process_group('gloo')\ntrain(9)\n")
+    again = (
+        "init_method=f'file://{os.getcwd()}/store', rank=rank, world_size=2"  # no key of the first group's
     )
+    text = f"train(2)\ndist.destroy_process_group()\ndist.init_process_group('gloo', {again})\ntrain(9)\n"
+    assert_all_ok(start(text))
     assert_agreed()
     assert [len(records(SessionOpened, rank=rank)) for rank in range(2)] == [2, 2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -23,12 +24,14 @@ from kernels_for_tests import (
     winner,
 )
 
-from dist_autotune import TuningError, tunable
+from dist_autotune import StepTuner, TuningError, tunable
 from dist_autotune.bits import outputs
 from dist_autotune.cli.replay import verify
 from dist_autotune.errors import InvalidOption
 from dist_autotune.logs import history
 from dist_autotune.logs.records import Banned, ContextSettled, Merged
+from dist_autotune.storage import bundle
+from dist_autotune.storage.winners import Winners
 
 BASE, SLOW, FAST = 16, 32, 64  # BLOCKs: FAST is in a class of its own
 
@@ -157,6 +160,30 @@ def test_same_uses_only_results_that_hold_the_first_configs_bits(bench, tmp_cach
     for unknown in (None, 1):
         same.write_text(json.dumps({**json.loads(same.read_text()), "bit_class": unknown}))
         assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+
+
+def test_a_bundle_carries_class_and_digest(bench, tmp_cache, tmp_path):
+    assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+    (stored,) = Winners(tmp_cache).entries()
+    bundle.write(tmp_path / "bundle.json", [stored], replaces=False)
+    for path in tmp_cache.glob("*.json"):
+        path.unlink()
+    (carried,) = bundle.read(tmp_path / "bundle.json")
+    assert (carried.bit_class, carried.output_digest) == (0, stored.output_digest)
+    bundle.merge(Winners(tmp_cache), [carried], replaces=False)
+    assert tuned_config(bench, bits="same") == ("cached", SLOW, 0)
+    bundle.merge(Winners(tmp_cache), [dataclasses.replace(carried, bit_class=1)], replaces=True)
+    assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+
+
+def test_a_new_key_begins_with_the_first_config_and_not_with_the_nearest_winner(bench):
+    function = Function(bench)
+    tuned = bench.tune(lambda n: launch(function.kernel, numbers(n)), bits="same")
+    tuned(64)
+    assert winner(only(tuned.report)) == FAST
+    bench.forget()
+    tuned(128)
+    assert bench.blocks(n=128)[:2] == [BASE, BASE]
 
 
 def test_same_does_not_take_what_autotuner_cache_holds(bench):
@@ -341,6 +368,8 @@ def test_bits_belong_to_replay(bench, monkeypatch):
     with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check belongs to mode='replay'"):
         bench.tune(lambda: None, mode="online")()
     bench.tune(lambda: None, mode="online", bits="any")
+    with pytest.raises(InvalidOption, match="bits='same' belongs to mode='replay'"):
+        StepTuner(bits="same")
 
 
 @pytest.mark.filterwarnings("ignore:no launches")

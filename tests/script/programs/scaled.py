@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-# One of them: stock Triton does not benchmark then, which it cannot without a GPU.
+DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+# With one block stock Triton does not benchmark, which it cannot without a GPU.
 BLOCKS = [int(block) for block in os.environ.get("BLOCKS", "16 32 64").split()]
 
 

@@ -1,0 +1,223 @@
+"""Bits of outputs, decided: whatever configs change, alone or together, the last run has the first's bits."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_autotune import TuningError
+from dist_autotune.search import bit_classes
+from dist_autotune.search.messages import Bits, RunReport
+from protocol_simulation import Simulation
+
+
+class Outputs:
+    """Outputs that depend on the plan: by candidates, by pairs of them, and by how often some have run."""
+
+    def __init__(self, changing=(), pairs=(), unsteady=(), on_rank=0):
+        self.changing, self.pairs, self.unsteady = set(changing), set(map(frozenset, pairs)), set(unsteady)
+        self.on_rank, self._count = on_rank, itertools.count()
+
+    def __call__(self, plan, rank):
+        if rank != self.on_rank:
+            return ""
+        launched = set(plan.values())
+        together = [sorted(pair) for pair in self.pairs if pair <= launched]
+        count = next(self._count) if launched & self.unsteady else 0
+        return f"{sorted(launched & self.changing)} {sorted(together)} {count}"
+
+
+def simulation(contexts, outputs, *, bits="same", ms=None, **options):
+    times = ms or {c: 3.0 - 0.5 * i for names in contexts.values() for i, c in enumerate(names)}
+    return Simulation(contexts, times, outputs=outputs, bits=bits, **options)
+
+
+def named(*names, candidates=3):
+    return {name: [f"{name}{number}" for number in range(candidates)] for name in names}
+
+
+def test_all_kernels_are_compared_at_once_where_no_bit_changes():
+    contexts = named("a", "b", "c")
+    simulated = simulation(contexts, Outputs())
+    plans = simulated.session()
+    compared = [set(plan.values()) for plan in plans[:6]]
+    assert compared == [{f"{name}{i}" for name in contexts} for i in (0, 0, 1, 1, 2, 2)]
+    assert simulated.winners() == {name: f"{name}2" for name in contexts}
+    assert len(plans) == 6 + 3 + 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_the_most_runs_are_what_the_docs_say(count):
+    contexts = named(*"abcdefgh"[:count])
+    every = [c for names in contexts.values() for c in names[1:]]
+    simulated = simulation(contexts, Outputs(changing=every))
+    plans = simulated.session()
+    assert simulated.winners() == {name: f"{name}0" for name in contexts}
+    assert len(plans) - 1 <= 4 * sum(len(names) - 1 for names in contexts.values()) + 3
+    assert bit_classes.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
+
+
+def test_check_numbers_the_classes_of_each_kernel():
+    outputs = Outputs(changing={"a1", "a3"})
+    simulated = simulation(named("a", "b", candidates=4), outputs, bits="check")
+    simulated.session()
+    classes = {name: context.bit_classes for name, context in simulated.tuning.contexts.items()}
+    assert classes == {"a": {0: 0, 1: 1, 2: 0, 3: 2}, "b": {0: 0, 1: 0, 2: 0, 3: 0}}
+    assert simulated.winners() == {"a": "a3", "b": "b3"}
+
+
+def test_equal_outputs_are_one_class():
+    twice = simulation({"a": ["a0", "a1", "a2"]}, lambda plan, rank: str(plan["a"] == "a0"), bits="check")
+    twice.session()
+    assert twice.tuning.contexts["a"].bit_classes == {0: 0, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("bits", ["same", "check"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_unsteady_config_is_banned_whichever_rank_sees_it(bits, rank):
+    simulated = simulation(named("a", "b"), Outputs(unsteady={"b2"}, on_rank=rank), bits=bits, ranks=3)
+    simulated.session()
+    assert {name: set(c.banned) for name, c in simulated.tuning.contexts.items()} == {"a": set(), "b": {2}}
+    assert simulated.winners() == {"a": "a2", "b": "b1"}
+
+
+def test_an_unsteady_first_config_refuses_the_function():
+    with pytest.raises(
+        TuningError, match=r"two runs with the same configs \(a\[k\] a0\).*does not repeat itself"
+    ):
+        simulation(named("a"), Outputs(unsteady={"a0"})).session()
+    simulated = simulation(named("a"), Outputs(unsteady={"a0"}), bits="check")
+    simulated.session()
+    assert simulated.winners() == {"a": "a2"}
+    assert simulated.tuning.contexts["a"].bit_classes == {0: 0}
+
+
+def test_a_config_that_fails_while_it_is_compared_is_left_out():
+    failed = {"b1": "out of resources"}
+    simulated = simulation(
+        named("a", "b"), Outputs(), bans=lambda run, rank, name: failed if (run, name) == (2, "b") else {}
+    )
+    simulated.session()
+    assert simulated.winners() == {"a": "a2", "b": "b2"}
+    assert simulated.tuning.contexts["b"].banned == {1: (0, "out of resources")}
+
+
+def test_a_kernel_that_is_not_launched_any_more_starves_and_the_others_go_on():
+    simulated = simulation(
+        named("a", "b"), Outputs(), launches=lambda run, rank, name: name == "a" or run < 2
+    )
+    simulated.session()
+    assert simulated.statuses() == {"a": "tuned", "b": "starved"}
+    assert simulated.winners() == {"a": "a2", "b": "b0"}
+
+
+def test_kernels_of_an_option_that_changes_bits_are_left_alone():
+    contexts = {"way": ["way0", "way1"], **named("left", "right")}
+    simulated = simulation(
+        contexts,
+        Outputs(changing={"way1"}),
+        search="racing",
+        choices={"way"},
+        ms={
+            **dict.fromkeys(["way0", "way1"], 0.0),
+            **{f"{k}{i}": 3.0 - i for k in ("left", "right") for i in range(3)},
+        },
+        launches=lambda run, rank, name: (
+            name == "way" or (name == "left") == (simulated._candidate("way") == "way0")
+        ),
+    )
+    simulated.session()
+    assert simulated.winners()["way"] == "way0"
+    assert simulated.winners()["left"] == "left2"
+    assert simulated.statuses()["right"] == "starved"
+
+
+def test_runs_that_are_over_revert_everything_at_once():
+    contexts = named("a", "b", "c", candidates=2)
+    pairs = [("a1", "b1"), ("b1", "c1"), ("a1", "c1")]
+    free = simulation(contexts, Outputs(pairs=pairs)).session()
+    bounded = simulation(contexts, Outputs(pairs=pairs), max_runs=7)
+    plans = bounded.session()
+    assert len(plans) <= 8 < len(free)
+    assert Outputs(pairs=pairs)(plans[-1], 0) == Outputs(pairs=pairs)({}, 0)
+
+
+def test_digests_of_ranks_merge_in_any_order_and_name_the_lowest_rank():
+    parts = [Bits(f"{i:032x}", 1, (i, "the result") if i else None) for i in (0, 1, (1 << 128) - 1)]
+    reports = [RunReport(rank, bits=bits) for rank, bits in enumerate(parts)]
+    merged = {order: reports[order[0]].merged(reports[order[1]]).merged(reports[order[2]]).bits
+              for order in itertools.permutations(range(3))}  # fmt: skip
+    assert set(merged.values()) == {Bits(f"{0:032x}", 3, (1, "the result"))}
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_changes_bits_the_last_run_has_those_of_the_first_configs(seed):
+    random = Random(seed)
+    contexts = {
+        name: [f"{name}{i}" for i in range(random.randint(1, 4))] for name in "abcd"[: random.randint(1, 4)]
+    }
+    choices = {name for name in contexts if random.random() < 0.3}
+    first = {names[0] for names in contexts.values()}
+    others = [c for names in contexts.values() for c in names[1:]]
+    some = [c for c in others if random.random() < 0.3]
+    unsteady = [c for c in others if random.random() < 0.15]
+    pairs = [pair for pair in itertools.combinations(others, 2) if random.random() < 0.15]
+    outputs = Outputs(some, pairs, unsteady, on_rank=random.randint(0, 1))
+    asks = {}  # the choice whose last option launches it
+    for name in contexts:
+        asks[name] = random.choice([None, None, *(choice for choice in sorted(choices) if choice < name)])
+    fails = {(random.randint(0, 30), name): random.choice(names) for name, names in contexts.items()}
+    fails = {where: c for where, c in fails.items() if c not in first and random.random() < 0.3}
+
+    def launches(run, rank, name):
+        choice = asks[name]
+        is_asked = choice is None or launches(run, rank, choice)
+        return is_asked and (choice is None or simulated._candidate(choice) == contexts[choice][-1])
+
+    def bans(run, rank, name):
+        return {fails[run, name]: "failed"} if (run, name) in fails and rank == 0 else {}
+
+    options = {
+        "search": random.choice(["exhaustive", "racing"]),
+        "objective": random.choice(["kernel", "thunk"]),
+        "max_runs": random.choice([None, None, random.randint(1, 40)]),
+    }
+    times = {c: round(random.uniform(1, 3), 3) for names in contexts.values() for c in names}
+    simulated = simulation(
+        contexts,
+        outputs,
+        ms=times,
+        choices=choices,
+        ranks=2,
+        launches=launches,
+        bans=bans,
+        run_ms=lambda plan: 1.0,
+        **options,
+    )
+    plans = simulated.session(runs_at_most=6000)
+    assert outputs(plans[-1], outputs.on_rank) == Outputs()({}, 0)
+    assert not first & {c.digests[i] for c in simulated.tuning.contexts.values() for i in c.banned}
+    if options["max_runs"] is not None:
+        assert len(plans) <= options["max_runs"] + 1
+    # What the next call launches, too: it makes no run of its own where all is settled.
+    final = {name: c for name, c in simulated.winners().items() if launches(0, 0, name)}
+    assert outputs(final, outputs.on_rank) == Outputs()({}, 0)
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 1 << 32))
+def test_where_configs_do_not_act_together_the_fastest_that_keeps_the_bits_wins(seed):
+    random = Random(seed)
+    contexts = named(*"abc"[: random.randint(1, 3)], candidates=5)
+    others = [c for names in contexts.values() for c in names[1:]]
+    changing = {c for c in others if random.random() < 0.4}
+    times = {c: random.uniform(1, 3) for names in contexts.values() for c in names}
+    simulated = simulation(contexts, Outputs(changing), ms=times)
+    simulated.session()
+    kept = {name: [c for c in names if c not in changing] for name, names in contexts.items()}
+    assert simulated.winners() == {name: min(names, key=times.__getitem__) for name, names in kept.items()}
