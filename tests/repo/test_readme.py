@@ -1,4 +1,4 @@
-"""What the README and pages without a test of their own state: their programs run, their links lead somewhere."""
+"""What the README and other pages state: their programs run, figures are recorded, links lead somewhere."""
 
 from __future__ import annotations
 
