@@ -222,7 +222,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nproc", type=int, default=1, help="ranks of each arm")
-    parser.add_argument("--steps", type=int, default=400, help="of tuned; the other arms make 40 at most")
+    parser.add_argument("--steps", type=int, default=3000, help="of tuned; the other arms make 40 at most")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each arm")
     parser.add_argument("script", nargs="*", help="and its arguments, after --")
