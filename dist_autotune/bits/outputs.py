@@ -101,6 +101,8 @@ def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
 
 def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Yield tensors, arrays and plain values with their paths; what other objects hold is not seen."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        value = list(value.unbind())
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *PLAIN)):
         to_local: Any = getattr(value, "to_local", None)  # of a DTensor
         yield path, value if to_local is None else to_local()

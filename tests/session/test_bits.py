@@ -29,7 +29,7 @@ from dist_autotune.bits import outputs
 from dist_autotune.cli.replay import verify
 from dist_autotune.errors import InvalidOption
 from dist_autotune.logs import history
-from dist_autotune.logs.records import Banned, ContextSettled, Merged
+from dist_autotune.logs.records import Banned, ContextSettled, Merged, RunStarted
 from dist_autotune.storage import bundle
 from dist_autotune.storage.winners import Winners
 
@@ -100,6 +100,12 @@ def test_the_comparison_takes_two_runs_of_each_config_before_any_is_timed(bench)
     compared = [BASE, BASE, SLOW, SLOW, FAST, FAST]
     assert bench.blocks() == [*compared, BASE, SLOW, SLOW]
     assert tuned.report.runs == 9
+
+
+def test_a_config_is_on_trial_while_it_is_compared(bench):
+    bench.tune(Function(bench), bits="same")()
+    plans = [list(started.plan.values()) for started in records(RunStarted)]
+    assert plans == [[], [0], [1], [1], [2], [2], [0], [1], []]  # so a crash is put down to it
 
 
 def test_check_reports_classes_and_restricts_nothing(bench):

@@ -149,6 +149,12 @@ def test_what_differs_has_another_digest(one, other):
     assert digests(one) == digests(one)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_parts_of_a_nested_tensor_are_outputs_of_their_own():
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)])
+    assert list(digests(nested)) == ["the result[0]", "the result[1]"]
+
+
 def test_named_state_counts_with_its_gradients():
     model, tensor = torch.nn.Linear(2, 1), torch.zeros(2)
     before = digests(None, [model, tensor])
