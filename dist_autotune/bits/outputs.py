@@ -26,9 +26,7 @@ class OutputDigests:
             found += _of_named(f"item {number} of preserve= and outputs=", item)
         leaves = [leaf for path, value in found for leaf in _leaves(path, value, ())]
         self._described = [(path, _description(value)) for path, value in leaves]
-        self._hashes = [
-            hash_tensor(value) if isinstance(value, torch.Tensor) else None for _, value in leaves
-        ]
+        self._hashes = [hash_tensor(value) if _has_bits(value) else None for _, value in leaves]
 
     @property
     def tensors(self) -> int:
@@ -118,6 +116,11 @@ def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[st
         items = [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     for step, item in items:
         yield from _leaves(path + step, item, (*within, id(value)))
+
+
+def _has_bits(value: Any) -> bool:
+    """Return whether a value is a tensor with memory: tracers pass on some that have none."""
+    return isinstance(value, torch.Tensor) and not (value.is_meta or hasattr(value, "fake_mode"))
 
 
 def _description(value: Any) -> str:

@@ -23,6 +23,7 @@ from kernels_for_tests import (
     records,
     winner,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_autotune import StepTuner, TuningError, tunable
 from dist_autotune.bits import outputs
@@ -271,6 +272,14 @@ def test_a_function_without_outputs_is_refused(bench):
     tuned = bench.tune(lambda: launch(kernel, numbers()).sum().item() and None, bits="same")
     with pytest.raises(TuningError, match="returns no tensor: name in outputs="):
         tuned()
+
+
+@pytest.mark.filterwarnings("ignore:.*no launches")
+def test_a_function_that_launches_nothing_to_tune_or_is_traced_is_left_alone(bench):
+    assert bench.tune(lambda: None, bits="same")() is None
+    with FakeTensorMode():
+        traced = bench.tune(lambda: torch.ones(4) + 1, bits="same")
+        assert traced().shape == (4,)
 
 
 def test_what_outputs_names_is_compared(bench):
