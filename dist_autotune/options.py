@@ -88,8 +88,6 @@ class Options:
             )
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
-        if self.bits != "any":
-            self._check_replay(f"bits={self.bits!r}")
 
     def rules(self) -> dict[str, Any]:
         """Return what steers decisions, as `Rules` and the log name it."""
@@ -126,21 +124,19 @@ class Options:
         return Path(settings.log_directory() if is_default else self.log_dir).absolute()
 
     def resolved_bits(self) -> str:
-        """Return the rule for the bits of outputs. Raises InvalidOption if it cannot be kept in this mode."""
-        if not isinstance(self.bits, settings.DefaultText):
-            return self.bits
-        rule = settings.bits()
-        if rule != "any":
-            self._check_replay(f"{settings.BITS}={rule}")
-        return rule
+        return settings.bits() if isinstance(self.bits, settings.DefaultText) else self.bits
 
-    def _check_replay(self, given: str) -> None:
-        if self.mode == "online":
-            raise InvalidOption(
-                f"{given} belongs to mode='replay': online every run has other inputs, so outputs cannot be "
-                "compared. Tune the function in replay mode with preserve=, use its results with "
-                "DIST_AUTOTUNE_MODE=cached, or give it bits='any'."
-            )
+    def check_bits(self) -> None:
+        """Raise InvalidOption if tuning cannot keep to `bits`."""
+        if self.resolved_bits() == "any" or self.mode == "replay":
+            return
+        is_default = isinstance(self.bits, settings.DefaultText)
+        given = f"{settings.BITS}={settings.bits()}" if is_default else f"bits={self.bits!r}"
+        raise InvalidOption(
+            f"{given} belongs to mode='replay': online every run has other inputs, so outputs cannot be "
+            f"compared. Tune in replay mode with preserve= and use the results with {settings.MODE}=cached, "
+            "or give this function bits='any'."
+        )
 
     def resolved_timeout_s(self) -> float:
         is_default = isinstance(self.timeout_s, settings.DefaultSeconds)

@@ -75,10 +75,10 @@ def options(
 @app.command()
 def report(
     directory: LogDirectory = None,
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page instead.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write a trace for https://ui.perfetto.dev or chrome://tracing instead."),
+        typer.Option(help="Write a trace for https://ui.perfetto.dev or chrome://tracing."),
     ] = None,
     kernel: Annotated[str, typer.Option(help="Show only kernels with this in their name.")] = "",
     session: Annotated[str, typer.Option(help="Show the session whose name begins so.")] = "",
@@ -86,20 +86,18 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
-    if sum((html is not None, trace is not None, as_json)) > 1:
-        terminal.fail("--html, --trace and --json: give one of them")
     history = _read(directory)
     shown = _reports(history, kernel, session, every)
     if html is not None:
         write_html(html, history, shown)
-        typer.echo(f"Wrote {html}")
-    elif trace is not None:
+        typer.echo(f"Wrote {html}", err=as_json)
+    if trace is not None:
         write_trace(trace, [each.session for each in shown])
-        typer.echo(f"Wrote {trace}: open it in https://ui.perfetto.dev or chrome://tracing")
-    elif as_json:
+        typer.echo(f"Wrote {trace}: open it in https://ui.perfetto.dev or chrome://tracing", err=as_json)
+    if as_json:
         data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
         typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
-    else:
+    elif html is None and trace is None:
         terminal.print_history(terminal.open_console(), history, shown)
 
 

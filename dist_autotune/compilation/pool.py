@@ -22,9 +22,7 @@ from .compiler_child import STARVED, CompilerChild
 
 PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
 CLAIM_GRACE_S = 10.0  # a claim held this much longer than two children may take is no longer respected
-SHARE_BEHIND = (
-    0.5  # of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200 host, 2026-11-23)
-)
+SHARE_BEHIND = 0.5  # of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23)
 T = TypeVar("T")
 _POLL_S = {False: 5e-3, True: 50e-3}  # between looks at children and peers; behind the runs
 

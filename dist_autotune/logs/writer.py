@@ -179,6 +179,9 @@ class LogLines:
             case records.ContextSettled():
                 status = status_label(record.status, launch_bound=record.launch_bound)
                 counts = f"{len(record.timings)} timed, {len(record.banned)} banned"
+                if record.bit_classes:
+                    classes = len(set(record.bit_classes.values()))
+                    counts += f", {counted(classes, 'class', 'classes')} of bits"
                 said = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:
                 said = ""

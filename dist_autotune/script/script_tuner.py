@@ -71,7 +71,9 @@ class ScriptTuner(Tuned):
                 if settings.run_mode() == "strict":
                     raise
                 self.lost = error
-                logging.getLogger("dist_autotune").warning("%s goes on with what is tuned: %s", self._name, error)
+                logging.getLogger("dist_autotune").warning(
+                    "%s goes on with what is tuned: %s", self._name, error
+                )
                 self._shared.close()
                 self._begin_run()
 

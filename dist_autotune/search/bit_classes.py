@@ -80,6 +80,8 @@ class BitClasses:
             self._record_base(merged, bits)
         elif self._batch:
             self._record_batch(changed, bits)
+        elif self._needs_base:
+            self._miss(changed)
         elif len(changed) == 1:
             ((name, index),) = changed.items()
             known = None if index is None else self._contexts[name].output_digests.get(index)
@@ -87,7 +89,9 @@ class BitClasses:
                 self._ban_unsteady(name, index, bits)
 
     def _meet(self, merged: RunReport) -> None:
-        """Give new contexts their place in the base plan; until that has run, all of them."""
+        """Give new contexts their place in the base plan; all of them until that has run, or if it fails."""
+        if any(index in self._contexts[name].banned for name, index in self._base.items()):
+            self._restart()
         for name, context in self._contexts.items():
             if name in merged.parts and name not in self._origins:
                 options = {n: i for n, i in self._batch.items() if self._contexts[n].is_choice}
@@ -95,6 +99,15 @@ class BitClasses:
             if name not in self._base or not self._references:
                 first = [i for i, number in sorted(context.bit_classes.items()) if not number]
                 self._base[name] = next((i for i in first if i not in context.banned), context.incumbent)
+
+    def _restart(self) -> None:
+        """Compare anew, with another base plan: what was found against the last one is void."""
+        self._references, self._batches, self._base_runs = {}, [], 0
+        self._compare({})
+        for context in self._contexts.values():
+            context.output_digests = {}
+            if not context.settled:
+                context.bit_classes = {}
 
     def _changed(self, merged: RunReport) -> dict[str, int | None]:
         """Return what was launched and is not of the base plan, options beside it apart; None: several."""
@@ -106,15 +119,16 @@ class BitClasses:
         if self._batch:
             self._miss({})
         if not bits.tensors:
-            self._lose(
-                "the function returns no tensor: name in outputs= what it writes, or give it bits='any'."
-            )
+            self._lose("the function returns no tensor: name in outputs= what it writes, or use bits='any'")
             return
         reference = self._references.setdefault(_key(self._beside), bits.digest)
         if reference != bits.digest and self._beside:
             self._ban_unsteady(*list(self._beside.items())[-1], bits)
         elif reference != bits.digest:
-            base = ((self._contexts[name], self._base[name]) for name in sorted(merged.launched))
+            base = (
+                (self._contexts[name], self._base[name])
+                for name in sorted(merged.launched & self._base.keys())
+            )
             configs = "; ".join(f"{context.title} {context.texts[index]}" for context, index in base)
             self._lose(
                 f"two runs with the same configs ({configs}) have different bits in {_where(bits)}: the "
@@ -155,7 +169,7 @@ class BitClasses:
             for name in left.keys() - changed.keys():
                 self._contexts[name].settle("starved")
             left = {name: index for name, index in left.items() if name in changed}
-            if left == self._batch:
+            if left == self._batch:  # or both are empty: it was the base plan
                 self._lose("other configs are launched than those planned, so their bits cannot be compared")
         if left != self._batch:
             self._compare(left)
@@ -165,9 +179,10 @@ class BitClasses:
 
     def _classify(self, name: str, index: int, bits: Bits) -> None:
         context, reference = self._contexts[name], self._references[_key(self._beside)]
-        alike = [i for i, digest in context.output_digests.items() if digest == bits.digest]
-        number = context.bit_classes[alike[0]] if alike else max(context.bit_classes.values(), default=0) + 1
-        context.bit_classes[index] = 0 if bits.digest == reference else number
+        known, digests = context.bit_classes, context.output_digests
+        alike = (number for i, number in known.items() if digests.get(i) == bits.digest)
+        number = next(alike, max(known.values(), default=0) + 1)
+        known[index] = 0 if bits.digest == reference else number
         context.output_digests[index] = bits.digest
         if context.is_choice:
             self._references[_key({**self._beside, name: index})] = bits.digest
@@ -195,25 +210,38 @@ class BitClasses:
 
     def plan_run(self, *, closing: bool) -> None:
         """Decide what the next run compares; start the searches of kernels that were. closing: nothing."""
+        self.is_over = closing
         if closing:
             self._batches, self._beside = [], {}
             self._compare({})
-        elif not self._batch:
-            self._compare(self._batches.pop() if self._batches else self._next_batch())
-        waits = not closing and bool(self._pending(is_choice=False) or self._pending(is_choice=True))
-        compares = bool(self._batch) or (waits and self._base_runs < RUNS)
-        holds = not closing and not compares and self._tunes_kernels and (waits or bool(self._beside))
-        returns = not (compares or holds or closing or self._is_back)
-        self.is_over = not (compares or holds or returns or waits)
-        if compares or returns:
+            self._check({})
+            return
+        if not self._batch:
+            batch = self._batches.pop() if self._batches else self._next_batch()
+            if batch:
+                self._compare(batch)
+        waits = bool(self._pending(is_choice=False) or self._pending(is_choice=True))
+        if self._batch or self._needs_base:
             self._is_back = not self.is_choosing
             self._check({**self._base, **self._beside, **self._batch})
+        elif self._tunes_kernels and (waits or self._beside):
+            self._check(self._beside)  # an option stays until the kernels that it brings are tuned
+        elif not self._is_back:
+            self._is_back = True
+            self._check(self._base)  # what comes next begins with what the base plan launches
         else:
-            self._check(self._beside if holds else {})
+            self.is_over = True
+            self._check({})
 
     def _check(self, plan: Plan) -> None:
         for name, context in self._contexts.items():
             context.checked = plan.get(name)
+
+    @property
+    def _needs_base(self) -> bool:
+        """Return whether the base plan has still to repeat itself before anything is searched."""
+        is_searching = any(not context.settled for context in self._contexts.values())
+        return is_searching and self._base_runs < RUNS and not self._is_lost
 
     @property
     def _tunes_kernels(self) -> bool:
@@ -224,9 +252,9 @@ class BitClasses:
 
         If none waits, their searches begin; once these are over, return the next option.
         """
+        if self._needs_base:
+            return {}
         if kernels := self._pending(is_choice=False):
-            if self._base_runs < RUNS:
-                return {}
             self._beside = self._origins[next(iter(kernels))]
             return {name: i for name, i in kernels.items() if self._origins[name] == self._beside}
         for context in self._contexts.values():
@@ -238,7 +266,7 @@ class BitClasses:
         if self._tunes_kernels:
             return {}
         choices = self._pending(is_choice=True)
-        if not choices or self._base_runs < RUNS:
+        if not choices:
             self._beside = {}
             return {}
         name = next(iter(choices))
@@ -267,13 +295,17 @@ class BitClasses:
         """Return whether a run with all winners may be the last: under `same`, with the base plan's bits.
 
         Candidates that change nothing each may do so together. Then the context that loses least by it goes
-        back to the base plan, when the session must close all of them.
+        back to the base plan; when the session must close, all of them.
         """
         reference, bits = self._references.get(()), merged.bits
         if self._rule != "same" or bits is None or reference in (None, bits.digest):
             return True
         contexts = [self._contexts[name] for name in self._changed(merged)]
         contexts = [c for c in contexts if c.incumbent != self._base[c.name]]
+        if self.new_bans:  # that was why
+            return False
+        if not contexts:
+            self._lose("other configs are launched than those planned, so their bits cannot be compared")
         contexts.sort(key=lambda c: (c.times.ratio(self._base[c.name], c.incumbent), c.name))
         given_up = contexts if closing else contexts[:1]
         for context in given_up:

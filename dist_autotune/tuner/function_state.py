@@ -61,6 +61,8 @@ class TunedFunction:
         # and all lambdas `<lambda>`: a name of the user's own is enough.
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
         self.bits = options.resolved_bits()
+        if self.tunes:
+            options.check_bits()
         if self.bits == "same":  # the best of fewer candidates: others would get less than they could
             self.scope = f"{self.scope} with equal bits".strip()
 

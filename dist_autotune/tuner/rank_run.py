@@ -72,10 +72,10 @@ class RankRun:
         yield
         if is_timed:
             self._whole.stop(mark)
-        if self.outputs is not None:
-            self.outputs.hash_result()
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
+        if self.outputs is not None:
+            self.outputs.hash_result()
 
     def report(self, elapsed_s: float) -> RunReport:
         """Compile what is new, read the clocks that can be read, and return this rank's report on the run.

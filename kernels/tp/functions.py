@@ -51,8 +51,9 @@ def all_gather_matmul(
     with save_gathered=False gathered again. `group` is a process group, a DeviceMesh of one dimension or a
     name.
     """
+    is_one = isinstance(weights, Tensor)
     given = [weights] if isinstance(weights, Tensor) else list(weights)
-    biases = [bias] if isinstance(weights, Tensor) else list(bias or [None] * len(given))
+    biases = [bias] if is_one else [None] * len(given) if bias is None else list(bias)
     if not given or len(biases) != len(given):
         raise ValueError(f"{len(given)} weights and {len(biases)} biases; as many of each, at least one")
     _check_dim("gather_dim", gather_dim, a_shard)
@@ -65,7 +66,7 @@ def all_gather_matmul(
         _from_rows(product if each is None else product + each, sizes, gather_dim)
         for product, each in zip(products, biases, strict=True)
     )
-    return results[0] if isinstance(weights, Tensor) else results
+    return results[0] if is_one else results
 
 
 def matmul_reduce_scatter(

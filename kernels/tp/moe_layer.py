@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +43,8 @@ class MoE(nn.Module):
         if router.out_features != len(experts) or not 1 <= topk <= len(experts):
             given = f"a router of {router.out_features} experts, {len(experts)} experts and topk={topk}"
             raise ValueError(f"{given}: as many of each, and topk of 1 to that many")
+        if any(layer.bias is not None for layer in (router, *itertools.chain(*experts))):
+            raise ValueError("router or an expert has a bias, which would be lost; layers without are needed")
         self.group_name, self.topk = name_of(mesh), topk
         gate_up = torch.stack([torch.stack([gate.weight, up.weight]) for gate, up, _ in experts])
         down = torch.stack([layer.weight for *_, layer in experts])

@@ -40,20 +40,32 @@ _ops = torch.ops.dist_autotune
 def _all_gather_matmul(
     a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool
 ) -> tuple[list[Tensor], Tensor]:
-    products, gathered = _gather(a_shard, weights, group_name)
-    if not save_gathered:
+    operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
+    if gathered is None or not save_gathered:
         return products, a_shard.new_empty((0, a_shard.shape[1]))
-    return products, gathered.clone()
+    lies_in_workspace = _storage_of(gathered) == _storage_of(operation.shard)
+    return products, gathered.clone() if lies_in_workspace else gathered
 
 
-def _gather(a_shard: Tensor, weights: list[Tensor], group_name: str) -> tuple[list[Tensor], Tensor]:
-    """Return the products, and all rows until the next call: the gather hides behind the largest product."""
+def _gather(
+    a_shard: Tensor, weights: list[Tensor], group_name: str, *, needs_rows: bool
+) -> tuple[AllGatherGemm, list[Tensor], Tensor | None]:
+    """Return the operation, the products and, if somebody needs them, all rows, until the next call.
+
+    The gather hides behind the largest product.
+    """
     operation = find(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
     largest = max(range(len(weights)), key=lambda i: weights[i].shape[0])
     first = operation(by_rows(a_shard), weights[largest])
+    if not needs_rows and len(weights) == 1:  # reading them may copy them
+        return operation, [first], None
     gathered = operation.gathered
-    others = (gathered @ weight.T if i != largest else first for i, weight in enumerate(weights))
-    return list(others), gathered
+    products = (gathered @ weight.T if i != largest else first for i, weight in enumerate(weights))
+    return operation, list(products), gathered
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _matmul_reduce_scatter(a: list[Tensor], weights: list[Tensor], group_name: str) -> Tensor:
@@ -77,11 +89,14 @@ def _matmul_reduce_scatter_backward(
     for_weights: list[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
     across = [weight.T for weight, is_needed in zip(weights, for_a, strict=True) if is_needed]
+    multiplied = [rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
+    of_a: list[Tensor] = []
+    gathered = None
     if across:
-        of_a, gathered = _gather(grad, across, group_name)
-    else:
-        of_a, gathered = [], wait(start_gather(grad, group_name))
-    return of_a, [gathered.T @ rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
+        _, of_a, gathered = _gather(grad, across, group_name, needs_rows=bool(multiplied))
+    elif multiplied:
+        gathered = wait(start_gather(grad, group_name))
+    return of_a, [] if gathered is None else [gathered.T @ rows for rows in multiplied]
 
 
 def by_rows(matrix: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the README and the docs state, held against the code and the recorded figures."""
+"""What the README and other pages state: their programs run, figures are recorded, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def test_the_server_of_the_page_settles_every_shape() -> None:
     (program,) = blocks(page("docs/shipping-results.md"), "python")
     exec(program, {"model": lambda tokens: launch(kernel, tokens), "example_batches": batches})
     assert len(kernel.cache) == len(batches)
+
+
+def test_the_step_of_the_page_keeps_its_bits() -> None:
+    kernel, model = Bench().kernel({16: 3.0, 32: 1.0}), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    names = {"model": model, "optimizer": optimizer, "train": lambda batch: launch(kernel, batch)}
+    (program,) = blocks(page("docs/reproducible-bits.md"), "python")
+    exec(program, names)
+    assert torch.equal(names["step"](numbers()), numbers() + 1)
+    (context,) = names["step"].report.contexts
+    assert context.bit_class == 0
 
 
 @INTERPRETER

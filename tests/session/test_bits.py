@@ -111,6 +111,7 @@ def test_check_reports_classes_and_restricts_nothing(bench):
     assert context.banned == {}
     (settled,) = records(ContextSettled)
     assert settled.bit_classes == dict(context.bit_classes)
+    assert "3 timed, 0 banned, 2 classes of bits" in Path(".autotune_logs/rank-0.log").read_text()
     assert settled.output_digest == context.output_digest
 
 
@@ -362,14 +363,28 @@ def test_the_whole_run_judges_only_what_keeps_the_bits(bench, search, ends):
 
 
 def test_bits_belong_to_replay(bench, monkeypatch):
-    with pytest.raises(InvalidOption, match="mode='replay': online every run has other inputs"):
-        bench.tune(lambda: None, bits="same", mode="online")
+    with pytest.raises(
+        InvalidOption, match="bits='same' belongs to mode='replay': online every run has other"
+    ):
+        bench.tune(lambda: None, bits="same", mode="online")()
     monkeypatch.setenv("DIST_AUTOTUNE_BITS", "check")
     with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check belongs to mode='replay'"):
         bench.tune(lambda: None, mode="online")()
-    bench.tune(lambda: None, mode="online", bits="any")
-    with pytest.raises(InvalidOption, match="bits='same' belongs to mode='replay'"):
-        StepTuner(bits="same")
+    bench.tune(Function(bench), mode="online", bits="any")()
+    with (
+        pytest.raises(InvalidOption, match="bits='same' belongs to mode='replay'"),
+        StepTuner(bits="same").step(),
+    ):
+        pass
+
+
+def test_a_training_loop_uses_what_was_tuned_with_equal_bits(bench, monkeypatch):
+    tuned_config(bench, bits="same")
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    monkeypatch.setenv("DIST_AUTOTUNE_BITS", "same")
+    bench.forget()
+    bench.tune(Function(bench), mode="online")()
+    assert bench.blocks() == [SLOW]
 
 
 @pytest.mark.filterwarnings("ignore:no launches")

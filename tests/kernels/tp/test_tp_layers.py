@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from tp_runs import assert_close, tensor_of, workspaces
 
@@ -333,3 +334,28 @@ def recipe(rank, dp):
 @pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 2)])
 def test_the_recipe_of_the_page_trains_a_model_as_plain_torch_does(world, dp):
     values(recipe, world, dp)
+
+
+def vocabulary_parallel(rank):
+    """Split the head by the vocabulary, and let torch's loss_parallel make one loss of all tokens."""
+    with workspaces(rank):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        plain = alike_on_all_ranks(Transformer)
+        model = parallelize(copy.deepcopy(plain), mesh, {**plan_of(1), "output": ColumnParallel(dim=1)})
+        torch.manual_seed(0)
+        tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
+        wanted = loss_of(plain, tokens)
+        wanted.backward()
+        logits = model(part_of_rank(tokens[:, :-1], mesh, 1)).flatten(0, 1)
+        assert logits.shape == (SEQUENCES * LENGTH, VOCABULARY // 2)
+        with loss_parallel():
+            loss = F.cross_entropy(DTensor.from_local(logits, mesh, [Shard(1)]), tokens[:, 1:].flatten())
+            loss.backward()
+        assert_close(whole(loss), wanted)
+        for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(got.grad), expected.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_a_head_split_by_the_vocabulary_gives_torchs_parallel_loss():
+    values(vocabulary_parallel, 2)

@@ -136,6 +136,7 @@ def mistakes(rank):
         message_of(lambda: tp.MoE(router, experts[:3], mesh, topk=2)),
         message_of(lambda: tp.MoE(router, experts, mesh, topk=5)),
         message_of(lambda: tp.MoE(*plain_experts(12), mesh, topk=2)),
+        message_of(lambda: tp.MoE(nn.Linear(FEATURES, EXPERTS), experts, mesh, topk=2)),
     ]
 
 
@@ -146,4 +147,5 @@ def test_experts_that_do_not_fit_raise_with_values():
             f"{router}, 3 experts and topk=2: as many of each, and topk of 1 to that many",
             f"{router}, 4 experts and topk=5: as many of each, and topk of 1 to that many",
             "ValueError: 6 hidden features of a rank; a multiple of 4 is needed, for the weights' gradients",
+            "ValueError: router or an expert has a bias, which would be lost; layers without are needed",
         ]

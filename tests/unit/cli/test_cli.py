@@ -157,7 +157,15 @@ def test_report_of_what_is_not_there_says_what_is(tmp_path: Path) -> None:
     write_session(tmp_path / "logs", "aa1")
     assert_one_line_error(run("report", "logs", "--session", "b"), "No session 'b'", "aa1")
     assert_one_line_error(run("report", "logs", "--kernel", "add"), "No kernel 'add'", "matmul")
-    assert_one_line_error(run("report", "logs", "--json", "--html", "x.html"), "give one of them")
+
+
+def test_a_page_a_trace_and_json_may_be_asked_for_together(tmp_path: Path) -> None:
+    write_session(tmp_path / "logs", "aa1")
+    result = run("report", "logs", "--html", "a.html", "--trace", "a.trace", "--json")
+    assert [each["report"]["session"] for each in json.loads(result.stdout)["sessions"]] == ["aa1"]
+    assert result.stderr.splitlines()[0] == "Wrote a.html"
+    assert "aa1" in (tmp_path / "a.html").read_text()
+    assert json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
 
 
 def test_the_command_says_its_version() -> None:

@@ -106,6 +106,43 @@ def test_a_config_that_fails_while_it_is_compared_is_left_out():
     assert simulated.tuning.contexts["b"].banned == {1: (0, "out of resources")}
 
 
+@pytest.mark.parametrize("run", range(9))
+def test_where_the_first_config_fails_the_next_one_stands_for_it(run):
+    outputs = Outputs(changing={"a0", "a2"})
+    simulated = simulation(
+        named("a", "b", candidates=4),
+        outputs,
+        bans=lambda now, rank, name: {"a0": "failed"} if (now, name) == (run, "a") else {},
+    )
+    plans = simulated.session()
+    base = next(c for c in ("a1", "a2") if "other bits" not in str(banned(simulated, "a").get(c)))
+    assert outputs(plans[-1], 0) == outputs({"a": base}, 0)
+    assert simulated.winners()["b"] == "b3"
+
+
+def banned(simulated, name):
+    context = simulated.tuning.contexts[name]
+    return {context.digests[index]: reason for index, (_, reason) in context.banned.items()}
+
+
+def test_a_session_that_goes_on_compares_the_base_plan_anew():
+    contexts = named("a", "b")
+    simulated = simulation(contexts, Outputs(pairs=[("a2", "b2")]), max_runs=8)
+    simulated.session()
+    assert set(simulated.statuses().values()) == {"partial"}
+    plans = simulated.session()
+    assert [set(plan.values()) for plan in plans[:2]] == [{"a0", "b0"}] * 2
+    assert {"a2", "b2"} in map(set, (plan.values() for plan in plans))
+    assert set(plans[-1].values()) != {"a2", "b2"}
+
+
+def test_launches_that_no_plan_decides_are_refused():
+    simulated = simulation({"a": ["a0", "a1"]}, Outputs())
+    simulated._candidate = lambda name: "a1"  # as where an Autotuner has pruned the planned config away
+    with pytest.raises(TuningError, match="other configs are launched than those planned"):
+        simulated.session()
+
+
 def test_a_kernel_that_is_not_launched_any_more_starves_and_the_others_go_on():
     simulated = simulation(
         named("a", "b"), Outputs(), launches=lambda run, rank, name: name == "a" or run < 2
