@@ -114,7 +114,7 @@ def contextual_autotune(
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
         compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
-            host, online on all but two of them.
+            host, online on half of them.
         progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
             line every 5 s. False shows nothing.
         bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;

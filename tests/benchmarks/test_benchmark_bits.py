@@ -1,0 +1,31 @@
+"""The benchmarks of reproducible bits, in small sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from programs import run_program
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_classes_of_a_kernel_and_sessions_without_a_change_of_bits() -> None:
+    arguments = ("--subjects", "add", "--sessions", "2", "--json", "b.json")
+    printed = run_program(BENCHMARKS / "bit_classes.py", *arguments)
+    assert "add: 0 changes of bits in 2 sessions" in printed
+    table = json.loads(Path("b.json").read_text())["table"]
+    (row,) = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    assert (row["kernel"], row["configs"], row["classes"], row["unsteady"]) == (
+        "pipelined_add",
+        "2",
+        "1",
+        "0",
+    )
+    assert row["same bits ms"] == row["best ms"]
+
+
+def test_the_cost_of_hashing_is_printed() -> None:
+    printed = run_program(BENCHMARKS / "output_hash.py", "--mib", "1", "--rounds", "1", ranks=1)
+    (row,) = (line for line in printed.splitlines() if line.startswith("| 1 |"))
+    assert all(float(cell) > 0 for cell in row.strip("| ").split("|"))
