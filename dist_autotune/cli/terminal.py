@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table
 from ..logs.history import History
+from ..tuner.report import TuningReport
 from . import tables
 from .session_report import SessionReport
 
@@ -28,10 +29,10 @@ LEAST_TEXT = 16  # columns for long texts; with fewer left, all columns of the t
 LONGEST_TEXT = 400  # characters of a text in a table on a terminal: an error of a compiler has thousands
 
 
-def open_console() -> Console:
-    """Return the console of standard output."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+def open_console(*, stderr: bool = False) -> Console:
+    """Return the console of standard output, or of stderr."""
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=PIPE_WIDTH)
 
 
 def print_history(console: Console, history: History, shown: Iterable[SessionReport]) -> None:
@@ -125,10 +126,14 @@ class OneLineErrors(TyperGroup):
                     typer.echo(str(warning.message), err=True)
 
 
-def print_ending(program: str, report: object | None, remark: str) -> None:
+def print_ending(program: str, report: TuningReport | None, remark: str) -> None:
     """Print on stderr what was found while a program ran."""
-    console = Console(stderr=True, highlight=False)
-    if report is not None:
+    console = open_console(stderr=True)
+    if report is not None and console.is_terminal:
+        print_text(console, f"\n{program}: {report.heading}")
+        print_tables(console, report.table)
+        print_text(console, "\n".join(report.remarks))
+    elif report is not None:
         print_text(console, f"\n{program}: {report}")
     if remark:
         print_text(console, f"dist_autotune: {remark}", "yellow")

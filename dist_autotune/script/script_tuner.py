@@ -26,9 +26,8 @@ class ScriptTuner(Tuned):
     """The runs of one program. Functions that the program tunes itself lie above them, as without it.
 
     Nothing is tried before the first boundary, and nobody is asked: ranks come to their first launch at
-    different times, and there may be no process group yet. Launches take what is known, else the first
-    config. So it is again after ranks have failed to agree: the program goes on without them, unless the mode
-    is strict.
+    different times, and there may be no process group yet. So it is again after ranks have failed to agree:
+    the program goes on without them, with what has been agreed, unless the mode is strict.
     """
 
     def __init__(self, options: Options, name: str) -> None:
@@ -37,20 +36,20 @@ class ScriptTuner(Tuned):
         self.lost: Exception | None = None  # why tuning has ended before its time
         self._pid = os.getpid()
         self._run = contextlib.ExitStack()  # the run under way
-        self._calls = self._tried = Calls(None, options, name, self._log_dir, PROGRAM)
+        self._shared = self._calls = Calls(None, options, name, self._log_dir, PROGRAM)
+        # Before the group is known. One rank's disk may hold what the others' do not.
         cache = options.cache if self._is_alone() else False
-        alone = replace(options, is_dist=False, cache=cache, log_dir=None, progress=False)
-        self._untried = Calls(None, alone, name, None, PROGRAM)
+        self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None, PROGRAM)
 
     @property
     def rank(self) -> int:
-        state = self._tried.state or self._untried.state
+        state = self._shared.state or self._own.state
         return settings.process_rank() if state is None else state.function.group.rank
 
     def begin(self) -> None:
         """Begin the first run."""
         with self._turn():
-            self._begin_run(self._untried)
+            self._begin_run()
 
     def end_run(self) -> None:
         """Take up what the run under way has measured, agree with the peers, and begin the next run.
@@ -64,17 +63,19 @@ class ScriptTuner(Tuned):
             if not is_own:
                 return
             try:
-                if self._tried.group_has_changed():
+                if self._shared.group_has_changed():
                     self._abandon_run(RunAbandoned("another process group"))
                 self._run.close()
-                self._begin_run(self._tried if self._may_try() else self._untried)
+                self._begin_run()
             except (AgreementTimeout, PeerFailed, RankMismatch) as error:
                 if settings.run_mode() == "strict":
                     raise
                 self.lost = error
-                logging.getLogger("dist_autotune").warning("%s goes on untuned: %s", self._name, error)
-                self._tried.close()
-                self._begin_run(self._untried)
+                logging.getLogger("dist_autotune").warning(
+                    "%s goes on with what is tuned: %s", self._name, error
+                )
+                self._shared.close()
+                self._begin_run()
 
     def close(self, error: BaseException | None) -> None:
         """End with the program, which `error` has ended, and put back what was replaced.
@@ -84,7 +85,7 @@ class ScriptTuner(Tuned):
         if os.getpid() == self._pid:
             try:
                 self._abandon_run(error or RunAbandoned("the program has ended"))
-                self._tried.close()
+                self._shared.close()
             finally:
                 PROGRAM.restore()
 
@@ -94,14 +95,18 @@ class ScriptTuner(Tuned):
             return dist.get_world_size() == 1
         return not self.options.is_dist or settings.world_size() == 1
 
-    def _may_try(self) -> bool:
-        return self.lost is None and (self._is_alone() or dist.is_initialized())
-
-    def _begin_run(self, calls: Calls) -> None:
-        mode = settings.run_mode()
-        if mode != "off":
-            tries_nothing = calls is self._untried and not (mode == "strict" and self._is_alone())
-            self._run.enter_context(calls.step("cached" if tries_nothing else mode))
+    def _begin_run(self) -> None:
+        mode, is_alone = settings.run_mode(), self._is_alone()
+        if mode == "off":
+            return
+        if not (self.boundaries and (is_alone or dist.is_initialized())):
+            # Strict is what several ranks have together.
+            run = self._own.quiet_step(mode if is_alone else "cached")
+        elif self.lost is not None:
+            run = self._shared.quiet_step(mode)
+        else:
+            run = self._shared.step(mode)
+        self._run.enter_context(run)
 
     def _abandon_run(self, error: BaseException) -> None:
         self._run.__exit__(type(error), error, error.__traceback__)

@@ -81,7 +81,7 @@ class Calls:
                 return thunk()
         state = self._begin_call(mode)
         if interception.is_capturing():
-            with self._captured_run(state):
+            with self._quiet_run(state):
                 return thunk()
         if not self.settled:
             with self._session_under_way(state) as session:
@@ -101,8 +101,12 @@ class Calls:
         """Make the block one call of mode="online": a trial, or a run with what is settled."""
         state = self._begin_call(mode)
         if interception.is_capturing():
-            return self._captured_run(state)
+            return self._quiet_run(state)
         return self._settled_run(state) if self.settled else self._trial(state)
+
+    def quiet_step(self, mode: str) -> AbstractContextManager[object]:
+        """Make the block a run with what is known: nothing is tried and nobody is asked."""
+        return self._quiet_run(self._begin_call(mode))
 
     def close(self) -> None:
         """End the session under way, if there is one; its report stays."""
@@ -117,11 +121,11 @@ class Calls:
         return self._current_state(mode)
 
     @contextlib.contextmanager
-    def _settled_run(self, state: FunctionState, *, is_captured: bool = False) -> Iterator[SettledRun]:
-        """Let the block run with nothing to try; a session is wanted for what it meets, unless captured."""
+    def _settled_run(self, state: FunctionState, *, is_quiet: bool = False) -> Iterator[SettledRun]:
+        """Let the block run with nothing to try; unless quiet, a session is wanted for what it meets."""
         options, function, dispatcher, run = self._options, state.function, state.dispatcher, SettledRun()
-        votes = function.tunes and options.watch and not (function.is_alone or is_captured)
-        may_tune = votes or (function.tunes and function.is_alone and not is_captured)
+        votes = function.tunes and options.watch and not (function.is_alone or is_quiet)
+        may_tune = votes or (function.tunes and function.is_alone and not is_quiet)
         keeps = may_tune and options.mode == "replay" and self._calls_in_vain < CALLS_THAT_KEEP_STATE
         self._calls_in_vain += 1
         dispatcher.begin_run(tunes=False)
@@ -134,7 +138,7 @@ class Calls:
             with self._interception.installed(dispatcher.runner, dispatcher.choose):
                 yield run
             run.wants_session = bool(dispatcher.to_tune)
-        if run.wants_session and not is_captured:
+        if run.wants_session and not is_quiet:
             self._calls_in_vain = 0
             self._wants_session = may_tune
             if not may_tune:
@@ -174,11 +178,11 @@ class Calls:
             self._wants_session = error.starts_anew
             raise
 
-    def _captured_run(self, state: FunctionState) -> AbstractContextManager[object]:
-        """Let the block run, whose launches a CUDA graph captures: nothing is tried and nobody is asked."""
+    def _quiet_run(self, state: FunctionState) -> AbstractContextManager[object]:
+        """Let the block run where nothing may be tried and nobody asked, as in a capture."""
         if not self._forgets:
             state.results.looks_on_disk |= state.function.is_alone
-        return self._settled_run(state, is_captured=True)
+        return self._settled_run(state, is_quiet=True)
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank

@@ -149,14 +149,34 @@ class TuningReport:
         }
 
     def __str__(self) -> str:
-        work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
-        lines = [f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"]
-        if self.clock == formatting.WALL_CLOCK:
-            lines.append(formatting.WALL_CLOCK_NOTE)
+        lines = [self.heading]
         if self.contexts:
             columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
             rows = [context._cells(self.world_size) for context in self.contexts]
             lines += formatting.align(columns, rows, right={"ms", "spread", "timed", "banned"})
+        return "\n".join([*lines, *self.remarks])
+
+    @property
+    def heading(self) -> str:
+        """What was found in how many runs, and a second line where times are no figures of a device."""
+        work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
+        found = f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"
+        is_wall_clock = self.clock == formatting.WALL_CLOCK
+        return f"{found}\n{formatting.WALL_CLOCK_NOTE}" if is_wall_clock else found
+
+    @property
+    def table(self) -> formatting.Table:
+        """The contexts, for a terminal of any width."""
+        columns = (">ms", ">spread", "status", ">timed", ">banned", "context", "winner")
+        rows = []
+        for label, *figures, winner in (context._cells(self.world_size) for context in self.contexts):
+            rows.append((*figures, label, winner))
+        return formatting.Table("Contexts", columns, rows, texts=2)
+
+    @property
+    def remarks(self) -> list[str]:
+        """The lines below the table."""
+        lines = []
         if self.step is not None:
             lines.append(f"Tuned: {self.step}")
         if any(context.launch_bound for context in self.contexts):
@@ -167,7 +187,7 @@ class TuningReport:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:
             lines.append(f"Logs: {self.log_dir}")
-        return "\n".join(lines)
+        return lines
 
 
 def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from ..moe.ag_moe import AllGatherMoE
 from ..moe.moe_rs import MoEReduceScatter
@@ -52,7 +51,7 @@ def _outer_products(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> T
     by_expert, order = chosen.where(chosen >= 0, experts).sort(stable=True)
     each = torch.arange(experts, device=ids.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, each, right=True).to(torch.int32)
-    result: Tensor = grouped_mm(left[order].T, right[order], offs=ends)
+    result: Tensor = torch.nn.functional.grouped_mm(left[order].T, right[order], offs=ends)
     return result
 
 

@@ -68,7 +68,7 @@ def test_a_rank_that_raises_does_not_end_the_other():
     assert raising.error == "ValueError: mine"
     assert other.ok
     assert printed(1) == "end 1\n"
-    assert "goes on untuned: rank 0 failed" in other.stderr
+    assert "goes on with what is tuned: rank 0 failed" in other.stderr
     assert "ValueError: mine" in other.stderr
     assert time.monotonic() - began < SOON_S
 
@@ -78,6 +78,14 @@ def test_a_rank_that_leaves_early_does_not_keep_the_other_waiting():
     assert_all_ok(results := start("train(4 if rank == 0 else 9)\nprint('end', rank)"))
     assert "the program has ended" in results[1].stderr
     assert time.monotonic() - began < SOON_S
+
+
+def test_a_rank_that_goes_on_alone_keeps_what_was_agreed():
+    kept = "print(scale_kernel.best_config.kwargs['BLOCK'])"
+    assert_all_ok(start(f"train(6 if rank == 0 else 12)\n{kept}"))
+    assert_agreed()
+    (config,) = configs()[1]
+    assert printed(0) == printed(1) == f"{config.split()[1].rstrip(',')}\n"
 
 
 def test_exit_codes_are_the_ranks_own():
@@ -243,7 +251,7 @@ def test_a_rank_without_the_command_costs_the_others_the_time_out_once():
     )
     assert_all_ok(results)
     assert [printed(rank) for rank in range(2)] == ["end 0\n", "end 1\n"]
-    assert results[0].stderr.count("goes on untuned: Rank 0 waited 2 s for rank 1") == 1
+    assert results[0].stderr.count("goes on with what is tuned: Rank 0 waited 2 s for rank 1") == 1
 
 
 def test_a_program_that_wraps_the_autotuner_itself_is_tuned_and_ends():

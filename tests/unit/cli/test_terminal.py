@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dist_autotune.cli.session_report import reports_of
 from dist_autotune.logs import records
 from dist_autotune.logs.history import load
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.tuner.report import TunedContext, TuningReport
 
 LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))
 OPTIONS = "num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None, ir_override: None"
@@ -125,3 +127,35 @@ def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
     assert [context.kernel for context in shown.report.contexts] == ["large", "medium", "small"]
     rows = [line.split()[0] for line in printed(tmp_path) if " tuned " in line]
     assert rows == ["60.0", "33.3", "6.7"]
+
+
+ENDED = TuningReport(
+    runs=9,
+    contexts=tuple(
+        TunedContext(kernel="k" * 60, key=(n,), config={"BLOCK": "x" * 60}, ms=1.5, default_ms=3.0)
+        for n in (1, 2)
+    ),
+    log_dir="logs",
+)
+
+
+def test_what_a_program_has_found_is_a_line_a_context_in_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    terminal.print_ending("train.py", ENDED, "")
+
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[1] == "train.py: 2 contexts in 9 runs on 1 rank, 0.0 s"
+    assert ["xxx" in line for line in lines if "kkk" in line] == [True, True]
+    assert lines[-1] == "Logs: logs"
+
+
+def test_and_on_a_terminal_it_fits_80_columns(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, text)
+    terminal.print_ending("train.py", ENDED, "a remark")
+
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capfd.readouterr().err)
+    assert max(cell_len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert text.count("x" * 10) >= 2
+    assert "a remark" in text
