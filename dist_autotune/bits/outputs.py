@@ -27,10 +27,8 @@ class OutputDigests:
         leaves = [leaf for path, value in found for leaf in _leaves(path, value, ())]
         self._described = [(path, _description(value)) for path, value in leaves]
         self._hashes = [hash_tensor(value) if _has_bits(value) else None for _, value in leaves]
-
-    @property
-    def tensors(self) -> int:
-        return sum(each is not None for each in self._hashes)
+        arrays = sum(isinstance(value, np.ndarray) for _, value in leaves)
+        self.tensors = arrays + sum(each is not None for each in self._hashes)
 
     def read(self) -> dict[str, str]:
         """Return each output's digest by its path; waits for the devices, once for each."""

@@ -254,6 +254,21 @@ def test_a_function_that_does_not_repeat_itself_is_refused_with_the_output_that_
     assert "the result['seen'][1] on rank 0" in checked.report.warning
 
 
+def test_a_call_after_one_that_raised_compares_its_own_inputs(bench):
+    kernel, runs = bench.kernel({BASE: 2.0, FAST: 1.0}), itertools.count()
+
+    def thunk(x):
+        if next(runs) == 3:
+            raise ValueError("stop")
+        return launch(kernel, x)
+
+    tuned = bench.tune(thunk, bits="same")
+    with pytest.raises(ValueError, match="stop"):
+        tuned(numbers())
+    assert torch.equal(tuned(numbers() + 5), numbers() + 6)
+    assert (winner(only(tuned.report)), only(tuned.report).banned) == (FAST, {})
+
+
 def test_random_numbers_and_preserved_state_repeat_themselves(bench):
     kernel, state = bench.kernel({BASE: 2.0, FAST: 1.0}), torch.zeros(4)
 

@@ -128,7 +128,7 @@ def test_outputs_are_found_in_any_nesting_and_named_by_their_path():
         "the result[4]",
         "the result[5]",
     ]
-    assert OutputDigests(result, ()).tensors == 5
+    assert OutputDigests(result, ()).tensors == 6  # the array too
 
 
 @pytest.mark.parametrize(
