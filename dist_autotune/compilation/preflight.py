@@ -111,6 +111,7 @@ def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
             for digest, kernel in kernels.items()
             if hasattr(kernel, "result")
         }
+    queue.left.__traceback__ = None  # it leads to this frame, and the launch
     remark = ""
     if left_out := [why for why in rehearsed.values() if isinstance(why, str)]:
         left = f"{counted(len(left_out), 'candidate')} left to the first launch"
@@ -125,6 +126,7 @@ class _Queue:
     def __init__(self) -> None:
         self._work: dict[Future[Any], Callable[[], Any]] = {}
         self._compilations: dict[Future[Any], Compilation] = {}
+        self.left = NotCompiled("not compiled yet")  # what the mode finds of all it has asked for
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -146,7 +148,7 @@ class _Queue:
 
     def __exit__(self, *exception: object) -> None:
         for future in self._work:  # so the mode forgets it, and a launch does not find it
-            future.set_exception(NotCompiled("not compiled yet"))
+            future.set_exception(self.left)
 
 
 @contextlib.contextmanager
@@ -159,3 +161,4 @@ def keeping_reason(reasons: dict[str, str], digest: str) -> Iterator[None]:
         if reason is None:
             raise
         reasons[digest] = reason
+        error.__traceback__ = None  # a frame of Triton's holds the error, and the trace the launch

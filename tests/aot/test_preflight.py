@@ -7,6 +7,7 @@ leaves its output alone; what a device would refuse, too much shared memory, Tri
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_when_none_is_left_every_reason_is_told(device):
     assert "CompileTimeAssertionFailure" in str(caught.value)
     assert "out of resource: shared memory" in str(caught.value)
     assert device.launched == []
+
+
+def test_no_argument_outlives_the_call_though_candidates_do_not_load(device):
+    tuner, kept = kernel(GOOD, ASSERTED, TOO_LARGE), []
+
+    def launch() -> None:
+        x = torch.zeros(1, dtype=torch.float16)
+        tuner[(1,)](x, torch.zeros(1))
+        kept.append(weakref.ref(x))
+
+    contextual_autotune(launch, log_dir=None, cache=False, progress=False)()
+    assert [reference() for reference in kept] == [None] * len(kept)
 
 
 def test_compiling_only_returns_the_compiled_incumbent(device):
