@@ -99,6 +99,19 @@ class Tally:
     workers: int = 0
     remark: str = ""
 
+    def __add__(self, other: Tally) -> Tally:
+        """Return the tally of the binaries of both."""
+        remarks = dict.fromkeys(filter(None, (self.remark, other.remark)))
+        return Tally(
+            compiled=self.compiled + other.compiled,
+            from_peers=self.from_peers + other.from_peers,
+            cached=self.cached + other.cached,
+            failed=self.failed + other.failed,
+            seconds=self.seconds + other.seconds,
+            workers=max(self.workers, other.workers),
+            remark="; ".join(remarks),
+        )
+
     def count(self, ending: str) -> None:
         """Add a binary: COMPILED, FROM_PEERS, CACHED or FAILED."""
         setattr(self, ending, getattr(self, ending) + 1)

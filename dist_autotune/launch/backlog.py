@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..compilation import preflight
 from ..compilation.compiler_child import START_S
@@ -15,6 +15,8 @@ from ..compilation.pool_process import Compiled, PoolProcess
 from ..compilation.preflight import keeping_reason
 from ..triton_api.launch import Launch, load
 from .rank_context import RankContext
+
+Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
 LOADING_SHARE = 0.25  # of the time from run to run: what loading may add to it; one candidate in any case
 STARTS_IN_VAIN = 3  # of processes that end and tell of no candidate; then this one compiles
@@ -28,22 +30,32 @@ class _Entry:
     began: float
     launches: int  # in the run that brought it
     device: int  # which that run has launched it on
-    to_compile: dict[str, Compilation] = field(default_factory=dict)  # by candidate
-    to_load: dict[str, Compilation] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)  # of what has failed and is not banned yet
+    forms: int = 0  # of launch, so far
+    to_compile: dict[Work, Compilation] = field(default_factory=dict)
+    to_load: dict[Work, Compilation] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # of candidates that failed and are not banned yet
 
     @property
     def left(self) -> int:
-        return len(self.to_compile) + len(self.to_load)
+        """Return how many candidates lack something."""
+        return len({candidate for candidate, _ in (*self.to_compile, *self.to_load)})
 
-    def end(self, candidate: str, told: Compiled) -> None:
+    def end(self, work: Work, told: Compiled) -> None:
         """Take up how a compilation ended."""
-        compilation = self.to_compile.pop(candidate)
+        if (compilation := self.to_compile.pop(work, None)) is None:
+            return  # its candidate has failed in another form
         self.tally.count(told.ending)
         if told.reason:
-            self.reasons[candidate] = told.reason
+            self.reasons[work[0]] = told.reason
+            self.drop_failed()
         else:
-            self.to_load[candidate] = compilation
+            self.to_load[work] = compilation
+
+    def drop_failed(self) -> None:
+        """Drop what is left of candidates that failed, in any form."""
+        for works in (self.to_compile, self.to_load):
+            for work in [work for work in works if work[0] in self.reasons]:
+                del works[work]
 
 
 class Backlog:
@@ -62,7 +74,7 @@ class Backlog:
         self._terms, self._ban, self._loading = terms, ban, loading
         self._entries: dict[RankContext, _Entry] = {}
         self._process: PoolProcess | None = None
-        self._asked: list[tuple[_Entry, str]] = []  # of the process
+        self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
         self._in_vain = 0  # processes in a row that told of no candidate
         self._why_here = why_no_child(terms)  # this process compiles, a candidate a run
@@ -72,17 +84,23 @@ class Backlog:
         return bool(self._entries)
 
     def add(self, context: RankContext, launch: Launch, configs: Mapping[str, Any]) -> None:
-        """Let `context` wait for `configs`, as they are compiled for a launch, which is not held."""
+        """Let `context` wait for `configs`, as they are compiled for a launch, which is not held.
+
+        A context may wait for several forms of launch. A candidate that fails in one has failed.
+        """
+        if (entry := self._entries.get(context)) is None:
+            tally, device = Tally(workers=self._terms.workers), preflight.current_device()
+            entry = self._entries[context] = _Entry(tally, time.monotonic(), context.launches, device)
         planned = preflight.plan(launch, configs, self._terms.limit_s)
-        tally = Tally(workers=self._terms.workers, remark=planned.remark)
-        entry = self._entries[context] = _Entry(
-            tally, time.monotonic(), context.launches, preflight.current_device()
-        )
+        entry.tally.remark = entry.tally.remark or planned.remark
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
                 load(kernel)
-        entry.to_compile.update(self._terms.in_turn(list(planned.compilations.items())))
+        for candidate, compilation in self._terms.in_turn(list(planned.compilations.items())):
+            entry.to_compile[candidate, entry.forms] = compilation
+        entry.forms += 1
+        entry.drop_failed()
 
     def advance(self) -> Iterator[tuple[RankContext, Tally]]:
         """Take up what is compiled, load some of it, ban what failed; yield the contexts that are done.
@@ -122,6 +140,7 @@ class Backlog:
             if not stays(context):
                 del self._entries[context]
                 context.compiling, context.is_preflighted = 0, False
+                context.forms.clear()
                 if entry.to_compile:
                     self._stop()  # it starts anew with what is left
 
@@ -130,12 +149,13 @@ class Backlog:
         return sorted(self._entries.items(), key=lambda waiting: -_run_ms(*waiting))
 
     def _load(self, context: RankContext, entry: _Entry) -> None:
-        candidate = next(iter(entry.to_load))
-        compilation = entry.to_load.pop(candidate)
+        candidate, form = next(iter(entry.to_load))
+        compilation = entry.to_load.pop((candidate, form))
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.keep(compilation.compile())
             with self._loading(context.name, candidate):
                 load(kernel)
+        entry.drop_failed()
 
     # -- the process ---------------------------------------------------------------------------------------
 
@@ -146,16 +166,16 @@ class Backlog:
         has_ended = process.has_ended  # asked first, so that nothing it has told is missed
         has_ended |= not process.has_begun and time.monotonic() - self._started > START_S
         for told in process.read():
-            entry, candidate = self._asked[told.place]
-            entry.end(candidate, told)
+            entry, work = self._asked[told.place]
+            entry.end(work, told)
             self._in_vain = 0
         if has_ended:
-            self._in_vain += any(candidate in entry.to_compile for entry, candidate in self._asked)
+            self._in_vain += any(work in entry.to_compile for entry, work in self._asked)
             self._stop()
 
     def _start(self) -> None:
         """Let a process compile what is left, in order, if none does; one that lacks something is ended."""
-        wanted = [(entry, candidate) for _, entry in self._in_order() for candidate in entry.to_compile]
+        wanted = [(entry, work) for _, entry in self._in_order() for work in entry.to_compile]
         # What takes most of a run is known when the times of the first runs are read.
         is_due = all(context.search is not None and not context.search.waiting for context in self._entries)
         if not (wanted and is_due) or (self._process is not None and set(wanted) <= set(self._asked)):
@@ -164,7 +184,7 @@ class Backlog:
         if self._in_vain >= STARTS_IN_VAIN:
             self._why_here = "child processes do not start, or do not last"
         if not self._why_here:
-            compilations = [entry.to_compile[candidate] for entry, candidate in wanted]
+            compilations = [entry.to_compile[work] for entry, work in wanted]
             try:
                 self._process = PoolProcess(compilations, self._terms)
             except OSError as error:
@@ -173,9 +193,9 @@ class Backlog:
                 self._asked, self._started = wanted, time.monotonic()
                 return
         remark = f"compiled in this process, without a limit: {self._why_here}"
-        for entry, candidate in wanted:
+        for entry, work in wanted:
             entry.tally.remark = remark
-            entry.end(candidate, Compiled(0, COMPILED, ""))
+            entry.end(work, Compiled(0, COMPILED, ""))
 
     def _stop(self) -> None:
         if self._process is not None:

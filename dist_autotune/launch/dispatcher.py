@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure
 from ..compilation.pool import Tally, Terms
+from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
-from ..triton_api.launch import Key, Launch, load
+from ..triton_api.launch import Key, Launch, kernel_of, load
 from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
@@ -46,8 +47,8 @@ class Dispatcher:
         self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
-        # A launch of each context that is new: their arguments are held no longer than the run.
-        self.to_preflight: dict[RankContext, tuple[Binding, Launch]] = {}
+        # A launch of each new form of a context: their arguments are held no longer than the run.
+        self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
@@ -64,14 +65,13 @@ class Dispatcher:
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(launch)
-        if self.tunes and binding.rank_context.is_to_preflight and not interception.is_interpreted():
-            self.to_preflight.setdefault(binding.rank_context, (binding, launch))
         candidate = self._candidate(binding)
         while True:
             self._check_tuned(binding.rank_context, candidate)
             config = binding.configs[candidate]
             try:
                 result = self._launch(launch, binding, candidate)
+                self._keep_form(launch, binding, result)
                 if self._stays(binding.rank_context):
                     self._fast_path.add(launch.tuner, binding.key, config)
                 return result
@@ -114,26 +114,42 @@ class Dispatcher:
         is_trial = self.tunes and context.launches == 0 and context.tries(candidate)
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
-            if self.tunes:
-                self._ensure_loaded(launch, binding, candidate)
+            loaded = self._ensure_loaded(launch, binding, candidate) if self.tunes else None
             if self.tunes and context.measures:
                 mark = context.samples.start()
                 result = launch.run(config)
                 context.samples.stop(mark)
+                if loaded is not None and kernel_of(result) not in (None, loaded) and not context.is_varied:
+                    context.is_varied = True
+                    context.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
             else:
                 result = launch.run(config)
             context.ran.add(candidate)
             context.launches += 1
         return result
 
-    def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> None:
-        """Compile and load before the first launch, so that no timed interval holds a compilation."""
-        device = preflight.current_device()
-        if device < 0 or (candidate, device) in binding.loaded:
-            return
+    def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> Any:
+        """Compile and load before the first launch, so that no timed interval holds a compilation.
+
+        Return the kernel that is expected to run; None: nothing is compiled.
+        """
+        device, context = preflight.current_device(), binding.rank_context
+        loaded = binding.loaded.get((candidate, device))
+        if device < 0 or (loaded is not None and not context.checks_form):
+            return loaded
         with self._compiling():
-            load(launch.compile(binding.configs[candidate]))
-        binding.loaded.add((candidate, device))
+            kernel = launch.compile(binding.configs[candidate])
+            load(kernel)
+        context.is_varied |= loaded is not None and kernel is not loaded
+        binding.loaded[candidate, device] = kernel
+        return kernel
+
+    def _keep_form(self, launch: Launch, binding: Binding, result: Any) -> None:
+        """Keep a launch until the end of the run if the candidates are to be compiled for its form."""
+        context = binding.rank_context
+        is_wanted = self.tunes and context.is_to_preflight and not interception.is_interpreted()
+        if is_wanted and context.keep_form(form := kernel_of(result)):
+            self.to_preflight.setdefault(context, {})[form] = binding, launch
 
     def _replaces(self, launch: Launch, config: Any, error: Exception) -> bool:
         """Return whether a launch failed because of its config; then that is banned and another chosen."""
@@ -193,29 +209,48 @@ class Dispatcher:
 
     def abandon_run(self) -> None:
         """Drop what the run under way has measured: it raised."""
+        for context, launches in self.to_preflight.items():
+            context.forms -= launches.keys()
         self.to_preflight.clear()
         self._registry.abandon_run()
 
     def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
         """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
-        for context, launch, configs in self._untried():
-            loading = functools.partial(self._guard.launching, context.name, loads=True)
-            found = preflight.preflight(launch, configs, terms, loading)
-            if found.tally is not None:
-                yield context, found.tally
-            self._registry.ban(context, found.reasons)
+        for context, launches in self._take_launches():
+            loading, tallies = functools.partial(self._guard.launching, context.name, loads=True), []
+            for binding, launch in launches:
+                found = preflight.preflight(launch, _untried(binding), terms, loading)
+                self._registry.ban(context, found.reasons)
+                tallies += [] if found.tally is None else [found.tally]
+            if tallies:
+                yield context, _with_remark(sum(tallies, Tally()), context)
+            context.forms.clear()
 
     def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, Tally]]:
         """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
-        for context, launch, configs in self._untried():
-            if configs:
-                backlog.add(context, launch, configs)
-        yield from backlog.advance()
+        for context, launches in self._take_launches():
+            for binding, launch in launches:
+                if configs := _untried(binding):
+                    backlog.add(context, launch, configs)
+        for context, tally in backlog.advance():
+            yield context, _with_remark(tally, context)
+            context.forms.clear()
 
-    def _untried(self) -> Iterator[tuple[RankContext, Launch, dict[str, Any]]]:
-        """Yield a launch of each context that the run has met, and the configs that it has not launched."""
+    def _take_launches(self) -> Iterator[tuple[RankContext, list[tuple[Binding, Launch]]]]:
+        """Yield what the run has launched of each context: once in each form that is new."""
         launches, self.to_preflight = self.to_preflight, {}
-        for context, (binding, launch) in launches.items():
+        for context, by_form in launches.items():
             context.is_preflighted = True
-            tried = {context.choice, *context.bans}
-            yield context, launch, {c: config for c, config in binding.configs.items() if c not in tried}
+            yield context, list(by_form.values())
+
+
+def _untried(binding: Binding) -> dict[str, Any]:
+    """Return the configs that the run has not launched, by candidate."""
+    context = binding.rank_context
+    tried = {context.choice, *context.bans}
+    return {c: config for c, config in binding.configs.items() if c not in tried}
+
+
+def _with_remark(tally: Tally, context: RankContext) -> Tally:
+    tally.remark = "; ".join(filter(None, (tally.remark, context.forms_remark)))
+    return tally

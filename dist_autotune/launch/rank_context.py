@@ -18,6 +18,8 @@ from ..triton_api.identity import KernelSource, value_text
 from ..triton_api.launch import Key
 from .nearest_key import by_distance
 
+FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
+
 
 @dataclass(eq=False)
 class Binding:
@@ -27,7 +29,7 @@ class Binding:
     key: Key
     configs: dict[str, Any]  # or the options of a `tunable`
     rank_context: RankContext
-    loaded: set[tuple[str, int]] = field(default_factory=set)  # (candidate, device)
+    loaded: dict[tuple[str, int], Any] = field(default_factory=dict)  # (candidate, device) -> kernel
 
 
 @dataclass(eq=False)
@@ -59,6 +61,8 @@ class RankContext:
     launches: int = 0
     is_preflighted: bool = False  # its candidates are compiled, or a backlog has them
     compiling: int = 0  # candidates that a backlog has still to compile or load
+    forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
+    is_varied: bool = False  # it was launched in several forms
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
     report: Part | None = None  # of the run under way, to the peers
@@ -102,11 +106,31 @@ class RankContext:
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
     @property
+    def checks_form(self) -> bool:
+        """Return whether a sample may be of a form that is not compiled yet."""
+        return self.measures and (self.is_varied or self.search is None)
+
+    @property
     def is_to_preflight(self) -> bool:
-        """Return whether its candidates are to be compiled before they are tried, and nobody does it yet."""
-        if self.is_preflighted:
+        """Return whether its candidates are to be compiled before they are tried, in more forms too."""
+        if self.is_preflighted and not self.compiling:
             return False
         return self.claim is None if self.search is None else self.search.is_tuned_by_launches
+
+    def keep_form(self, form: Any) -> bool:
+        """Return whether a form is new, and one of those that the candidates are compiled for.
+
+        form: the kernel that a launch has run; launches of one config that need other binaries run others.
+        """
+        if form in self.forms or len(self.forms) > FORMS:
+            return False
+        self.is_varied |= bool(self.forms)
+        self.forms.add(form)  # one more than `FORMS` tells that there were more
+        return len(self.forms) <= FORMS
+
+    @property
+    def forms_remark(self) -> str:
+        return f"forms after the first {FORMS} left to their launches" if len(self.forms) > FORMS else ""
 
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""

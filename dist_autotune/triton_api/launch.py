@@ -128,6 +128,11 @@ class Launch:
         return dict(zip(self.tuner.arg_names, self.args, strict=False))
 
 
+def kernel_of(launched: Any) -> Any:
+    """Return the compiled kernel that a launch has returned; None where it returns something else."""
+    return launched if hasattr(launched, "_init_handles") else None
+
+
 def load(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
     if hasattr(kernel, "_init_handles"):

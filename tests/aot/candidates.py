@@ -32,8 +32,23 @@ def square(x_ptr, y_ptr, BLOCK: tl.constexpr):
         tl.store(y_ptr + offs, tl.dot(x, x))
 
 
+@triton.jit
+def shifted(x_ptr, y_ptr, shift, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    tl.static_assert(not (FORM == "bad" and BLOCK == 64), "no block of 64 in this form")
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    if shift is not None:
+        x += shift
+    tl.store(y_ptr + offs, x)
+
+
 def kernel(*blocks: int) -> Any:
     return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(square)
+
+
+def kernel_of_forms(*blocks: int) -> Any:
+    """Return a kernel whose key has neither `shift` nor `FORM`."""
+    return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(shifted)
 
 
 def arrive(directory: Path, rank: int, ranks: int, deadline_s: float = 60.0) -> None:
@@ -99,6 +114,11 @@ class Compiler:
     def compilations(self) -> list[int]:
         """Return the BLOCK of each compilation that has begun, in all processes."""
         return [int(line.split()[1]) for line in self.notes.read_text().splitlines()]
+
+    def compiled_here(self) -> list[int]:
+        """Return the BLOCK of each compilation that this process has begun."""
+        lines = map(str.split, self.notes.read_text().splitlines())
+        return [int(block) for pid, block in lines if int(pid) == os.getpid()]
 
     def pids(self) -> set[int]:
         return {int(line.split()[0]) for line in self.notes.read_text().splitlines()}

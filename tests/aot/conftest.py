@@ -17,11 +17,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 
 class Device:
-    """The pretended device of a test, for the kernel of `candidates`."""
+    """The pretended device of a test, for the kernels of `candidates`."""
 
-    def __init__(self, driver: Any, kernel: Any) -> None:
+    def __init__(self, driver: Any, *kernels: Any) -> None:
         self._driver = driver
-        self._kernel = kernel
+        self._kernels = kernels
 
     @property
     def launched(self) -> list[dict[str, Any]]:
@@ -29,7 +29,8 @@ class Device:
 
     def forget(self) -> None:
         """Drop what this process has compiled; Triton's cache on disk stays."""
-        self._kernel.device_caches.clear()
+        for kernel in self._kernels:
+            kernel.device_caches.clear()
         gc.collect()  # kernels unload themselves from the device they were loaded on: now
 
 
@@ -37,7 +38,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     """Give a Hopper GPU with little shared memory that loads all and runs nothing, and an empty cache."""
     import triton
-    from candidates import square
+    from candidates import shifted, square
     from triton.runtime.driver import driver
 
     from dist_autotune.compilation import preflight as compiling
@@ -49,7 +50,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     shared_memory = triton.compiler.compiler.max_shared_mem
     shared_memory.cache_clear()
-    device = Device(made, square)
+    device = Device(made, square, shifted)
     device.forget()
     yield device
     shared_memory.cache_clear()

@@ -51,6 +51,7 @@ class FakeContext:
     announced: bool = True
     is_preflighted: bool = True
     compiling: int = 0
+    forms: set[Any] = field(default_factory=set)
 
 
 class World:
@@ -75,15 +76,23 @@ class World:
 
     def add(self, name: str, *candidates: str, launches: int = 1, load_s: float = 0.0) -> Any:
         """Let a new context wait; loading each candidate takes `load_s`."""
+        context = FakeContext(name, launches)
+        configs = {candidate: self._compilation(candidate, load_s) for candidate in candidates}
+        self.backlog.add(context, None, configs)
+        return context
 
-        def compile_(key: str) -> None:
+    def add_form(self, context: Any, **keys: str) -> None:
+        """Let a context wait for another form of its candidates, whose binaries have these keys."""
+        self.backlog.add(
+            context, None, {candidate: self._compilation(key) for candidate, key in keys.items()}
+        )
+
+    def _compilation(self, key: str, load_s: float = 0.0) -> Compilation:
+        def compile_() -> None:
             self.seconds += load_s
             self.events.append(f"load {key}")
 
-        context = FakeContext(name, launches)
-        configs = {c: Compilation(c, lambda c=c: compile_(c), lambda kernel: None) for c in candidates}
-        self.backlog.add(context, None, configs)
-        return context
+        return Compilation(key, compile_, lambda kernel: None)
 
     def advance(self) -> list[tuple[str, Any]]:
         """Return the contexts that are done, with their tallies."""
@@ -119,6 +128,38 @@ def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(wor
     assert (name, context.compiling, bool(world.backlog)) == ("a", 0, False)
     assert (tally.compiled, tally.from_peers, tally.cached, tally.failed) == (1, 1, 0, 1)
     assert world.events == ["load a2", "load a3"]
+
+
+def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
+    context = world.add("a", "a1", "a2")
+    world.advance()
+    world.process.tell("a1")
+    world.advance()
+    assert (context.compiling, world.events) == (1, ["load a1"])
+    world.add_form(context, a1="a1 too", a2="a2 too")
+    world.advance()
+    assert (context.compiling, world.process.keys) == (2, ["a2", "a1 too", "a2 too"])
+    for key in ("a1 too", "a2 too", "a2"):
+        world.process.tell(key)
+        world.seconds += 10.0
+    ((_, tally),) = world.advance()
+    assert (tally.compiled, context.compiling, world.bans["a"]) == (4, 0, {})
+    assert world.events == ["load a1", "load a1 too", "load a2 too", "load a2"]
+
+
+def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
+    context = world.add("a", "a1", "a2")
+    world.add_form(context, a1="a1 too", a2="a2 too")
+    world.advance()
+    world.process.tell("a1")
+    world.process.tell("a1 too", FAILED, "too large")
+    world.advance()
+    assert (context.compiling, world.bans["a"], world.events) == (1, {"a1": "too large"}, [])
+    world.process.tell("a2", FAILED, "too large, too")
+    world.process.tell("a2 too")
+    ((_, tally),) = world.advance()
+    assert (tally.compiled, tally.failed, world.events) == (1, 2, [])
+    assert world.bans["a"] == {"a1": "too large", "a2": "too large, too"}
 
 
 def test_what_takes_most_of_a_run_is_compiled_first(world):
