@@ -45,7 +45,7 @@ class BitClasses:
         self.is_over = True  # nothing is left to compare, for now
         self.remark = ""  # for the log
         self.new_bans: list[tuple[Context, int]] = []  # of the last run
-        self._is_lost = False  # the function does not repeat itself
+        self._has_given_up = False  # `check`: there is nothing to compare, or it changes by itself
         self._base: Plan = {}
         self._origins: dict[str, Plan] = {}  # the options beside which a context was first launched
         self._beside: Plan = {}  # the options of the next run
@@ -73,7 +73,7 @@ class BitClasses:
         """Compare the outputs of one run of all ranks. Raises TuningError if `same` cannot be kept."""
         self.remark, self.new_bans = "", []
         self._meet(merged)
-        if (bits := merged.bits) is None or self._is_lost:
+        if (bits := merged.bits) is None or self._has_given_up:
             return
         changed = self._changed(merged)
         if not changed:
@@ -119,7 +119,9 @@ class BitClasses:
         if self._batch:
             self._miss({})
         if not bits.tensors and self._needs_base:
-            self._lose("the function returns no tensor: name in outputs= what it writes, or use bits='any'")
+            self._give_up(
+                "the function returns no tensor: name in outputs= what it writes, or use bits='any'"
+            )
             return
         reference = self._references.setdefault(_key(self._beside), bits.digest)
         if reference != bits.digest and self._beside:
@@ -130,7 +132,7 @@ class BitClasses:
                 for name in sorted(merged.launched & self._base.keys())
             )
             configs = "; ".join(f"{context.title} {context.texts[index]}" for context, index in base)
-            self._lose(
+            self._give_up(
                 f"two runs with the same configs ({configs}) have different bits in {_where(bits)}: the "
                 f"function, or one of these configs, does not repeat itself. {REMEDY}"
             )
@@ -170,7 +172,9 @@ class BitClasses:
                 self._contexts[name].settle("starved")
             left = {name: index for name, index in left.items() if name in changed}
             if left == self._batch:  # or both are empty: it was the base plan
-                self._lose("other configs are launched than those planned, so their bits cannot be compared")
+                self._give_up(
+                    "other configs are launched than those planned, so their bits cannot be compared"
+                )
         if left != self._batch:
             self._compare(left)
 
@@ -199,10 +203,10 @@ class BitClasses:
             rank, path = bits.differs or (0, "the outputs")
             context.ban_after_run(index, rank, f"{reason}, in {path}")
 
-    def _lose(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         if self._rule == "same":
             raise TuningError(f"bits='same': {why}")
-        self._is_lost, self.remark = True, f"bits='check': {why}"
+        self._has_given_up, self.remark = True, f"bits='check': {why}"
         self._batches = []
         self._compare({})
 
@@ -241,7 +245,7 @@ class BitClasses:
     def _needs_base(self) -> bool:
         """Return whether the base plan has still to repeat itself before anything is searched."""
         is_searching = any(not context.settled for context in self._contexts.values())
-        return is_searching and self._base_runs < RUNS and not self._is_lost
+        return is_searching and self._base_runs < RUNS and not self._has_given_up
 
     @property
     def _tunes_kernels(self) -> bool:
@@ -277,7 +281,7 @@ class BitClasses:
         """Return the next candidate of each context that has some to compare."""
         pending: Plan = {}
         for name, context in self._contexts.items():
-            is_known = name in self._origins and not self._is_lost
+            is_known = name in self._origins and not self._has_given_up
             if context.settled or context.is_choice != is_choice or not is_known:
                 continue
             if any(i in self._contexts[choice].banned for choice, i in self._origins[name].items()):
@@ -305,7 +309,7 @@ class BitClasses:
         if self.new_bans:  # that was why
             return False
         if not contexts:
-            self._lose("other configs are launched than those planned, so their bits cannot be compared")
+            self._give_up("other configs are launched than those planned, so their bits cannot be compared")
         contexts.sort(key=lambda c: (c.times.ratio(self._base[c.name], c.incumbent), c.name))
         given_up = contexts if closing else contexts[:1]
         for context in given_up:
