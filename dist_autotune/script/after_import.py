@@ -43,12 +43,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
         finally:
             self._searched.discard(name)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+            loader, execute = spec.loader, spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                loader.exec_module = execute  # type: ignore[method-assign]
                 execute(module)
-                if name in self._callbacks:
+                if module.__name__ == name and name in self._callbacks:  # an archive has one loader for all
                     self._callbacks.pop(name)(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
