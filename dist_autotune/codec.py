@@ -101,7 +101,10 @@ def _exactly(kind: type[T], value: object) -> T:
 
 def _read_float(value: Any) -> float:
     if type(value) in (int, float) or value in ("inf", "-inf", "nan"):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("expected a number, found one too large") from None
     raise ValueError(f"expected a number, found {value!r}")
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.+#-]+""")
-_INTEGER = re.compile(r"-?\d+")
+_INTEGER = re.compile(r"-?\d{1,999}")  # Python refuses to read thousands of digits
 
 
 def by_distance(key: str, others: Iterable[str]) -> list[str]:

@@ -79,7 +79,9 @@ def vllm_place(entry: Entry) -> Place:
     sizes, blocks = ("E", "N", "M"), ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
     if missing := [name for name in sizes if type(arguments.get(name)) is not int]:
         raise HasNoPlace(f"no fused MoE: its key has no integer {', '.join(missing)}")
-    if missing := [name for name in blocks if type(config["kwargs"].get(name)) is not int]:
+    options = ("num_warps", "num_stages")
+    value = {**config["kwargs"], **{name: config.get(name) for name in options}}
+    if missing := [name for name in (*blocks, *options) if type(value.get(name)) is not int]:
         raise HasNoPlace(f"no fused MoE: its config has no integer {', '.join(missing)}")
     if arguments.get("block_shape"):
         raise HasNoPlace("block_shape: vLLM and SGLang name its file differently")
@@ -91,7 +93,6 @@ def vllm_place(entry: Entry) -> Place:
         name += f",dtype={arguments['dtype']}"
     if not re.fullmatch(r"[\w=,.-]+", name):
         raise HasNoPlace(f"{name!r} is no name of a file")
-    value = {**config["kwargs"], "num_warps": config["num_warps"], "num_stages": config["num_stages"]}
     return Place(f"{name}.json", (str(arguments["M"]),), value)
 
 

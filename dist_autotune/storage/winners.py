@@ -77,6 +77,10 @@ class Evidence:
     arguments: tuple[tuple[str, Any], ...] = ()  # name and value of each part of the key; (): not JSON
     triton_file: str = ""  # where stock Triton would keep the result; "": nowhere
 
+    def __post_init__(self) -> None:
+        if self.config and not isinstance(kwargs := self.config.get("kwargs"), dict):
+            raise ValueError(f"config: expected kwargs with names, found {type(kwargs).__name__}")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -175,8 +179,9 @@ class Winners:
     def _replace(self, path: Path, entry: Entry) -> None:
         temporary = path.with_name(f"{os.urandom(4).hex() if self._without_lock else 'entry'}.tmp")
         text = to_json({"schema": SCHEMA_VERSION, **entry.as_dict()}, indent=True) + "\n"
+        temporary.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())  # or a power failure could leave the name without the contents

@@ -80,6 +80,10 @@ def test_nested_integers_count_as_others_do():
     assert distance("(3, 7), 1", "(7, 3), 1") == 2.0
 
 
+def test_what_python_reads_as_no_integer_is_none():
+    assert by_distance("1", ["9" * 5000, "4"]) == ["4"]
+
+
 def test_signs_are_far_apart():
     assert by_distance("-3", ["3", "-1023", "0"]) == ["0", "3", "-1023"]
 

@@ -108,6 +108,16 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         {"a": "fast"},
         "entry 1: timings: expected a number, found 'fast'",
     ),
+    "too large a number": (
+        ("entries", 1, "ms"),
+        10**400,
+        "entry 1: ms: expected a number, found one too large",
+    ),
+    "no config": (
+        ("entries", 1, "evidence"),
+        {"config": {"kwargs": []}},
+        "entry 1: evidence: config: expected kwargs with names, found list",
+    ),
     "twice": (("entries", 1, "key", "key"), "1", r"entry 1: a second one for matmul\[1\]"),
     "odd arguments": (
         ("entries", 1, "evidence"),

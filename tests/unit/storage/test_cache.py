@@ -164,8 +164,9 @@ def test_a_huge_file_in_place_of_an_entry_is_not_read_whole(tmp_path: Path) -> N
         ({"ms": "nan"}, "ms: expected a positive number, found nan"),
         ({"ms": float("nan")}, "ms: expected a positive number, found nan"),
         ({"ms": -1}, "ms: expected a positive number, found -1.0"),
+        ({"ms": 10**400}, "ms: expected a number, found one too large"),
     ],
-    ids=["unknown winner", "nan", "bare nan", "negative"],
+    ids=["unknown winner", "nan", "bare nan", "negative", "too large for a float"],
 )
 def test_what_no_search_can_have_found_is_damaged(
     tmp_path: Path, changed: dict[str, Any], reason: str
@@ -276,6 +277,28 @@ def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later
     Winners(tmp_path).put(entry(key="1"))
     assert list(tmp_path.glob("*.tmp")) == []
     assert len(all_of(Winners(tmp_path))) == 2
+
+
+def test_a_link_in_place_of_the_temporary_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    cache, mine = tmp_path / "cache", tmp_path / "mine"
+    cache.mkdir()
+    mine.write_text("precious")
+    (cache / "entry.tmp").symlink_to(mine)
+    Winners(cache).put(entry())
+    assert mine.read_text() == "precious"
+    assert files(cache) == [KEY.file_name]
+    assert not (cache / KEY.file_name).is_symlink()
+
+
+def test_a_pipe_in_place_of_the_temporary_file_is_replaced_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "entry.tmp")
+    process = fork.Process(target=Winners(tmp_path).put, args=(entry(),))
+    process.start()
+    process.join(60)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 0
+    assert Winners(tmp_path).get(KEY) == entry()
 
 
 # ---- directories that cannot be used

@@ -68,6 +68,7 @@ REFUSED = {
     "a size that is none": (moe(1, E="8"), "no fused MoE: its key has no integer E"),
     "a flag": (moe(1, N=True), "no fused MoE: its key has no integer N"),
     "other blocks": (moe(1, plain({"BLOCK": 64})), "no fused MoE: its config has no integer BLOCK_SIZE_M, "),
+    "no warps": (moe(1, {"kwargs": BLOCKS, "num_stages": 3}), "its config has no integer num_warps"),
     "block-wise": (moe(1, block_shape=[128, 128]), "block_shape: vLLM and SGLang name its file differently"),
     "registers": (moe(1, plain(BLOCKS, maxnreg=128)), "such a file has no maxnreg"),
     "another directory": (moe(1, dtype="../x"), "is no name of a file"),
