@@ -1,1 +1,1 @@
-"""The bits of a function's outputs: found in what it returns, hashed on their device, compared by digest."""
+"""Digests of a function's outputs, hashed on their device. May import timing and search."""

@@ -1,1 +1,1 @@
-"""Runs a program unchanged and tunes it from step to step: what `dist-autotune run` does."""
+"""Runs a program unchanged and tunes it from step to step: `dist-autotune run`. May import tuner."""

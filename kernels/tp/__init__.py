@@ -1,4 +1,7 @@
-"""Tensor parallelism that trains: products with gradients, layers, and a plan for whole models."""
+"""Tensor parallelism that trains: products with gradients, layers, and a plan for whole models.
+
+May import the rooms of the operations, and what they may import.
+"""
 
 from __future__ import annotations
 
