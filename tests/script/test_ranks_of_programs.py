@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -251,7 +252,8 @@ def test_a_rank_without_the_command_costs_the_others_the_time_out_once():
     )
     assert_all_ok(results)
     assert [printed(rank) for rank in range(2)] == ["end 0\n", "end 1\n"]
-    assert results[0].stderr.count("goes on with what is tuned: Rank 0 waited 2 s for rank 1") == 1
+    waited = r"goes on with what is tuned: Rank 0 waited [2-9]\S* s for rank 1"  # longer on a busy machine
+    assert len(re.findall(waited, results[0].stderr)) == 1
 
 
 def test_a_program_that_wraps_the_autotuner_itself_is_tuned_and_ends():
