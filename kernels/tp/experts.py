@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..moe.ag_moe import AllGatherMoE
 from ..moe.moe_rs import MoEReduceScatter
-from .operators import by_rows, check_first_order, library, start_gather, wait
+from .operators import by_rows, check_first_order, library, register, start_gather, wait
 from .registry import find, size_of
 
 library.define("all_gather_moe(Tensor x_shard, Tensor weight, Tensor topk_ids, str group_name) -> Tensor")
@@ -120,17 +120,6 @@ def _asked(ctx: Any, index: int) -> bool:
     return bool(ctx.needs_input_grad[index])
 
 
-for _name, _compute, _shapes in (
-    ("all_gather_moe", _all_gather_moe, _shape_of_gather),
-    ("moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter),
-    ("outer_products", _outer_products, _shape_of_products),
-):
-    library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dist_autotune::{_name}", _shapes, lib=library)
-for _name, _gradients in (
-    ("all_gather_moe", _gradients_of_gather),
-    ("moe_reduce_scatter", _gradients_of_scatter),
-):
-    torch.library.register_autograd(
-        f"dist_autotune::{_name}", _gradients, setup_context=_keep_inputs, lib=library
-    )
+register("all_gather_moe", _all_gather_moe, _shape_of_gather, _gradients_of_gather, _keep_inputs)
+register("moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_inputs)
+register("outer_products", _outer_products, _shape_of_products)

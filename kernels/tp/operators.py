@@ -206,19 +206,23 @@ def check_first_order() -> None:
         )
 
 
-for _name, _compute, _shapes in (
-    ("all_gather_matmul", _all_gather_matmul, _shapes_of_gather),
-    ("matmul_reduce_scatter", _matmul_reduce_scatter, _shape_of_scatter),
-    ("matmul_reduce_scatter_backward", _matmul_reduce_scatter_backward, _shapes_of_backward),
-):
-    library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dist_autotune::{_name}", _shapes, lib=library)
-torch.library.register_autograd(
-    "dist_autotune::all_gather_matmul", _gradients_of_gather, setup_context=_keep_for_gather, lib=library
-)
-torch.library.register_autograd(
-    "dist_autotune::matmul_reduce_scatter",
+def register(name: str, compute: Any, shapes: Any, gradients: Any = None, keep: Any = None) -> None:
+    """Register what an operator of the library computes, its shapes and, if it has any, its gradients.
+
+    `keep` sets up the context that `gradients` is given.
+    """
+    library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dist_autotune::{name}", shapes, lib=library)
+    if gradients is not None:
+        torch.library.register_autograd(f"dist_autotune::{name}", gradients, setup_context=keep, lib=library)
+
+
+register("all_gather_matmul", _all_gather_matmul, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
+register(
+    "matmul_reduce_scatter",
+    _matmul_reduce_scatter,
+    _shape_of_scatter,
     _gradients_of_scatter,
-    setup_context=_keep_for_scatter,
-    lib=library,
+    _keep_for_scatter,
 )
+register("matmul_reduce_scatter_backward", _matmul_reduce_scatter_backward, _shapes_of_backward)
