@@ -144,7 +144,7 @@ class Picks:
         finally:
             PROGRAM.chooser = before
 
-    def _choose(self, name: str, options: Any, key: tuple[Any, ...]) -> Any:
+    def _choose(self, name: str, options: Any, key: tuple[Any, ...], among: tuple[int, ...]) -> Any:
         chosen = self.choices.get((name, key_text(key)))
         return chosen if chosen in options else options[0]
 
