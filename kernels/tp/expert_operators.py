@@ -17,7 +17,7 @@ from torch import Tensor
 from ..moe.ag_moe import AllGatherMoE
 from ..moe.moe_rs import MoEReduceScatter
 from .operators import by_rows, check_first_order, library, register, start_gather, wait
-from .registry import find, size_of
+from .registry import opened, size_of
 
 library.define("all_gather_moe(Tensor x_shard, Tensor weight, Tensor topk_ids, str group_name) -> Tensor")
 library.define(
@@ -33,7 +33,7 @@ _ops = torch.ops.dist_autotune
 
 def _all_gather_moe(x_shard: Tensor, weight: Tensor, topk_ids: Tensor, group_name: str) -> Tensor:
     tokens, features = x_shard.shape
-    operation = find(AllGatherMoE, x_shard, max(tokens, 1), features, group_name)
+    operation = opened(AllGatherMoE, x_shard, max(tokens, 1), features, group_name)
     return operation(by_rows(x_shard), weight, topk_ids, tokens=[tokens] * size_of(group_name))
 
 
@@ -41,7 +41,7 @@ def _moe_reduce_scatter(
     y: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
 ) -> Tensor:
     tokens = topk_ids.shape[0]
-    operation = find(MoEReduceScatter, y, max(tokens, 1), weight.shape[1], group_name)
+    operation = opened(MoEReduceScatter, y, max(tokens, 1), weight.shape[1], group_name)
     return operation(by_rows(y), weight, topk_ids, topk_weights, tokens=[tokens] * size_of(group_name))
 
 
