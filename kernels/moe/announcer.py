@@ -21,19 +21,15 @@ class _Peer:
 
 
 class Announcer:
-    """Gives permits, tells peers this rank's choices, and takes back what a call changed.
-
-    `lists` are what is told of each choice: tensors of one element a choice, rank by rank.
-    """
+    """Gives permits, tells peers this rank's choices, and takes back what a call changed."""
 
     def __init__(
         self,
         memory: SymmetricMemory,
         stream: SideStream,
         flags: SymmetricTensor,
-        lists: tuple[SymmetricTensor, ...],
     ) -> None:
-        self._memory, self._stream, self._lists = memory, stream, lists
+        self._memory, self._stream = memory, stream
         self._permits = Permits(
             *(memory, stream, flags), free=FREE.value, risen=TOLD.value, after=AFTER.value, count=2
         )
@@ -43,19 +39,27 @@ class Announcer:
         for peer in ((rank - step) % world for step in range(1, world)):
             theirs = flags.peers[peer][:, rank]
             self._peers.append(_Peer(peer, theirs[TOLD.value], theirs[GIVEN.value]))
-        self._copied = (0, 0)
+        self._copied = (0, 0, 0)
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._peers]
 
-    def announce(self, tokens: int, topk: int, stride: int, given: int) -> None:
+    def permit(self) -> None:
+        """Enqueue permits, and waits for those of the peers, in a call that has nothing to tell."""
+        self._permits.give()
+        for peer in self._peers:
+            self._permits.take(peer.rank)
+
+    def announce(
+        self, lists: tuple[SymmetricTensor, ...], tokens: int, topk: int, stride: int, given: int
+    ) -> None:
         """Enqueue permits and choices, behind what the caller has enqueued so far.
 
-        The choices of this rank are in their place, at `rank * stride` of each list; `given` is the digest of
-        the tokens of all ranks, as this one knows them.
+        lists: what is told of each choice, an element each, rank by rank; the choices of this rank are in
+        their place, at `rank * stride`. given: the digest of the tokens of all ranks, as this one knows them.
         """
         memory, stream = self._memory, self._stream
-        if (tokens, topk) != self._copied:
-            self._copied = (tokens, topk)
-            self._copies = self._views(memory.rank * stride, tokens * topk)
+        if (tokens, topk, len(lists)) != self._copied:
+            self._copied = (tokens, topk, len(lists))
+            self._copies = self._views(lists, memory.rank * stride, tokens * topk)
         self._permits.give()
         for peer, copies in zip(self._peers, self._copies, strict=True):
             self._permits.take(peer.rank)
@@ -64,7 +68,9 @@ class Announcer:
             memory.write_signal(peer.our_given, given, stream)
             memory.write_signal(peer.our_told, tokens * TOPK_SPAN.value + topk, stream)
 
-    def _views(self, begin: int, length: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _views(
+        self, lists: tuple[SymmetricTensor, ...], begin: int, length: int
+    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         part = slice(begin, begin + length)
-        lists = self._lists if length else ()
-        return [[(each.peers[peer.rank][part], each.local[part]) for each in lists] for peer in self._peers]
+        told = lists if length else ()
+        return [[(each.peers[peer.rank][part], each.local[part]) for each in told] for peer in self._peers]

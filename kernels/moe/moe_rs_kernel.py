@@ -10,7 +10,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..signals import notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
-from .flags import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_flag
+from .flags import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, release_if_given_up, wait_for_flag
 from .launch import CPU_TILES, GPU_TILES
 from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
@@ -121,6 +121,7 @@ def moe_reduce_scatter(
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,  # the weight's columns are contiguous, not its rows
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    SORTED: tl.constexpr,  # the rows of `a`, and `weights`, are those of the sorted choices
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -171,7 +172,7 @@ def moe_reduce_scatter(
             entry_ptr, col = table_ptr + (first_block + block) * ENTRY, pid_n * BLOCK_N
             _multiply_block(
                 *(entry_ptr, col, products, weight, b_desc),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST, SORTED),
             )
             tl.debug_barrier()  # one thread counts, for the stores of all
             tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")
@@ -184,7 +185,9 @@ def moe_reduce_scatter(
     if first_part + parts >= WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
-                wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                if SORTED:  # a call has no other kernel
+                    release_if_given_up(value, peer, flags_ptr, WORLD)
 
 
 @triton.jit
@@ -201,6 +204,7 @@ def _multiply_block(
     USE_TMA: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
     """Store the products of a block's choices, weighted, from column `col` on."""
     expert = tl.load(entry_ptr)
@@ -210,12 +214,18 @@ def _multiply_block(
     # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
     places = tl.where(real, places, begin)
     rows = tl.cast(tl.load(products.rows_ptr + places), tl.int64)
-    a_rows_ptr = products.a_ptr + rows * products.stride_am
+    a_rows = rows
+    if SORTED:
+        a_rows = tl.cast(places, tl.int64)
+    a_rows_ptr = products.a_ptr + a_rows * products.stride_am
     acc = multiply_rows(
         *(a_rows_ptr, weight, b_desc, expert, col),
         *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
     )
-    weights = tl.load(products.weights_ptr + tl.load(products.sources_ptr + places))
+    of_weights = places
+    if not SORTED:
+        of_weights = tl.load(products.sources_ptr + places)
+    weights = tl.load(products.weights_ptr + of_weights)
     # The weight of a dropped choice may be NaN.
     acc *= tl.where(expert < weight.experts, weights, 0.0)[:, None]
     store_rows(acc, products.products_ptr + rows * weight.N, real, col, weight.N, SUBTILE)

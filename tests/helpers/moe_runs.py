@@ -16,7 +16,7 @@ from operation_runs import device, seed_and_leave_one, synchronize, tuned_in_con
 
 HALF = torch.float16
 
-GIVEN_OTHERS = "rank 0 was given other tokens= than the ranks have. Close it"
+GIVEN_OTHERS = "rank 0 was given other tokens= than the ranks have, or one of them called route(). Close it"
 
 SHAPES = {  # tokens of each rank, K, N, experts, topk
     "whole tiles": ((32, 32), 32, 32, 2, 2),
