@@ -137,6 +137,7 @@ class Results:
         entry = self._disk.get(key) if self.looks_on_disk else None
         if entry is None or not self._may_use(entry):
             return None
+        rank_context.holds_claim_back = rank_context.is_joint
         return self._function.group.rank, entry.winner, entry.ms
 
     @property
@@ -181,7 +182,8 @@ class Results:
         index, times = context.incumbent, context.times.ms
         winner = context.digests[index]
         if rank_context.is_choice:
-            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
+            ranks = self._function.group.ranks if rank_context.is_joint else ()
+            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner], ranks)
         self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return
