@@ -137,9 +137,10 @@ class Options:
         is_default = isinstance(self.bits, settings.DefaultText)
         given = f"{settings.BITS}={settings.bits()}" if is_default else f"bits={self.bits!r}"
         raise InvalidOption(
-            f"{given} belongs to mode='replay': online every run has other inputs, so outputs cannot be "
-            f"compared. Tune in replay mode with preserve= and use the results with {settings.MODE}=cached, "
-            "or give this function bits='any'."
+            f"{given} belongs to mode='replay': outputs are compared by making a step again from the same "
+            "inputs and state, and online each is made once. Leave out mode='online' and name all that it "
+            "changes in preserve=: the first call tunes, each later one is one step. Where a step cannot "
+            f"be made again, use another function's results with {settings.MODE}=cached, or bits='any'."
         )
 
     def resolved_timeout_s(self) -> float:
