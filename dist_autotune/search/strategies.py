@@ -79,7 +79,7 @@ def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Fl
     return Winner(best, [index for index in candidates if agreed_ms[index] == agreed_ms[best]])
 
 
-# Thresholds of `racing`, chosen with benchmarks/search_simulator.py (its table is in docs/benchmarks).
+# Thresholds of `racing`, chosen with benchmarks/simulation/search_simulator.py (table: docs/benchmarks).
 _SINGLE_FACTOR = 10.0  # after the warm-up run, or a single sample: anything else may explain less
 _PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
 _ERRORS = 1.0  # later a candidate stays within so many standard errors of the best ...
