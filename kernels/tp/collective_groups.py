@@ -65,7 +65,7 @@ class CollectiveGroups:
         self._make = make or (limited_communicator if _has_nccl(self.whole) else None)
         self.max_ctas: tuple[Limit, ...] = tuple(max_ctas) if self._make else (None,)
         self._made: dict[int, dist.ProcessGroup] = {}
-        self._taken: dict[tuple[Any, ...], Limit] = {}  # by the last call of each key
+        self._taken: dict[tuple[Any, ...], Limit] = {}  # the last choice of each key
         self._is_closed = False
         self._check_equal("the arguments of CollectiveGroups", [name, *self.max_ctas])
 
@@ -75,8 +75,6 @@ class CollectiveGroups:
         It is tuned in a function with is_dist=True that has all ranks of the group, by the time of the whole
         run. Elsewhere it is what they have settled together, or the first.
         """
-        if self._is_closed:
-            raise ValueError(f"{self.name}: the limits of ranks {list(self._ranks.members)} are closed")
         limit = self.max_ctas[0]
         if len(self.max_ctas) > 1:
             among, size = self.whole, self._ranks.world_size
@@ -90,20 +88,27 @@ class CollectiveGroups:
         Wait for the work of a collective before a call of another limit, as with any two communicators.
         Under a capture the communicator must be there: call once before, with what is settled.
         """
-        limit = self.limit(key)
+        return self.communicator(self.limit(key))
+
+    def communicator(self, limit: Limit) -> dist.ProcessGroup:
+        """Return the process group of one of the limits, on all ranks; None: the group itself."""
+        if self._is_closed:
+            raise ValueError(f"{self.name}: the limits of ranks {list(self._ranks.members)} are closed")
         if limit is None:
             return self.whole
+        if limit not in self.max_ctas:
+            raise ValueError(f"{self.name}: {limit!r} is none of the limits {self.max_ctas}")
         if limit not in self._made:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"{self.name}: the communicator of {limit} CTAs is not made yet, and a capture cannot "
-                    f"make it. Make the call that is captured once before, with key={key!r}."
+                    "make it. Make the call that is captured once before."
                 )
             self._made[limit] = self._make_communicator(limit)
         return self._made[limit]
 
     def release_unused(self) -> None:
-        """Close the communicators that no key's last call has taken, on all ranks: what the search left."""
+        """Close the communicators that no key's last choice is, on all ranks: what the search left."""
         self._close({*self._made} - {*self._taken.values()})
 
     def close(self) -> None:
@@ -211,6 +216,11 @@ def limited_communicator(group: dist.ProcessGroup, max_ctas: int) -> dist.Proces
     split = dist.split_group(group, [list(range(group.size()))], timeout, options, description, **only)
     assert split is not None, "every rank of the group is in the split"
     return split
+
+
+def copied_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
+    """Return another group of the same ranks, without a limit: `make=` for CPU ranks, to see it at work."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
 
 def _check(max_ctas: Sequence[Limit]) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from documents import blocks, page
 from kernels_for_tests import Bench
+from operation_runs import values
 from rank_programs import SOON_S, ending, own_cache, tune
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -352,3 +354,63 @@ def test_limits_of_other_ranks_and_models_without_shards_are_refused():
         ranks, limited = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
         assert f"parameters are shared by ranks {ranks}, the limits are of {limited}" in other
         assert plain.startswith("ValueError: limit_sharding: no module of the model is under fully_shard")
+
+
+# ---- the page
+
+
+def test_the_recipe_of_the_page_reduces_beside_a_product():
+    (recipe,) = blocks(page("docs/overlap.md"), "python")
+
+    def program(rank):
+        torch.manual_seed(rank)
+        given = {name: torch.randn(4, 4) for name in ("a", "b", "bucket")}
+        wanted = given["bucket"].clone()
+        dist.all_reduce(wanted)
+        exec(recipe, given)
+        product = given["product"]
+        return torch.equal(given["bucket"], wanted), torch.equal(product, given["a"] @ given["b"])
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, True)] * 2
+
+
+# ---- on GPUs
+
+
+def limited_on_gpus(rank, store):
+    """Sum with each limit, eagerly and in a graph; return the results and how long each limit takes."""
+    device = torch.device("cuda", rank)
+    if store is not None:  # a default group that is bound to its device
+        dist.destroy_process_group()
+        file = dist.FileStore(store, 2)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=file, rank=rank, world_size=2, device_id=device)
+    field, wrong, ms = torch.ones(1 << 25, device=device), [], {}
+    for _ in range(2):  # closed and opened again
+        with CollectiveGroups(max_ctas=(None, 1, 8)) as limits:
+            for limit in limits.max_ctas:
+                group = limits.communicator(limit)
+                for _ in range(3):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    dist.all_reduce(field.fill_(1.0), group=group)
+                    end.record()
+                    wrong.append(float((field - 2.0).abs().max()))
+                    end.synchronize()
+                ms[limit] = begin.elapsed_time(end)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                dist.all_reduce(field, group=limits.communicator(8))
+            field.fill_(1.0)
+            graph.replay()
+            wrong.append(float((field - 2.0).abs().max()))
+            del graph
+    return max(wrong), ms
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("is_bound", [False, True], ids=["lazy", "bound to a device"])
+def test_communicators_of_nccl_sum_and_fewer_ctas_take_longer(is_bound, tmp_path):
+    store = str(tmp_path / "store") if is_bound else None
+    for wrong, ms in values(limited_on_gpus, 2, store, timeout_s=240):
+        assert wrong == 0.0
+        assert ms[1] > 1.5 * ms[8]
