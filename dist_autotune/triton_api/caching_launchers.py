@@ -1,4 +1,4 @@
-"""Launchers of other packages that bypass the Autotuner after the first launch of a key: they keep its kernel.
+"""Launchers of other packages that keep the kernel of a first launch, and bypass the Autotuner from then on.
 
 While a call of a tuned function is active, each launch of theirs goes to the Autotuner, as their first does.
 """
