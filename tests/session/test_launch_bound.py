@@ -221,6 +221,20 @@ def test_a_host_bound_function_is_tuned_by_the_kernels_own_times(device, mode):
     assert device.synchronized == 0
 
 
+@pytest.mark.parametrize(("filler_ms", "block"), [(None, 16), (8.0, 32)], ids=["1 ms", "8 ms"])
+def test_online_a_host_slower_than_the_filler_decides_nothing_until_a_longer_filler_is_allowed(
+    device, filler_ms, block
+):
+    options = {"mode": "online", "n_repeat": 3, "filler_ms": filler_ms}
+    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=5.0, **options)
+    while not tuned.settled:
+        tuned()
+    found = only(tuned.report)
+    assert (found.config.kwargs["BLOCK"], found.launch_bound) == (block, filler_ms is None)
+    fillers_ms = device.fillers_ms[1 + 2 * PAIRS :]  # the first are to know what events cost
+    assert all(ms <= (filler_ms or 1.0) for ms in fillers_ms)
+
+
 def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_it_is_slower(device):
     hosts_ms = itertools.chain([0.04, 0.04, 6.0], itertools.repeat(0.04))  # 6.0: longer than the filler
     _, tuned = on_device(
