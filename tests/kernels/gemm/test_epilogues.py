@@ -189,10 +189,8 @@ def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
 
 # ---- on a GPU
 
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="the Gluon body needs a GPU and DIST_AUTOTUNE_TEST_GPU=1")
 
-
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 def test_every_candidate_ends_with_its_epilogue_on_a_gpu(out_dtype, by_columns, monkeypatch):
@@ -208,7 +206,7 @@ def test_every_candidate_ends_with_its_epilogue_on_a_gpu(out_dtype, by_columns, 
             check(a, b, Epilogue(bias, "gelu"), out=out.T if by_columns else out)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("bias_dtype", "activation"), ENDINGS, ids=str)
 @pytest.mark.parametrize("sizes", [(1000, 1304, 520), (999, 333, 501)], ids=["TMA", "copies or plain"])
 def test_every_epilogue_on_a_gpu(bias_dtype, activation, sizes, monkeypatch):
@@ -218,7 +216,7 @@ def test_every_epilogue_on_a_gpu(bias_dtype, activation, sizes, monkeypatch):
     check(normal(m, k), normal(k, n), Epilogue(bias, activation))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_captured_call_reads_its_bias_in_each_replay(monkeypatch):
     monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
     a, b, bias = normal(512, 256), normal(256, 512), normal(512)
