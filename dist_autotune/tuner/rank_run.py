@@ -41,7 +41,8 @@ class RankRun:
         self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
-        self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
+        longest_ms = LONGEST_MS[options.mode] if options.filler_ms is None else options.filler_ms
+        self._filler: StreamFiller | None = make_filler(longest_ms)
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._backlog: Backlog | None = None  # online: made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
