@@ -83,6 +83,15 @@ def test_it_is_the_slower_ones_part_that_may_account_for_the_difference(gap_of_a
     assert winner(made, {"a": 0.060, "b": 0.055}, gaps(a=gap_of_a, b=0.05)) == expected
 
 
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+def test_what_the_device_takes_at_least_is_known_from_the_first_run_on(search):
+    made = context("ab", search)
+    assert made.device_ms == (0.0, 0.0)
+    made.advance(told := part("a", 0.06, 0.05), told)
+    assert made.device_ms == (pytest.approx(0.01), 0.06)
+    assert made.known_ms() == [(0, 0.06)]
+
+
 def test_a_part_too_small_to_count_changes_nothing():
     just_under = 0.99 * HOST_SHARE * 1.0
     made = context("ab")
