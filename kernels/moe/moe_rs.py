@@ -6,7 +6,7 @@ What a rank holds, W ranks; `m` is tokens_per_rank:
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags         int32 [7, W], symmetric: see `flags`
+    flags         int32 [7, W], symmetric: see `exchange.peers`
 
 A call on rank r:
 
@@ -63,7 +63,7 @@ from ..exchange.push import SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor, pitch_of
-from .flags import ARRIVED, DONE, NOT_COMPUTED
+from .flags import NOT_COMPUTED
 from .launch import HEIGHTS, Shape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
@@ -131,11 +131,8 @@ class MoEReduceScatter(ExpertOperation):
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
         counters = torch.zeros(3 * self.world_size, dtype=torch.int32, device=self.device)
         self._counters = self._memory.hold(counters)
-        self._pusher = SumPusher(
-            *(self._memory, self._stream, self._partial, self._staged, self._flags),
-            done=DONE.value,
-            arrived=ARRIVED.value,
-        )
+        # Who announces its choices takes the permits.
+        self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=False)
 
     def _forget(self) -> None:
         del self._staged, self._partial, self._pusher, self._counters
@@ -268,7 +265,7 @@ class MoEReduceScatter(ExpertOperation):
         products = y.new_empty((y.shape[0], self._n))
         launch = functools.partial(self._launch, y, weight, out, products, choices)
         self._pusher.run(launch, choices.tokens, arrived=1, in_steps=in_steps)
-        self._announcer.finish()
+        self._pushes.finish()
 
     def _launch(
         self,
