@@ -37,6 +37,11 @@ loads the weight alone.
 of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
 for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
 allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
+
+**A sorting may be shared** (`Routing`): `route` tells weights beside ids, and sorts for both operations of a
+layer. `by_expert`, here and in `MoEReduceScatter`, then tells no choices and sorts nothing: its side stream
+takes the permits and goes on to the rows. In such a call the grouped GEMM alone can find that a peer was
+given up earlier, so it lets the side stream through.
 """
 
 from __future__ import annotations

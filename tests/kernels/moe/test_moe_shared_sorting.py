@@ -9,6 +9,7 @@ import pytest
 import torch
 from ag_moe_runs import GATHERING as gathering
 from moe_rs_runs import SCATTERING as scattering
+from moe_rs_runs import routed_layers
 from moe_runs import GIVEN_OTHERS, HALF, random_choices, randoms
 from operation_runs import INTERPRETER, assert_right, device, message_of, results, values
 
@@ -19,46 +20,13 @@ from ranks import assert_all_ok, assert_killed, meet
 pytestmark = INTERPRETER
 
 
-def a_routed_layer(rank, tokens, kind):
-    """Do the same with one sorting, forward and as its backward would; drop choices whose weight is NaN."""
-    gathering.begin(rank)
-    scattering.begin(rank)
-    k, inner, experts, topk, most = 16, 24, 4, 2, max(*tokens, 1)
-    own, errors = tokens[rank], []
-    with (
-        gathering.open(most, k, torch.float32) as up,
-        MoEReduceScatter(most + 3, k, torch.float32) as down,
-        gathering.open(most + 5, k, torch.float32) as another,
-    ):
-        for told in (None, tokens):
-            scattering.poison(down)
-            gathering.poison(up)
-            x, ids = randoms(own, k, dtype=torch.float32), random_choices(own, experts, topk, kind)
-            first, second = (
-                randoms(experts, *size, dtype=torch.float32) for size in ((inner, k), (k, inner))
-            )
-            weights = torch.rand(ids.shape, device=device()).where(ids >= 0, float("nan"))
-            hidden, routing = up.route(x, first, ids, weights, tokens=told)
-            by_choice = torch.empty_like(hidden)
-            by_choice[routing.rows.long()] = hidden
-            errors.append(gathering.error_ratio(by_choice, x, first, ids))
-            out = down.by_expert(hidden, second, routing)
-            errors.append(scattering.error_ratio(out, by_choice, second, ids, weights))
-            again = another.by_expert(x, first, routing)  # whose chunks lie further apart
-            errors.append(0.0 if torch.equal(again, hidden) else float("inf"))
-            ones = torch.ones(len(hidden), device=device())
-            out = down.by_expert(again, second, routing, ones)
-            errors.append(scattering.error_ratio(out, by_choice, second, ids, torch.ones_like(weights)))
-    return errors
-
-
 @pytest.mark.parametrize(
     ("tokens", "kind"),
     [((11,), "any"), ((21, 6), "any"), ((0, 9, 30), "any"), ((5, 12, 0, 40), "one"), ((7, 9), "none")],
     ids=str,
 )
 def test_both_operations_of_a_layer_may_share_a_sorting(tokens, kind):
-    assert_right(values(a_routed_layer, len(tokens), tokens, kind))
+    assert_right(values(routed_layers, len(tokens), tokens, kind, torch.float32))
 
 
 def routed(op, own, tokens):
