@@ -64,8 +64,9 @@ live peer may be given up too: one whose push to us stands behind its push to th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,7 +139,7 @@ class ChunkPusher:
             *(memory, self._stream, flags), free=FREE.value, risen=ARRIVED.value, after=AFTER.value
         )
         self.finish = self._permits.finish
-        # Rows of the last pushed call; 0 once an eager call has followed. Only the device knows of replays.
+        # Rows of the last pushed call, until one of another kind is noted. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
         rank, world = memory.rank, memory.world_size
         self._cut = (0, 0)  # rows and pieces of `_copies`
@@ -172,14 +173,16 @@ class ChunkPusher:
                 memory.write_signal(peer.our_arrived, end, stream)
         memory.write_signal(self._last_rows, rows, stream)
 
-    def note_eager_call(self) -> None:
-        """Enqueue that the last call was an eager one; to be called where nothing is being pushed."""
+    @contextlib.contextmanager
+    def noting(self, rows: int) -> Iterator[None]:
+        """Enqueue, beside the block, what `last_rows` returns of its call, which pushes nothing."""
         self._stream.fork()
-        self._memory.write_signal(self._last_rows, 0, self._stream)
+        self._memory.write_signal(self._last_rows, rows, self._stream)
+        yield
         self._stream.join()
 
     def last_rows(self) -> int:
-        """Return the rows of the last call if it was pushed, else 0; waits for the device."""
+        """Return the rows of the last call if it was pushed, else what was noted; waits for the device."""
         return int(self._last_rows.item())
 
     def gathered(self, rows: int) -> torch.Tensor:
