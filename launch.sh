@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a Python file on every GPU of this machine; without at least two GPUs, as 2 CPU ranks.
 #
-#   ./launch.sh [--nproc N] [--cpu] [torchrun options] FILE [ARGS...]
+#   ./launch.sh [--nproc N] [--cpu] [torchrun options] FILE [ARGS...]      or -m MODULE for FILE
 #   ./launch.sh test [--gpu] [pytest arguments]
 #
 # The first start installs what is missing, into the active virtual or conda environment or into .venv.
@@ -120,10 +120,11 @@ EOF
 # ---- ranks
 
 launch() {
-  local ranks="" cpu="" several_hosts="" options=()
+  local ranks="" cpu="" several_hosts="" module="" options=()
   while [[ ${1:-} == -* ]]; do
     case $1 in
       --cpu) cpu=yes ;;
+      -m | --module) module=--module ;;
       --nproc | --nproc-per-node) ranks=${2:-}; shift ;;
       --nproc=* | --nproc-per-node=*) ranks=${1#*=} ;;
       --*=*) options+=("$1") ;;
@@ -134,7 +135,7 @@ launch() {
   done
   [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || die "--nproc $ranks: the number of ranks is 1 or more"
   [[ $# -gt 0 ]] || die "no FILE given; ./launch.sh --help"
-  [[ -f $1 ]] || die "$1: no such file"
+  [[ -n $module || -f $1 ]] || die "$1: no such file"
   if [[ " ${options[*]} " =~ \ --(nnodes|rdzv|master|node)[-_a-z]*[\ =] ]]; then
     several_hosts=yes
   else
@@ -146,7 +147,7 @@ launch() {
   : "${OMP_NUM_THREADS:=$((cores = $(nproc) / ranks, cores > 0 ? cores : 1))}"  # or every rank takes all
   export OMP_NUM_THREADS
   # "--": torchrun would take an option of FILE, such as --m, for an abbreviation of its own.
-  exec "$python" -m torch.distributed.run "${options[@]}" --nproc-per-node "$ranks" -- "$@"
+  exec "$python" -m torch.distributed.run "${options[@]}" --nproc-per-node "$ranks" $module -- "$@"
 }
 
 # Settle launch's `ranks` and what they run on: GPUs, or the CPU, which is said in one line.

@@ -57,31 +57,31 @@ parse() {
 
 launch() { ./launch.sh --nproc "$nproc" "$@"; }
 
-# Run benchmark $1 with the other arguments; its record is $name.json, the page lies beside it.
+# Run the module $1 of benchmarks/ with the other arguments; its record is $name.json, the page lies beside it.
 record() {
-  launch "benchmarks/$1.py" "${@:2}" --json "$out/$name.json" &&
-    python3 benchmarks/render.py "$out/$name.json" --directory "$out/$name"
+  launch -m "benchmarks.$1" "${@:2}" --json "$out/$name.json" &&
+    python3 -m benchmarks.render "$out/$name.json" --directory "$out/$name"
 }
 
 part_check() { launch tests/helpers/soak_ag_gemm.py --calls "$calls" && python3 -m dist_autotune doctor; }
-part_ag_gemm() { record ag_gemm "${public[@]}"; }
-part_gemm_rs() { record gemm_rs "${public[@]}"; }
-part_ag_moe() { record ag_moe "${public[@]}"; }
-part_moe_rs() { record moe_rs "${public[@]}"; }
-part_step() { record whole_step; }
-part_tp() { name=parallel_layers record parallel_layers && name=training_step record training_step; }
+part_ag_gemm() { record operations.ag_gemm "${public[@]}"; }
+part_gemm_rs() { record operations.gemm_rs "${public[@]}"; }
+part_ag_moe() { record operations.ag_moe "${public[@]}"; }
+part_moe_rs() { record operations.moe_rs "${public[@]}"; }
+part_step() { record models.whole_step; }
+part_tp() { name=parallel_layers record models.parallel_layers && name=training_step record models.training_step; }
 part_rows() {
-  name=rows_ag_gemm record ag_gemm "${rows[@]}" ${rows:+--n 3584 --k 8192} &&
-    name=rows_gemm_rs record gemm_rs "${rows[@]}" ${rows:+--n 8192 --k 28672}
+  name=rows_ag_gemm record operations.ag_gemm "${rows[@]}" ${rows:+--n 3584 --k 8192} &&
+    name=rows_gemm_rs record operations.gemm_rs "${rows[@]}" ${rows:+--n 8192 --k 28672}
 }
 part_agreement() {
   if (($(gpus))); then
-    launch benchmarks/disagreement.py --json "$out/disagreement.json" || return
+    launch -m benchmarks.tuner.disagreement --json "$out/disagreement.json" || return
   fi
-  python3 benchmarks/exchange_cost.py --ranks "$nproc" --json "$out/exchange_cost.json"
+  python3 -m benchmarks.tuner.exchange_cost --ranks "$nproc" --json "$out/exchange_cost.json"
 }
 part_regret() {
-  python3 benchmarks/regret.py --op ag_gemm --nproc "$nproc" "${public[@]}" --sessions 10 \
+  python3 -m benchmarks.regret --op ag_gemm --nproc "$nproc" "${public[@]}" --sessions 10 \
     --sessions-budget-s 280 --warm-ups 60 --iterations 30 --directory "$out/sessions" --json "$out/regret.json"
 }
 part_soak() {

@@ -1,6 +1,6 @@
 """Draws the record of a benchmark (its --json file): a group of bars for each shape, the bound across them.
 
-python benchmarks/plot.py RECORD.json PICTURE.svg
+python -m benchmarks.plot RECORD.json PICTURE.svg
 
 Bars are times over the time of the product alone, so that shapes of different size stand side by side.
 Needs matplotlib (the extra `plots`).
@@ -15,10 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bound import all_gather_gemm_ms
-
 PIECES = 4  # of a chunk, for the bound: finer parts than copy engines are worth starting for
 INCHES_PER_CASE, INCHES_HIGH = 1.9, 4.2
+
+
+def all_gather_gemm_ms(gemm_ms: float, copies_ms: float, ranks: int, pieces: int) -> float:
+    """Return the least milliseconds from the start until the product of the last rows is done.
+
+    `gemm_ms`: the product alone, on data that is there; `copies_ms`: the copies alone, chunk after chunk,
+    each in `pieces` parts. The own chunk is multiplied first, each part no sooner than it has arrived; the
+    product never runs faster than alone, the copies never faster than alone, and neither slows the other.
+    Tiles have no size here, so a last wave that is not full is only counted as far as it is in `gemm_ms`.
+    """
+    if ranks == 1:
+        return gemm_ms
+    parts = (ranks - 1) * pieces
+    work_ms = gemm_ms / (ranks * pieces)
+    done_ms = gemm_ms / ranks
+    for part in range(1, parts + 1):
+        done_ms = max(done_ms, copies_ms * part / parts) + work_ms
+    return done_ms
 
 
 @dataclass(frozen=True)

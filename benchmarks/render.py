@@ -1,7 +1,7 @@
 """Turns the record of a benchmark (its --json file) into tables: one for the terminal, a page in Markdown.
 
-python benchmarks/render.py RECORD.json                              # print the page
-python benchmarks/render.py RECORD.json --directory docs/benchmarks  # write it there, the record beside it
+python -m benchmarks.render RECORD.json                              # print the page
+python -m benchmarks.render RECORD.json --directory docs/benchmarks  # write it there, the record beside it
 
 A page has a picture too where plot.py has one of the operation; that needs matplotlib.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
+from benchmarks import plot
 from dist_autotune.formatting import align
 
 Row = tuple[str, ...]
@@ -63,7 +63,7 @@ def page(record: dict[str, Any], picture: str = "") -> str:
         f"{_figures(record)} Median of {record['iterations']} calls on each rank, then the slowest rank.\n"
         "All arms interleaved in one process group, with new random normal inputs in every round, after\n"
         f"{record['warm_ups']} launches to warm up; results checked against float32 before and after.\n"
-        "Protocol and traps: `benchmarks/common.py`.",
+        "Protocol and traps: `benchmarks/common/arms.py`.",
         _markdown(*_summary(record)),
         f"![{record['title']}: times over that of the product alone]({picture})" if picture else "",
         "\n".join(f"* {reason}" for reason in _reasons(record)),

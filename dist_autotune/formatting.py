@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
+BITS_NOTE = "bits: class, 0 if as with the first config, and first digits of the outputs' digest."
 LAUNCH_BOUND_NOTE = (
     "launch-bound: the device waited for the host, so times include host time; candidates that "
     "differ by no more than that left the incumbent in place."
@@ -33,6 +34,11 @@ def format_percent(percent: float | None) -> str:
 def status_label(status: str, *, launch_bound: bool) -> str:
     """Return a context's status, marked where its times hold the host's part."""
     return f"{status}, launch-bound" if launch_bound else status
+
+
+def bits_label(bit_class: int | None, output_digest: str) -> str:
+    """Return a class of bits and the first digits of the outputs' digest; `-` where nothing was compared."""
+    return "-" if bit_class is None else f"{bit_class} {output_digest[:8]}".rstrip()
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -86,3 +92,11 @@ class Table:
     rows: Sequence[tuple[str, ...]]
     note: str = ""
     texts: int = 0  # the last so many columns hold long texts: on a terminal they share one column
+
+    def without_unknown(self, name: str) -> Table:
+        """Return the table without the column `name` if all that is in it is `-`."""
+        place = self.columns.index(name)
+        if any(row[place] != "-" for row in self.rows):
+            return self
+        columns, *rows = [line[:place] + line[place + 1 :] for line in (self.columns, *self.rows)]
+        return replace(self, columns=columns, rows=rows)

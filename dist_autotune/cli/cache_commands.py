@@ -11,7 +11,7 @@ import typer
 
 from .. import settings
 from ..codec import to_json
-from ..formatting import Table, config_label, counted, format_ms
+from ..formatting import Table, bits_label, config_label, counted, format_ms
 from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
 from ..storage.winners import Entry, Winners
@@ -24,15 +24,16 @@ app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.
 def list_entries() -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
-    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel", "winner")
+    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "bits", "kernel", "winner")
     rows = []
     for entry in cache.entries():
         key, created = entry.key, entry.created_at[:16].replace("T", " ")
         figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
-        rows.append((*figures, entry.title, config_label(entry.config)))
+        bits = bits_label(entry.bit_class, entry.output_digest)
+        rows.append((*figures, bits, entry.title, config_label(entry.config)))
     if rows:
         table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, texts=2)
-        terminal.print_tables(terminal.open_console(), table)
+        terminal.print_tables(terminal.open_console(), table.without_unknown("bits"))
     else:
         typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
 
@@ -139,13 +140,13 @@ def _export_files(path: Path, entries: list[Entry], format_name: str, *, replace
 def import_entries(
     path: Annotated[Path, typer.Argument(help="A bundle that `cache export` wrote.")],
     replace: Annotated[
-        bool, typer.Option("--replace", help="Where winners differ, take those of the bundle.")
+        bool, typer.Option("--replace", help="Where results differ, take those of the bundle.")
     ] = False,
     any_hardware: Annotated[
         bool, typer.Option("--any-hardware", help="Store entries for other devices than this machine's, too.")
     ] = False,
 ) -> None:
-    """Add the entries of a bundle to the cache; where winners differ, those of the cache stay."""
+    """Add the entries of a bundle to the cache; where results differ, those of the cache stay."""
     from ..storage.device import Device  # it imports torch, which serves this command alone
 
     cache = _open_cache()
@@ -170,8 +171,8 @@ def import_entries(
 
 
 def _report_import(cache: Winners, merged: bundle.Merged, *, replaces: bool) -> None:
-    """Say what became of the entries; of those that differ, which winner stands."""
-    differing = f"{len(merged.conflicts)} with another winner"
+    """Say what became of the entries; of those that differ, which one stands."""
+    differing = f"{len(merged.conflicts)} with another winner or other bits"
     typer.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
     for old, new in merged.conflicts:
         kept, other = (new, old) if replaces else (old, new)
@@ -200,7 +201,10 @@ def _hardware(device: str, capability: str) -> str:
 
 
 def _winner(entry: Entry) -> str:
-    return f"{config_label(entry.config)} ({format_ms(entry.ms)} ms, {entry.created_at or 'undated'})"
+    facts = [f"{format_ms(entry.ms)} ms", entry.created_at or "undated"]
+    if entry.bit_class is not None:
+        facts.append(f"bits {bits_label(entry.bit_class, entry.output_digest)}")
+    return f"{config_label(entry.config)} ({', '.join(facts)})"
 
 
 def _open_cache() -> Winners:

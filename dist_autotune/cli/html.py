@@ -9,7 +9,16 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from ..formatting import Table, config_label, counted, format_ms, format_percent, one_line, status_label
+from ..formatting import (
+    Table,
+    bits_label,
+    config_label,
+    counted,
+    format_ms,
+    format_percent,
+    one_line,
+    status_label,
+)
 from ..logs.history import CandidateHistory, ContextHistory, History, is_time, percent_over
 from ..logs.timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
 from ..search.budget import StepTimes
@@ -194,6 +203,8 @@ def _figures(shown: SessionReport, tuned: TunedContext, context: ContextHistory)
         yield f"{format_ms(tuned.ms)} ms" if tuned.judge == BY_LAUNCH else f"{format_ms(tuned.ms)} ms a run"
     if (share := shown.report.share_percent(tuned)) is not None:
         yield f"{share:.1f} % of the launches' time"
+    if tuned.bit_class is not None:
+        yield f"bits {bits_label(tuned.bit_class, tuned.output_digest)}"
     if tuned.gain_percent is not None:
         yield f"{format_percent(-tuned.gain_percent)} % against the first config"
     cost = cost_alone_percent(context)
@@ -212,6 +223,8 @@ def _candidates(context: ContextHistory) -> list[Html]:
     for each in ordered:
         is_winner = each is context.winner
         marks = [element("span", "winner", class_="mark")] if is_winner else []
+        if (bit_class := context.settled.bit_classes.get(each.config)) is not None:
+            marks.append(element("span", f"class {bit_class} of bits", class_="mark bits"))
         if ranks := alone.get(each.config_id):
             noun = "rank" if len(ranks) == 1 else "ranks"
             marks.append(element("span", f"{noun} {tables.ranges(ranks)} alone", class_="mark alone"))

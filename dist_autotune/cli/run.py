@@ -39,6 +39,7 @@ OPTIONS = {
     "max_runs": "Steps of a session at most.",
     "budget_s": "Seconds after which the best so far stays.",
     "compile_jobs": "Candidates that a rank compiles at a time, behind the steps.",
+    "filler_ms": "How much later a trial may begin, in ms, for kernels to be timed without the host's part.",
     "progress": "On rank 0's stderr: a bar on a terminal, else a line every 5 s.",
 }
 OFF: dict[str, Any] = {"cache": False, "log_dir": None}

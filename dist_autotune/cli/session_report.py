@@ -112,6 +112,9 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
         launches=max(settled.launches, 0),
         key_text=first.key,
         config_text=config or "",
+        bit_class=settled.bit_classes.get(config or ""),
+        bit_classes=settled.bit_classes,
+        output_digest=settled.output_digest,
     )
     if settled is NOT_SETTLED:
         launches = [record.launches for record in context.records if isinstance(record, Trial)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..formatting import (
+    BITS_NOTE,
     LAUNCH_BOUND_NOTE,
     WALL_CLOCK_NOTE,
     Table,
+    bits_label,
     config_label,
     config_parts,
     counted,
@@ -96,7 +98,7 @@ def context_tables(context: ContextHistory) -> list[Table]:
 def contexts_table(shown: SessionReport) -> Table:
     """Return one row per context, the one that takes most of a run's time first."""
     report = shown.report
-    names = (">share %", ">ms", ">gain %", ">spread %", ">alone %", "status", "context", "winner")
+    names = (">share %", ">ms", ">gain %", ">spread %", ">alone %", "status", "bits", "context", "winner")
     rows = []
     for tuned, context in zip(report.contexts, shown.contexts, strict=True):
         share = report.share_percent(tuned)
@@ -109,6 +111,7 @@ def contexts_table(shown: SessionReport) -> Table:
                 format_percent(None if is_alone else tuned.spread_percent),
                 format_percent(None if is_alone else cost_alone_percent(context)),
                 status_label(tuned.status, launch_bound=tuned.launch_bound),
+                bits_label(tuned.bit_class, tuned.output_digest),
                 tuned.label,
                 config_label(tuned.config or "-"),
             )
@@ -119,7 +122,9 @@ def contexts_table(shown: SessionReport) -> Table:
     )
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
-    return Table("Contexts", names, rows, note, texts=2)
+    if any(context.bit_class is not None for context in report.contexts):
+        note += f" {BITS_NOTE}"
+    return Table("Contexts", names, rows, note, texts=2).without_unknown("bits")
 
 
 def _stragglers_table(session: SessionHistory) -> Table:
@@ -164,7 +169,8 @@ def in_order(candidates: Iterable[CandidateHistory]) -> list[CandidateHistory]:
 
 def _candidates_table(context: ContextHistory) -> Table:
     names = (
-        ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", "config", "remark",
+        ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", ">class of bits", "config",
+        "remark",
     )  # fmt: skip
     ordered, shared = in_order(context.candidates), shared_parts(context)
     rows = []
@@ -175,8 +181,10 @@ def _candidates_table(context: ContextHistory) -> Table:
         winner = "winner" if each is context.winner else ""
         remark = f"banned on all ranks by {one_line(each.banned)}" if each.banned else winner
         texts = short_config(each, shared), remark
-        rows.append((str(each.config_id), *figures, slowest, str(each.samples), *texts))
-    return Table(f"{context.label}: candidates", names, rows, candidates_note(context), texts=2)
+        bits = bits_label(context.settled.bit_classes.get(each.config), "")
+        rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))
+    table = Table(f"{context.label}: candidates", names, rows, candidates_note(context), texts=2)
+    return table.without_unknown(">class of bits")
 
 
 def candidates_note(context: ContextHistory) -> str:

@@ -21,13 +21,14 @@ from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
 from .registry import Registry
-from .tunable import KnownChoices, texts_of
+from .tunable import CHOICES, KnownChoices, Ranks, texts_of
 
 
 class Dispatcher:
     """The launches of one tuned function on this rank, from any thread.
 
-    compiling: entered while this rank compiles, so that its peers wait on. passes_single: a kernel with one
+    ranks: those that agree on what is launched. compiling: entered while this rank compiles, so that its
+    peers wait on. passes_single: a kernel with one
     config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
     settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
     """
@@ -37,6 +38,7 @@ class Dispatcher:
         registry: Registry,
         clock: Clock,
         guard: CrashGuard,
+        ranks: Ranks,
         compiling: Callable[[], AbstractContextManager[None]],
         *,
         passes_single: bool,
@@ -52,6 +54,7 @@ class Dispatcher:
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
+        self._ranks = frozenset(ranks)
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -80,13 +83,16 @@ class Dispatcher:
                     raise
             candidate = binding.rank_context.chosen(binding)
 
-    def choose(self, name: str, options: Sequence[Any], key: Key) -> Any:
-        """Answer `tunable`: return the option that this run plans."""
-        if (known := self._known_choices.find(name, options, key)) is not None:
+    def choose(self, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
+        """Answer `tunable`: return the option that this run plans; see there for `among`."""
+        if not self._ranks.issuperset(among):
+            return CHOICES.recall(name, options, key, among)
+        if (known := self._known_choices.find(name, options, key, among)) is not None:
             return options[known]
         texts = texts_of(name, options)
         with self._lock:
-            context = self._registry.choice(name, key, dict(zip(texts, options, strict=True)))
+            by_text = dict(zip(texts, options, strict=True))
+            context = self._registry.choice(name, key, by_text, is_joint=bool(among))
         is_capturing = interception.is_capturing()
         candidate = context.stand_in() if is_capturing else self._candidate(context.bindings[0])
         self._check_tuned(context, candidate)
@@ -95,7 +101,7 @@ class Dispatcher:
             context.ran.add(candidate)
             context.launches += 1
             if self._stays(context):
-                self._known_choices.add(name, options, key, place)
+                self._known_choices.add(name, options, key, among, place)
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
     def _stays(self, context: RankContext) -> bool:

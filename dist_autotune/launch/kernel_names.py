@@ -53,9 +53,9 @@ class KernelNames:
         """Keep the name of an Autotuner that this run launches from those that are new in it."""
         self._taken.add(self._ordinals[tuner])
 
-    def name_of_choice(self, name: str, options: Iterable[str]) -> str:
+    def name_of_choice(self, name: str, options: Iterable[str], *, is_joint: bool) -> str:
         """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
-        family = digest(f"tunable|{name}")
+        family = digest(f"tunable{' of all ranks' if is_joint else ''}|{name}")
         kernel = _kernel(family, options)
         self._families.setdefault(family, set()).add(kernel)
         return kernel

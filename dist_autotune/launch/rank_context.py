@@ -48,7 +48,9 @@ class RankContext:
     constants: str
     key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`
+    is_joint: bool = False  # of one whose ranks take the same option in every run
     claim: Claim | None = None  # a result that it had when this rank first launched it
+    holds_claim_back: bool = False  # the peers may not have it: it is reported, not launched
     like: str = ""  # the nearest tuned key; "": none
     first: str = ""  # its winner, which this context begins with
     search: Context | None = None  # the state all ranks share, once one of them has announced it
@@ -185,8 +187,10 @@ class RankContext:
         if self.search is not None:
             incumbent = self.search.digests[self.search.incumbent]
             banned |= {self.search.digests[index] for index in self.search.banned}
+        elif self.claim is None or self.holds_claim_back:
+            incumbent = next(iter(candidates))
         else:
-            incumbent = next(iter(candidates)) if self.claim is None else self.claim[1]
+            incumbent = self.claim[1]
         for candidate in (incumbent, *candidates, *known):
             if candidate not in banned and candidate in known:
                 return candidate

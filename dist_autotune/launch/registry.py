@@ -72,12 +72,13 @@ class Registry:
         context = self._context(kernel, launch.key(), source, configs, texts, launch)
         return Binding(weakref.ref(launch.tuner), launch.key(), configs, context)
 
-    def choice(self, name: str, key: Key, options: dict[str, Any]) -> RankContext:
+    def choice(self, name: str, key: Key, options: dict[str, Any], *, is_joint: bool) -> RankContext:
         """Return the context of a `tunable`, whose options are given by their texts."""
-        kernel = self.names.name_of_choice(name, options)
+        kernel = self.names.name_of_choice(name, options, is_joint=is_joint)
         texts = {digest(text): text for text in options}
         configs = {each: options[text] for each, text in texts.items()}
-        context = self._context(kernel, key, KernelSource(name, digest=""), configs, texts, None)
+        source = KernelSource(name, digest="")
+        context = self._context(kernel, key, source, configs, texts, None, is_joint=is_joint)
         if not context.bindings:
             context.bindings.append(Binding(lambda: None, key, configs, context))
             self.by_name[context.name] = context
@@ -91,6 +92,8 @@ class Registry:
         configs: dict[str, Any],
         texts: dict[str, str],
         launch: Launch | None,
+        *,
+        is_joint: bool = False,
     ) -> RankContext:
         """Return the context of a kernel's key; a new one has a slot of its own among those of the kernel.
 
@@ -112,6 +115,7 @@ class Registry:
         context = RankContext(
             name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names, is_choice
         )
+        context.is_joint = is_joint
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:
             cached = None if tuner is None else tuner.cache.get(key)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ..errors import InvalidOption
+from ..ranks.group import ranks_of
 from ..triton_api import identity
 from ..triton_api.interception import INTERCEPTION, PROGRAM
 
 T = TypeVar("T")
+Ranks: TypeAlias = tuple[int, ...]  # global ranks that take the same option; (): each takes its own
 
 
 class KnownChoices:
@@ -20,17 +22,17 @@ class KnownChoices:
     def __init__(self) -> None:
         self._places: dict[Any, int] = {}
 
-    def find(self, name: str, options: Sequence[Any], key: tuple[Any, ...]) -> int | None:
+    def find(self, name: str, options: Sequence[Any], key: tuple[Any, ...], among: Ranks) -> int | None:
         """Return the place of the option that stands; None: not known."""
         try:
             # With their types: 1, 1.0 and True are equal, and different options.
-            return self._places[name, key, tuple(options), tuple(map(type, options))]
+            return self._places[name, key, among, tuple(options), tuple(map(type, options))]
         except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
             return None
 
-    def add(self, name: str, options: Sequence[Any], key: tuple[Any, ...], place: int) -> None:
+    def add(self, name: str, options: Sequence[Any], key: tuple[Any, ...], among: Ranks, place: int) -> None:
         with contextlib.suppress(TypeError):
-            self._places[name, key, tuple(options), tuple(map(type, options))] = place
+            self._places[name, key, among, tuple(options), tuple(map(type, options))] = place
 
     def clear(self) -> None:
         self._places.clear()
@@ -40,38 +42,47 @@ class Choices:
     """Settled choices of this process, for calls of `tunable` outside a tuned function."""
 
     def __init__(self) -> None:
-        self._by_name: dict[tuple[str, str], str] = {}
+        self._settled: dict[tuple[str, str], dict[Ranks, str]] = {}  # the last one last
         self._known = KnownChoices()
 
-    def remember(self, name: str, key_text: str, option_text: str) -> None:
-        self._by_name[name, key_text] = option_text
+    def remember(self, name: str, key_text: str, option_text: str, agreed_by: Ranks) -> None:
+        """Keep a settled option; agreed_by: the ranks that took it together, () of a choice of one rank."""
+        settled = self._settled.setdefault((name, key_text), {})
+        settled.pop(agreed_by, None)
+        settled[agreed_by] = option_text
         self._known.clear()
 
-    def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...]) -> T:
-        """Return the settled one of `options`, by their texts, or the first."""
-        if (place := self._known.find(name, options, key)) is None:
+    def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...], among: Ranks) -> T:
+        """Return the one of `options` that was settled last, by all of `among`, or the first."""
+        if (place := self._known.find(name, options, key, among)) is None:
             texts = texts_of(name, options)
-            settled = self._by_name.get((name, identity.key_text(key)))
-            place = texts.index(settled) if settled in texts else 0
-            self._known.add(name, options, key, place)
+            settled = self._settled.get((name, identity.key_text(key)), {}).items()
+            usable = [text for ranks, text in settled if bool(ranks) == bool(among) and {*among} <= {*ranks}]
+            place = texts.index(usable[-1]) if usable and usable[-1] in texts else 0
+            self._known.add(name, options, key, among, place)
         return options[place]
 
 
 CHOICES = Choices()
 
 
-def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = ()) -> T:
+def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among: Any = None) -> T:
     """Return one of `options` for this run of the tuned function around it.
 
     Each (name, key) is a context like a kernel with its key; it is tuned after the kernels, by the time
     of the whole run. Outside a tuned function: the settled choice for that key, or the first option.
 
-    Raises InvalidOption when there are no options, or one that JSON cannot represent.
+    among: a process group whose ranks must all take the same option in the same call, as for a choice of how
+    they communicate; name, options and key are equal on them. It is tuned only where is_dist=True agrees
+    with all of them. Elsewhere they get what they have settled together, or the first option.
+
+    Raises InvalidOption when there are no options, or one that JSON cannot represent, and on a rank that is
+    no member of `among`.
     """
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
     choose: Callable[..., T] = INTERCEPTION.chooser or PROGRAM.chooser or CHOICES.recall
-    return choose(name, options, tuple(key))
+    return choose(name, options, tuple(key), () if among is None else ranks_of(among))
 
 
 def texts_of(name: str, options: Sequence[Any]) -> list[str]:

@@ -188,4 +188,11 @@ def _rank_in(group: Any) -> int:
         raise InvalidOption(f"group={group!r}: {error}") from None
 
 
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group that this process is a member of; raises InvalidOption."""
+    if _rank_in(group) < 0:
+        raise InvalidOption(f"rank {dist.get_rank()} is no member of the process group that it was given")
+    return tuple(dist.get_process_group_ranks(group))
+
+
 GROUPS = Groups()

@@ -88,16 +88,17 @@ class TunedProgram:
             return False
         with self._lock:
             if self._tuner is None:
-                self._made_tuner().begin()
+                self._make_tuner().begin()
         return True
 
     def _end_run(self) -> None:
         if os.getpid() == self._pid:
             with self._lock:
-                tuner = self._tuner or self._made_tuner()
+                tuner = self._tuner or self._make_tuner()
             tuner.end_run()
 
-    def _made_tuner(self) -> ScriptTuner:
+    def _make_tuner(self) -> ScriptTuner:
+        """Make the program's tuner, which needs no gate. Under the lock: two threads may launch at once."""
         from .script_tuner import ScriptTuner
 
         self._remove_gate()  # set by that import, if not before

@@ -189,14 +189,8 @@ class SearchState:
         """Apply one run of all ranks; return what it was for each context."""
         had_trial, was_closing, bits = self.has_trial, self.closing, self.bit_classes
         plan_trial = self.plan_trial if bits is None or bits.is_over else None
-        is_new = any(part.announcement for part in merged.parts.values())
-        is_trial = is_new or any(each.is_on_trial for each in self._trials)
-        self._trials_made += is_trial
-        is_wait = not is_trial and any(each.waiting for each in self._trials)
-        self._waits += is_wait
-        self._held += not (is_trial or is_wait) and any(c.compiling for c in self.contexts.values())
+        self._count_run(merged)
         self._turns.record_launches(merged)
-        self.runs += 1
         merged = _with_late_hosts(merged)
         self._is_judging = not self._brings_kernels(merged)
         outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
@@ -217,6 +211,23 @@ class SearchState:
             bits.plan_run(closing=self.closing)
         self._begin_next()
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
+        self._end_if_idle(merged, is_idle=is_idle, was_closing=was_closing)
+        return outcomes
+
+    def _count_run(self, merged: RunReport) -> None:
+        """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
+        self.runs += 1
+        is_new = any(part.announcement for part in merged.parts.values())
+        if is_new or any(each.is_on_trial for each in self._trials):
+            self._trials_made += 1
+        elif any(each.waiting for each in self._trials):
+            self._waits += 1
+        elif any(context.compiling for context in self.contexts.values()):
+            self._held += 1
+
+    def _end_if_idle(self, merged: RunReport, *, is_idle: bool, was_closing: bool) -> None:
+        """End the session with a run that had nothing to try, once all ranks launch what is settled."""
+        bits = self.bit_classes
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
         if is_idle:
             launched = [context for name, context in self.contexts.items() if name in merged.launched]
@@ -225,7 +236,6 @@ class SearchState:
         if bits is not None:
             self.done = self.done and bits.accepts(merged, closing=self.closing)
             self.remark = bits.remark or self.remark
-        return outcomes
 
     def _apply_part(self, name: str, merged: RunReport) -> Outcome:
         part, context = merged.parts[name], self.contexts.get(name)

@@ -79,7 +79,7 @@ def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Fl
     return Winner(best, [index for index in candidates if agreed_ms[index] == agreed_ms[best]])
 
 
-# Thresholds of `racing`, chosen with benchmarks/search_simulator.py (its table is in docs/benchmarks).
+# Thresholds of `racing`, chosen with benchmarks/simulation/search_simulator.py (table: docs/benchmarks).
 _SINGLE_FACTOR = 10.0  # after the warm-up run, or a single sample: anything else may explain less
 _PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
 _ERRORS = 1.0  # later a candidate stays within so many standard errors of the best ...
@@ -147,18 +147,29 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
         if len(alive) == 1:
             break
     tied = set(_timed_within(agreed_ms, alive, 1 + _TIE))
-    wide = 1 + max(_TIE, _TIE_ERRORS * noise.of_differences(samples))
     best = min(tied, key=agreed_ms.__getitem__, default=first)
-    while more_runs >= 2 and first in alive and agreed_ms[best] * (1 + _TIE) < agreed_ms[first] < math.inf:
-        if agreed_ms[first] > wide * agreed_ms[best]:
-            break
-        for index in (best, first) if samples % 2 else (first, best):
-            agreed_ms[index] = yield index
-        more_runs, samples = more_runs - 2, samples + 1
-        wide = 1 + max(_TIE, _TIE_ERRORS * noise.of_differences(samples))
-    tied |= {first} & set(_timed_within(agreed_ms, alive, wide))
+    if first in alive:
+        samples += yield from _duel(best, first, agreed_ms, noise, samples, more_runs)
+    tied |= {first} & set(_timed_within(agreed_ms, alive, noise.widest_tie(samples)))
     winner = first if first in tied else min(tied, default=alive[0])
     return Winner(winner, tied or {winner})
+
+
+def _duel(
+    best: int, first: int, agreed_ms: dict[int, float], noise: _Noise, samples: int, runs: int
+) -> Generator[int, float, int]:
+    """Run both on while the noise may explain what is between them; return the rounds made.
+
+    agreed_ms: is updated. samples: of each so far. runs: at most.
+    """
+    made = 0
+    while runs >= 2 * (made + 1) and agreed_ms[best] * (1 + _TIE) < agreed_ms[first] < math.inf:
+        if agreed_ms[first] > noise.widest_tie(samples + made) * agreed_ms[best]:
+            break
+        for index in (best, first) if (samples + made) % 2 else (first, best):
+            agreed_ms[index] = yield index
+        made += 1
+    return made
 
 
 def _faster_of_two(first_ms: float, median_ms: float) -> float:
@@ -197,6 +208,10 @@ class _Noise:
     def of_differences(self, samples: int) -> float:
         """Return the standard error of the difference of two medians of so many samples, as a part of one."""
         return math.sqrt(2 * self._squares / self._moves / max(samples, 1))
+
+    def widest_tie(self, samples: int) -> float:
+        """Return the factor of the best up to which the first candidate may be its equal."""
+        return 1 + max(_TIE, _TIE_ERRORS * self.of_differences(samples))
 
 
 def _within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:

@@ -26,8 +26,8 @@ class Merged:
     """What became of the entries of a bundle."""
 
     added: int
-    same: int  # the cache had the same winners
-    conflicts: tuple[tuple[Entry, Entry], ...]  # (of the cache, of the bundle), with different winners
+    same: int  # the cache had the same results
+    conflicts: tuple[tuple[Entry, Entry], ...]  # (of the cache, of the bundle): other winners, or other bits
     missing: int  # could not be stored; a `CacheWarning` says why
 
 
@@ -51,7 +51,12 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
 
 
 def write_whole(path: Path, content: str, *, replaces: bool) -> None:
-    """Write a file at once: nobody sees a part of it. Raises FileExistsError unless it `replaces` one."""
+    """Write a file at once: nobody sees a part of it.
+
+    Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory: name a file in it, such as {path / 'winners.json'}")
     if path.exists() and not replaces:
         raise FileExistsError(f"{path} is there already: --replace writes over it")
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
@@ -78,7 +83,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Merged:
-    """Store the entries of a bundle; another winner that the cache has stays, unless this `replaces` it."""
+    """Store the entries of a bundle; another result that the cache has stays, unless this `replaces` it."""
     stored = [winners.get(entry.key) for entry in entries]
     winners.put(*entries, replaces=replaces)
     now = [winners.get(entry.key) for entry in entries]
@@ -87,8 +92,8 @@ def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Merg
     pairs = list(zip(stored, entries, strict=True))
     return Merged(
         added=sum(old is None and new is not None for old, new in zip(stored, now, strict=True)),
-        same=sum(old is not None and old.winner == entry.winner for old, entry in pairs),
-        conflicts=tuple((old, e) for old, e in pairs if old is not None and old.winner != e.winner),
+        same=sum(old is not None and old.result == entry.result for old, entry in pairs),
+        conflicts=tuple((old, e) for old, e in pairs if old is not None and old.result != e.result),
         missing=sum(new is None for new in now),
     )
 

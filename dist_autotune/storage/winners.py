@@ -108,9 +108,9 @@ class Entry:
         return context_label(self.key.kernel, self.key.key)
 
     @property
-    def result(self) -> tuple[str, int | None]:
+    def result(self) -> tuple[str, int | None, str]:
         """Return what the entry says that another one of its key may not."""
-        return self.winner, self.bit_class
+        return self.winner, self.bit_class, self.output_digest
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-representable form, without the schema version."""
@@ -149,7 +149,7 @@ class Winners:
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 
     def put(self, *entries: Entry, replaces: bool = True) -> None:
-        """Store each entry, unless there is one with the same winner; `replaces`: in place of another one."""
+        """Store each entry, unless there is one with the same result; `replaces`: in place of another one."""
         if self.directory is None:
             return
         try:

@@ -114,6 +114,7 @@ class FunctionState:
             self.registry,
             function.clock,
             self.guard,
+            function.group.ranks,
             self.compiling,
             passes_single=function.is_alone,
             is_frozen=not function.tunes,

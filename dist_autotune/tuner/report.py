@@ -40,7 +40,7 @@ class TunedContext:
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
 
     def __str__(self) -> str:
-        label, ms, _, status, timed, banned, config = self._cells(world_size=1)
+        label, ms, _, status, timed, banned, _, config = self._cells(world_size=1)
         return f"{label}: {config}, {ms} ms, {status} ({timed} timed, {banned} banned)"
 
     @property
@@ -84,6 +84,9 @@ class TunedContext:
             "launch_bound": self.launch_bound,
             "timings": dict(self.timings),
             "banned": dict(self.banned),
+            "bit_class": self.bit_class,
+            "bit_classes": dict(self.bit_classes),
+            "output_digest": self.output_digest,
         }
 
     def _cells(self, world_size: int) -> tuple[str, ...]:
@@ -91,8 +94,9 @@ class TunedContext:
         spread = f"{self.spread_percent:.1f} %" if is_known else "-"
         status = formatting.status_label(self.status, launch_bound=self.launch_bound)
         counts = str(len(self.timings)), str(len(self.banned))
+        bits = formatting.bits_label(self.bit_class, self.output_digest)
         config = "-" if self.config is None else config_label(self.config)
-        return (self.label, format_ms(self.ms), spread, status, *counts, config)
+        return (self.label, format_ms(self.ms), spread, status, *counts, bits, config)
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,8 @@ class TuningReport:
         trials, waits, held, compiling, runs, more_runs), step (None where unknown; before_ms, after_ms,
         gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
         spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
-        banned). Configs and keys are the texts of the log. `report --json` of the command line has the same
-        as "report".
+        banned, bit_class, bit_classes, output_digest). Configs and keys are the texts of the log. `report
+        --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         return {
@@ -151,9 +155,10 @@ class TuningReport:
     def __str__(self) -> str:
         lines = [self.heading]
         if self.contexts:
-            columns = ("context", "ms", "spread", "status", "timed", "banned", "winner")
+            columns = ("context", "ms", "spread", "status", "timed", "banned", "bits", "winner")
             rows = [context._cells(self.world_size) for context in self.contexts]
-            lines += formatting.align(columns, rows, right={"ms", "spread", "timed", "banned"})
+            table = formatting.Table("", columns, rows).without_unknown("bits")
+            lines += formatting.align(table.columns, table.rows, right={"ms", "spread", "timed", "banned"})
         return "\n".join([*lines, *self.remarks])
 
     @property
@@ -167,11 +172,11 @@ class TuningReport:
     @property
     def table(self) -> formatting.Table:
         """The contexts, for a terminal of any width."""
-        columns = (">ms", ">spread", "status", ">timed", ">banned", "context", "winner")
+        columns = (">ms", ">spread", "status", ">timed", ">banned", "bits", "context", "winner")
         rows = []
         for label, *figures, winner in (context._cells(self.world_size) for context in self.contexts):
             rows.append((*figures, label, winner))
-        return formatting.Table("Contexts", columns, rows, texts=2)
+        return formatting.Table("Contexts", columns, rows, texts=2).without_unknown("bits")
 
     @property
     def remarks(self) -> list[str]:

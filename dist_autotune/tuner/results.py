@@ -137,6 +137,7 @@ class Results:
         entry = self._disk.get(key) if self.looks_on_disk else None
         if entry is None or not self._may_use(entry):
             return None
+        rank_context.holds_claim_back = rank_context.is_joint
         return self._function.group.rank, entry.winner, entry.ms
 
     @property
@@ -181,7 +182,8 @@ class Results:
         index, times = context.incumbent, context.times.ms
         winner = context.digests[index]
         if rank_context.is_choice:
-            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner])
+            ranks = self._function.group.ranks if rank_context.is_joint else ()
+            CHOICES.remember(context.kernel, rank_context.key_text, rank_context.texts[winner], ranks)
         self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return
@@ -224,6 +226,11 @@ class Results:
             if not context.provisional:
                 autotuner_cache.announce(tuner, binding.key, cache_hit=is_cached)
 
+    def _candidates(self, rank_context: RankContext) -> tuple[str, ...]:
+        """Return the candidates' digests; in the order of the configs where a class of bits depends on it."""
+        candidates = tuple(rank_context.texts)
+        return candidates if self._function.bits == "same" else tuple(sorted(candidates))
+
     def _entry_key(self, rank_context: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
@@ -231,7 +238,7 @@ class Results:
             kernel_digest=rank_context.kernel,
             key=rank_context.key_text,
             constants=rank_context.constants,
-            candidates=tuple(sorted(rank_context.texts)),
+            candidates=self._candidates(rank_context),
             scope=self._scope if rank_context.is_choice else self._kernel_scope,
             **self._conditions,
         )

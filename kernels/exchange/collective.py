@@ -7,8 +7,9 @@ ends only if every rank makes it, so it is no rank's own choice, as all else is.
     captured    nobody is asked, as graphs may be captured again: it is made if the last eager call with as
                 many rows made it, which is the same on all ranks, as they make calls in the same order
 
-Whether a rank would is fixed by the caller, or a `tunable`, judged by the time of the whole run. Its key
-holds nothing of a rank's own, so a session tries it on all ranks in the same runs.
+Whether a rank would is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the
+whole run. Its key holds nothing of a rank's own, so sessions try it on all ranks in the same runs. Ballots
+hold as well where ranks part: where one calls outside of a session, or with other rows.
 
 A peer that comes with other rows, or not at all, is found before the collective is enqueued. One that dies
 behind that, or does not replay its graph, is waited for as long as the process group waits.
@@ -95,7 +96,8 @@ class Collective:
             return bool(self._fixed)
         if rows > MOST_ROWS:
             return False
-        return tunable(self._choice, WAYS, key=(rows, self._world_size, *key)) == WAYS[1]
+        key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
+        return tunable(self._choice, WAYS, key=key, among=ranks) == WAYS[1]
 
     def agree(self, rows: int, *, wants: bool, is_capturing: bool) -> bool:
         """Return whether a call is made by the collective: the same on all ranks. To be asked once in each.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ag_gemm import AllGatherGemm
 from ..gemm_rs import GemmReduceScatter
-from .registry import find, size_of
+from .registry import opened, size_of
 
 library = torch.library.Library("dist_autotune", "FRAGMENT")
 library.define(
@@ -54,7 +54,7 @@ def _gather(
 
     The gather hides behind the largest product.
     """
-    operation = find(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
+    operation = opened(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
     largest = max(range(len(weights)), key=lambda i: weights[i].shape[0])
     first = operation(by_rows(a_shard), weights[largest])
     if not needs_rows and len(weights) == 1:  # reading them may copy them
@@ -76,7 +76,7 @@ def _matmul_reduce_scatter(a: list[Tensor], weights: list[Tensor], group_name: s
         if i != largest:
             addend = rows @ weight.T if addend is None else addend.addmm_(rows, weight.T)
     rows, weight = a[largest], weights[largest]
-    operation = find(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
+    operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
     return operation(by_rows(rows), weight, addend=addend)
 
 
@@ -102,7 +102,7 @@ def _matmul_reduce_scatter_backward(
 def by_rows(matrix: Tensor) -> Tensor:
     """Return the matrix with contiguous rows that do not overlap, as those of an expanded gradient do."""
     lies_by_rows = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
-    return matrix if lies_by_rows or matrix.numel() == 0 else matrix.contiguous()
+    return matrix if lies_by_rows else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def start_gather(shard: Tensor, group_name: str) -> Tensor:

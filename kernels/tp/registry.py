@@ -47,10 +47,6 @@ class Workspace:
     is_captured: bool = False
 
 
-_open: dict[Key, Workspace] = {}
-_outgrown: list[tuple[Key, Workspace]] = []  # graphs replay in them
-
-
 def name_of(group: Group) -> str:
     """Return the name by which operators know the group; None is the default group."""
     if isinstance(group, str):
@@ -77,6 +73,46 @@ def _group_of(group_name: str) -> dist.ProcessGroup:
     return _resolve_process_group(group_name)  # type: ignore[arg-type]  # its kind of str is not public
 
 
+class Workspaces:
+    """The workspaces of this process. Operators, which get tensors alone, reach them by `WORKSPACES`."""
+
+    def __init__(self) -> None:
+        self.open: dict[Key, Workspace] = {}
+        self.outgrown: list[tuple[Key, Workspace]] = []  # graphs replay in them
+
+    def find(self, key: Key) -> Workspace | None:
+        """Return what is open for the key, unless its group is gone: a new one may have the same name."""
+        found = self.open.get(key)
+        if found is not None and found.group is not _group_of(key.group_name):
+            _close(key, self.open.pop(key))
+            return None
+        return found
+
+    def replace(self, key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) -> Workspace:
+        """Open a workspace of so many rows, where a smaller one makes room unless a graph needs it."""
+        if outgrown is not None:
+            del self.open[key]
+            if outgrown.is_captured:
+                self.outgrown.append((key, outgrown))
+            else:
+                _close(key, outgrown)
+        group = _group_of(key.group_name)
+        open_one: Any = key.kind
+        operation = open_one(rows, key.columns, key.dtype, group, timeout_s=timeout_s)
+        self.open[key] = workspace = Workspace(operation, group, rows, timeout_s)
+        return workspace
+
+    def take(self, group_name: str) -> list[tuple[Key, Workspace]]:
+        """Return the workspaces of a group, and forget them: the oldest first."""
+        mine = [each for each in (*self.outgrown, *self.open.items()) if each[0].group_name == group_name]
+        self.outgrown = [each for each in self.outgrown if each[0].group_name != group_name]
+        self.open = {key: each for key, each in self.open.items() if key.group_name != group_name}
+        return mine
+
+
+WORKSPACES = Workspaces()
+
+
 def reserve(
     tokens: int,
     features: int,
@@ -98,9 +134,9 @@ def reserve(
     per_rank = -(-tokens // size_of(group_name))
     for kind, rows in ((AllGatherGemm, per_rank), (GemmReduceScatter, tokens)):
         key = Key(kind, group_name, features, dtype, torch.device(device))
-        found = _find_open(key)
+        found = WORKSPACES.find(key)
         if found is None or found.rows < rows:
-            _replace(key, found, rows, timeout_s)
+            WORKSPACES.replace(key, found, rows, timeout_s)
 
 
 def release(group: Group = None) -> None:
@@ -109,13 +145,8 @@ def release(group: Group = None) -> None:
     To be called before the group is destroyed, and after a call has failed: the next call opens new ones.
     Graphs that hold calls must not be replayed any more.
     """
-    group_name = name_of(group)
-    mine = [(key, each) for key, each in (*_outgrown, *_open.items()) if key.group_name == group_name]
-    _outgrown[:] = [each for each in _outgrown if each[0].group_name != group_name]
-    for key, _ in mine:
-        _open.pop(key, None)
     failures = []
-    for key, workspace in mine:
+    for key, workspace in WORKSPACES.take(name_of(group)):
         try:
             _close(key, workspace)
         except Exception as error:
@@ -124,13 +155,13 @@ def release(group: Group = None) -> None:
         raise failures[0]
 
 
-def find(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
-    """Return the open operation of that kind for tensors of the type and place of `like`.
+def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
+    """Return an operation of that kind for so many rows, of the type and place of `like`.
 
-    rows, columns: what it is opened with. Collective if it must be opened or grown.
+    rows, columns: what it is opened with. It is opened or grown if there is none: then this is collective.
     """
     key = Key(kind, group_name, columns, like.dtype, like.device)
-    found = _find_open(key)
+    found = WORKSPACES.find(key)
     is_capturing = _is_capturing(like)
     if found is None or found.rows < rows:
         if is_capturing:
@@ -138,7 +169,7 @@ def find(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_na
             room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
             raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
         grown = rows if found is None else max(rows, int(GROWTH * found.rows))
-        found = _replace(key, found, grown, TIMEOUT_S if found is None else found.timeout_s)
+        found = WORKSPACES.replace(key, found, grown, TIMEOUT_S if found is None else found.timeout_s)
     found.is_captured |= is_capturing
     assert isinstance(found.operation, kind)
     return found.operation
@@ -148,32 +179,8 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _find_open(key: Key) -> Workspace | None:
-    """Return what is open for the key, unless its group is gone: a new one may have the same name."""
-    found = _open.get(key)
-    if found is not None and found.group is not _group_of(key.group_name):
-        _close(key, _open.pop(key))
-        return None
-    return found
-
-
 def _close(key: Key, workspace: Workspace) -> None:
     if workspace.group is _group_of(key.group_name):
         workspace.operation.close()
     else:  # there are no peers to meet
         workspace.operation.abandon()
-
-
-def _replace(key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) -> Workspace:
-    """Open a workspace of so many rows, where a smaller one makes room unless a graph needs it."""
-    if outgrown is not None:
-        del _open[key]
-        if outgrown.is_captured:
-            _outgrown.append((key, outgrown))
-        else:
-            _close(key, outgrown)
-    group = _group_of(key.group_name)
-    open_one: Any = key.kind
-    operation = open_one(rows, key.columns, key.dtype, group, timeout_s=timeout_s)
-    _open[key] = workspace = Workspace(operation, group, rows, timeout_s)
-    return workspace

@@ -42,8 +42,8 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     from candidates import shifted, square
     from triton.runtime.driver import driver
 
+    from benchmarks.common.pretended_device import PretendedDevice
     from dist_autotune.compilation import preflight as compiling
-    from pretended_device import PretendedDevice
 
     made = PretendedDevice(shared_bytes=20 * 1024)
     monkeypatch.setattr(driver, "_active", made)

@@ -11,9 +11,9 @@ import torch
 import triton
 from triton.runtime.driver import driver
 
+from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import SettledLaunches
-from pretended_device import PretendedDevice
 
 
 class CompilingDevice(PretendedDevice):

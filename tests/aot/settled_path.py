@@ -20,9 +20,9 @@ from triton.compiler.compiler import LazyDict
 from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
+from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.launch import SettledLaunches
-from pretended_device import PretendedDevice
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
 

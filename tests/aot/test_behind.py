@@ -18,7 +18,7 @@ import pytest
 import torch
 from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
 
-import compile_behind
+from benchmarks.tuner import compile_behind
 from dist_autotune import AgreementTimeout, contextual_autotune
 from dist_autotune.cli import replay
 from dist_autotune.codec import from_json

@@ -14,11 +14,11 @@ from launch_path import count_asking
 from settled_path import LaunchingDevice, launched, launching
 from test_gemm_rs_launch import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN, Caller, value
 
+from benchmarks.common.launched import Held, Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import operation as gemm_rs
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
-from launched import Held, Launched, Observer, autotuners
 
 pytestmark = pytest.mark.aot
 CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]

@@ -24,6 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import pre_hooks
 from dist_autotune.compilation import preflight as compiling
@@ -33,7 +34,6 @@ from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.triton_api.launch import Launch
-from pretended_device import PretendedDevice
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot

@@ -15,6 +15,7 @@ from launch_path import count_asking
 from triton import knobs
 from triton.runtime.driver import driver
 
+from benchmarks.common.pretended_device import DeviceUnderTriton
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
@@ -23,7 +24,6 @@ from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import SettledLaunches, bare_launch
-from pretended_device import DeviceUnderTriton
 
 pytestmark = pytest.mark.aot
 

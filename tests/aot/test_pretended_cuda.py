@@ -25,7 +25,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return by case what was handed over, how many descriptors were encoded, and the us of a call."""
     directory = tmp_path_factory.mktemp("cuda")
     tests, root = PROGRAM.parents[1:3]
-    roots = [str(path) for path in (PROGRAM.parent, tests / "helpers", root / "benchmarks")]
+    roots = [str(path) for path in (PROGRAM.parent, tests / "helpers", root)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environ |= {"PYTHONPATH": os.pathsep.join(roots), "TRITON_CACHE_DIR": str(directory / "triton")}
     command = [sys.executable, "-W", "ignore", PROGRAM, str(directory)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
-import compile_time
+from benchmarks.tuner import compile_time
 from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import Terms

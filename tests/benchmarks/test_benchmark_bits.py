@@ -7,12 +7,10 @@ from pathlib import Path
 
 from programs import run_program
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 def test_classes_of_a_kernel_and_sessions_without_a_change_of_bits() -> None:
     arguments = ("--subjects", "add", "--sessions", "2", "--json", "b.json")
-    printed = run_program(BENCHMARKS / "bit_classes.py", *arguments)
+    printed = run_program("benchmarks.tuner.bit_classes", *arguments)
     assert "add: 0 changes of bits in 2 sessions" in printed
     table = json.loads(Path("b.json").read_text())["table"]
     (row,) = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
@@ -26,6 +24,6 @@ def test_classes_of_a_kernel_and_sessions_without_a_change_of_bits() -> None:
 
 
 def test_the_cost_of_hashing_is_printed() -> None:
-    printed = run_program(BENCHMARKS / "output_hash.py", "--mib", "1", "--rounds", "1", ranks=1)
+    printed = run_program("benchmarks.tuner.output_hash", "--mib", "1", "--rounds", "1", ranks=1)
     (row,) = (line for line in printed.splitlines() if line.startswith("| 1 |"))
     assert all(float(cell) > 0 for cell in row.strip("| ").split("|"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,25 +10,14 @@ from typing import Any
 import pytest
 import torch
 from operation_runs import INTERPRETER
-from programs import run_program
+from programs import run_program, torchrun
 
-import common
-import elementwise_add
-import persistent_gemm as benchmark
-import render
+from benchmarks import render
+from benchmarks.common.ranks import ON_GPU
+from benchmarks.common.records import INTERPRETER_NOTE
+from benchmarks.operations import persistent_gemm as benchmark
 
-PROGRAM = Path(benchmark.__file__)
-
-
-def run(*arguments: str, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--"]
-    return subprocess.run(
-        [*command, program, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+PROGRAM, ADD = (f"benchmarks.operations.{name}" for name in ("persistent_gemm", "elementwise_add"))
 
 
 def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,7 +29,7 @@ def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 @INTERPRETER
 def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path):
     printed = run_program(PROGRAM, "--json", "record.json", "--commit", "0ff1ce", "--parts", ranks=1)
-    assert common.INTERPRETER_NOTE in printed
+    assert INTERPRETER_NOTE in printed
     assert "cuBLAS / ours: " in printed
     record, arms = arms_of(tmp_path / "record.json")
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
@@ -54,12 +41,12 @@ def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp
     assert {context["status"] for context in contexts} <= {"tuned", "cached"}
     page = render.page(record)
     assert "# Persistent GEMM, 1 x CPU" in page
-    assert f"**{common.INTERPRETER_NOTE}**" in page
+    assert f"**{INTERPRETER_NOTE}**" in page
 
 
 @INTERPRETER
 def test_without_a_gpu_the_sums_are_compared_bit_by_bit_and_timed(tmp_path):
-    run_program(Path(elementwise_add.__file__), "--json", "record.json", "--commit", "0ff1ce", ranks=1)
+    run_program(ADD, "--json", "record.json", "--commit", "0ff1ce", ranks=1)
     record, arms = arms_of(tmp_path / "record.json")
     assert {name: arm.get("error") for name, arm in arms.items()} == {
         "copy": 0.0,
@@ -80,7 +67,7 @@ def test_it_tells_how_to_use_it(monkeypatch, capsys):
 
 
 def test_a_list_of_shapes_is_refused_without_a_gpu(monkeypatch, capsys):
-    if common.ON_GPU:
+    if ON_GPU:
         return
     monkeypatch.setattr(sys, "argv", ["persistent_gemm.py", "--shapes", "all"])
     with pytest.raises(SystemExit):
@@ -130,7 +117,9 @@ def test_a_page_names_what_was_copied():
 @pytest.mark.gpu
 def test_on_a_gpu_every_arm_is_right_and_timed(tmp_path):
     sizes = ("--m", "1024", "--n", "1000", "--k", "512")
-    result = run(*sizes, "--json", str(tmp_path / "record.json"), "--iterations", "5", "--parts")
+    result = torchrun(
+        PROGRAM, *sizes, "--json", str(tmp_path / "record.json"), "--iterations", "5", "--parts"
+    )
     assert result.returncode == 0, result.stderr
     _, arms = arms_of(tmp_path / "record.json")
     assert not [arm for arm in arms.values() if "unavailable" in arm]
@@ -139,9 +128,8 @@ def test_on_a_gpu_every_arm_is_right_and_timed(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_all_sums_are_right_and_timed(tmp_path):
-    program = Path(elementwise_add.__file__)
     sizes = ("--rows", "2048", "--columns", "2048", "--iterations", "5")
-    result = run(*sizes, "--json", str(tmp_path / "record.json"), program=program)
+    result = torchrun(ADD, *sizes, "--json", str(tmp_path / "record.json"))
     assert result.returncode == 0, result.stderr
     _, arms = arms_of(tmp_path / "record.json")
     assert not [arm for arm in arms.values() if "unavailable" in arm]

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from operation_runs import INTERPRETER
-from programs import environment_of_rank, run_program
+from programs import environment_of_rank, run_program, torchrun
 
-import common
-import render
-from common import Arm, Plan, Ranks, Timed, Unsupported, measure, quantiles
+from benchmarks import render
+from benchmarks.common import arms as arms_module
+from benchmarks.common import records
+from benchmarks.common.arms import Arm, Plan, Timed, measure, quantiles
+from benchmarks.common.processes import with_benchmarks
+from benchmarks.common.ranks import Ranks, Unsupported
 from ranks import assert_all_ok, run_ranks, store_server
 
-AG_GEMM = Path(__file__).parents[2] / "benchmarks" / "ag_gemm.py"
+AG_GEMM = "benchmarks.operations.ag_gemm"
 QUICK = ("--json", "record.json", "--commit", "0ff1ce", "--warm-ups", "1", "--iterations", "1")
 PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)
 
@@ -27,20 +30,9 @@ PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)
 # ---- whole programs
 
 
-def torchrun(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*command, "--", program, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def case_of(name: str, *arguments: str) -> dict[str, Any]:
     """Return the only case of the record that a program leaves on two ranks."""
-    run_program(AG_GEMM.with_name(f"{name}.py"), *QUICK, *arguments)
+    run_program(f"benchmarks.{name}", *QUICK, *arguments)
     (case,) = json.loads(Path("record.json").read_text())["cases"]
     return case
 
@@ -50,7 +42,7 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     printed = run_program(AG_GEMM, *QUICK, "--m", "96")
     lines = printed.splitlines()
     assert "All-gather + GEMM, 2 x CPU, Triton's interpreter, ms (median, slowest rank)" in lines
-    assert common.INTERPRETER_NOTE in lines
+    assert records.INTERPRETER_NOTE in lines
     assert any(line.split()[:1] == ["ours"] for line in lines)
     assert "torch fused: n/a: torch's symmetric memory needs GPUs" in lines
     record = json.loads((tmp_path / "record.json").read_text())
@@ -61,8 +53,8 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     assert timed == ours | {"gloo + GEMM", "GEMM", "copies", "gloo gather"}
     assert all(arms[name]["ms"] > 0 and len(arms[name]["ranks_ms"]) == 2 for name in timed)
     assert max(arms[name]["error"] for name in timed) < 8e-3  # one bfloat16 rounding
-    assert (record["commit"], record["figures"]) == ("0ff1ce", common.INTERPRETER_NOTE)
-    wanted = "./launch.sh --cpu --nproc 2 benchmarks/ag_gemm.py --m 96 --warm-ups 1 --iterations 1"
+    assert (record["commit"], record["figures"]) == ("0ff1ce", records.INTERPRETER_NOTE)
+    wanted = "./launch.sh --cpu --nproc 2 -m benchmarks.operations.ag_gemm --m 96 --warm-ups 1 --iterations 1"
     assert sorted(record["command"].split()) == sorted(wanted.split())
     tuned = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
     assert tuned["all_gather_gemm"] == tuned["ag_gemm consumer"] == "tuned"
@@ -72,7 +64,7 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
 @INTERPRETER
 @pytest.mark.slow
 def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_disagree_on() -> None:
-    case = case_of("training_step")
+    case = case_of("models.training_step")
     arms = {arm["name"]: arm for arm in case["arms"]}
     told = [name for name, arm in arms.items() if "unavailable" in arm]
     assert told == ["async TP"]
@@ -85,7 +77,7 @@ def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_di
 
 @INTERPRETER
 def test_parallel_layers_checks_result_and_gradients_of_every_pair() -> None:
-    run_program(AG_GEMM.with_name("parallel_layers.py"), *QUICK)
+    run_program("benchmarks.models.parallel_layers", *QUICK)
     record = json.loads(Path("record.json").read_text())
     assert [case["case"] for case in record["cases"]] == ["mlp tiny, 16 tokens", "attention tiny, 16 tokens"]
     for case in record["cases"]:
@@ -96,10 +88,11 @@ def test_parallel_layers_checks_result_and_gradients_of_every_pair() -> None:
 
 @INTERPRETER
 def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
-    program = AG_GEMM.with_name("ag_gemm_host.py")  # it compiles, so it is a process without the interpreter
+    # It compiles, so it is a process without the interpreter.
+    command = [sys.executable, "-m", "benchmarks.operations.ag_gemm_host", "--json", "record.json"]
     with store_server(1) as port:
-        environment = os.environ | environment_of_rank(0, 1, port)
-        subprocess.run([sys.executable, program, "--json", "record.json"], env=environment, check=True)
+        environment = with_benchmarks(os.environ | environment_of_rank(0, 1, port))
+        subprocess.run(command, env=environment, check=True)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["table"]["columns"] == ["consumer", "call", "host us", "launch", "exchange", "rest"]
     figures = {tuple(row[:2]): [float(us) for us in row[2:]] for row in record["table"]["rows"]}
@@ -112,13 +105,13 @@ def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) ->
 
 def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     stem = f"ag_gemm_2xCPU-Triton-s-interpreter_{record['date'][:10]}"
-    run_program(AG_GEMM.with_name("render.py"), "record.json", "--directory", "pages", ranks=1)
+    run_program("benchmarks.render", "record.json", "--directory", "pages", ranks=1)
     page = (tmp_path / "pages" / f"{stem}.md").read_text()
     for part in (
         "# All-gather + GEMM, 2 x CPU",
         "commit 0ff1ce",
         "torch 2.",
-        f"**{common.INTERPRETER_NOTE}**",
+        f"**{records.INTERPRETER_NOTE}**",
     ):
         assert part in page
     assert "| 96 x 48 x 32 | ours |" in page
@@ -129,16 +122,21 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
 
 @INTERPRETER
 def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
-    case = case_of("overlap")
-    names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in ("alone", "kernel", "run")]
+    case = case_of("models.overlap")
+    picks = ("alone", "kernel", "run", "collective", "both")
+    names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in picks]
+    names.remove("collective, GEMM")
     assert [arm["name"] for arm in case["arms"]] == [*names, "torch, step", "all-reduce"]
     assert all(arm["ms"] > 0 for arm in case["arms"])
-    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"] * 3
+    contexts = [(context["kernel"], context["status"]) for context in case["tuned"]["contexts"]]
+    kernel, limit = ("persistent_gemm", "tuned"), ("max CTAs of collectives", "tuned")
+    assert contexts[:4] == [kernel] * 3 + [limit]
+    assert sorted(contexts[4:]) == [limit, kernel]
 
 
 @INTERPRETER
 def test_gemm_rs_times_what_is_right() -> None:
-    case = case_of("gemm_rs")
+    case = case_of("operations.gemm_rs")
     arms = {arm["name"]: arm for arm in case["arms"]}
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
     assert timed == {"ours", "GEMM + gloo", "GEMM", "gloo scatter"}
@@ -158,7 +156,7 @@ def test_gemm_rs_times_what_is_right() -> None:
     ],
 )
 def test_benchmarks_over_experts_time_what_is_right(name: str, others: set[str]) -> None:
-    case = case_of(name, "--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12")
+    case = case_of(f"operations.{name}", "--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12")
     ratios = json.loads(Path("record.json").read_text())["ratios"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     timed = {arm for arm in arms if "unavailable" not in arms[arm]}
@@ -172,7 +170,7 @@ def test_benchmarks_over_experts_time_what_is_right(name: str, others: set[str])
 @pytest.mark.gpu(devices=2)
 def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     sizes = ("--m", "2048", "--n", "512", "--k", "1024")
-    result = torchrun(AG_GEMM, *sizes, "--json", "record.json", "--iterations", "5")
+    result = torchrun(AG_GEMM, *sizes, "--json", "record.json", "--iterations", "5", ranks=2)
     assert result.returncode == 0, result.stderr
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
@@ -206,7 +204,7 @@ class CallsOnly:
 def test_arms_take_turns_each_behind_another_arm_and_every_second_round_is_reversed() -> None:
     out: list[str] = []
     calls = [lambda name=name: out.append(name) for name in "abc"]
-    times = common._rounds(calls, CallsOnly(), lambda: out.append("new inputs"), OneRank(), 3)
+    times = arms_module._rounds(calls, CallsOnly(), lambda: out.append("new inputs"), OneRank(), 3)
     new = ["new inputs"]
     assert out == [*new, "c", "a", "b", "c", *new, "a", "c", "b", "a", *new, "c", "a", "b", "c"]
     assert times == [[(1.0, 0.5)] * 3] * 3
@@ -221,13 +219,13 @@ def test_an_arm_for_which_the_device_waits_often_on_some_rank_is_marked(late, to
 
     times = [Timed(0.1 * i, 0.05, 0.31 if i < late[1] else 0.29) for i in range(10)]
     arm = Arm(name="a", prepare=lambda: lambda: torch.zeros(1), error=lambda _: 0.0, limit=1.0)
-    row = common._row(arm, times, 0.0, 0.3, Gathering())  # type: ignore[arg-type]
+    row = arms_module._row(arm, times, 0.0, 0.3, Gathering())  # type: ignore[arg-type]
     assert row["host_bound"] is told
     assert (row["ms"], row["host_ms"]) == (pytest.approx(0.45), 0.05)
 
 
 def test_quantiles_interpolate() -> None:
-    assert quantiles([3.0]) == [3.0] * len(common.QUANTILES)
+    assert quantiles([3.0]) == [3.0] * len(arms_module.QUANTILES)
     assert quantiles([5.0, 1.0, 2.0, 4.0, 3.0]) == [1.0, 1.4, 2.0, 3.0, 4.0, 4.6, 5.0]
 
 
@@ -305,7 +303,7 @@ def record(*cases: dict[str, Any]) -> dict[str, Any]:
         "op": "ag_gemm", "title": "Title", "figures": "CUDA events", "date": "2026-01-02T03:04:05+00:00",
         "hardware": {"world_size": 8, "device": "NVIDIA H200"}, "versions": {"torch": "2.11.0"},
         "variables": {"NCCL_NVLS_ENABLE": "0"}, "commit": "abc", "command": "./launch.sh x", "warm_ups": 120,
-        "iterations": 40, "quantiles": list(common.QUANTILES), "case_title": "M",
+        "iterations": 40, "quantiles": list(arms_module.QUANTILES), "case_title": "M",
         "ratios": [{"name": "a / b", "of": "a", "to": "b"}], "cases": list(cases),
     }  # fmt: skip
 
@@ -382,6 +380,6 @@ def test_a_record_holds_the_variables_that_switch_multicast_off(monkeypatch) -> 
     set_to = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     for name, value in set_to.items():
         monkeypatch.setenv(name, value)
-    made = common.describe_run(TwoRanks(), op="x", title="X", commit="0ff1ce", plan=PLAN)  # type: ignore[arg-type]
+    made = records.describe_run(TwoRanks(), op="x", title="X", commit="0ff1ce", plan=PLAN)  # type: ignore[arg-type]
     assert set_to.items() <= made["variables"].items()
     assert "multicast" in render.page({**made, "table": {"columns": ["a"], "rows": [], "notes": []}})

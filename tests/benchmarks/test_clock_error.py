@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from programs import torchrun
 
-import clock_error
-import render
-from clock_error import Row
+from benchmarks import render
+from benchmarks.tuner import clock_error
+from benchmarks.tuner.clock_error import Row
 from dist_autotune import TunedContext, TuningReport
-
-PROGRAM = Path(clock_error.__file__)
 
 
 def row(clock_us: float, gpu_us: float, *, launch_bound: bool = False, feeds: bool = True) -> Row:
@@ -141,7 +138,7 @@ def test_the_record_becomes_a_table_for_the_terminal_and_a_page(tmp_path):
     ("arguments", "code", "told"), [(["--help"], 0, "--microseconds"), ([], 2, "needs a GPU")]
 )
 def test_it_tells_its_options_and_refuses_to_time_an_interpreter(arguments, code, told, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
+    monkeypatch.setattr(sys, "argv", ["clock_error", *arguments])
     with pytest.raises(SystemExit) as end:
         clock_error.main()
     assert end.value.code == code
@@ -150,9 +147,8 @@ def test_it_tells_its_options_and_refuses_to_time_an_interpreter(arguments, code
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_ends_with_a_record(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--"]
     arguments = ("--microseconds", "2", "500", "2000", "--json", "record.json")
-    result = subprocess.run([*command, PROGRAM, *arguments], capture_output=True, text=True, timeout=300)
+    result = torchrun("benchmarks.tuner.clock_error", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads((tmp_path / "record.json").read_text())
     arms = {(found["function"], found["feeds"]) for found in record["measured"]}

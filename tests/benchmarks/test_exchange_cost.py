@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from programs import run_program
 
-import exchange_cost
+from benchmarks.tuner import exchange_cost
 from dist_autotune.search.messages import RunReport
 
-PROGRAM = Path(exchange_cost.__file__)
+PROGRAM = "benchmarks.tuner.exchange_cost"
 
 
 def test_a_fit_finds_the_coefficients_and_tells_what_it_cannot_explain():

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from bound import all_gather_gemm_ms
-from plot import draw
+from benchmarks.plot import all_gather_gemm_ms, draw
 
 
 @pytest.mark.parametrize(

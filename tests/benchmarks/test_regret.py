@@ -14,18 +14,18 @@ import pytest
 from operation_runs import INTERPRETER
 from programs import run_program
 
-import regret
-import regret_plans
-import render
-from common import Ranks
-from launched import Launched, Observer, autotuners
+from benchmarks import render
+from benchmarks.common.launched import Launched, Observer, autotuners
+from benchmarks.common.ranks import Ranks
+from benchmarks.regret import __main__ as regret
+from benchmarks.regret import plans as regret_plans
+from benchmarks.regret.plans import Contender, Contest, Replay, nothing_is_tried, ranked_configs, tuned
+from benchmarks.regret.sessions import Found, Pick, Sessions
+from benchmarks.regret.subjects import OPERATIONS, open_ag_gemm
+from benchmarks.regret.table import Regret, arms_table, table
 from ranks import assert_all_ok, run_ranks
-from regret_plans import Contender, Contest, Replay, nothing_is_tried, ranked_configs, tuned
-from regret_sessions import Found, Pick, Sessions
-from regret_subjects import OPERATIONS, open_ag_gemm
-from regret_table import Regret, arms_table, table
 
-PROGRAM = Path(regret.__file__)
+PROGRAM = "benchmarks.regret"
 TINY = "32x16x16"
 PLACES = (0, 2)  # of candidates that two sessions pick
 
@@ -102,7 +102,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, *sources: str) -> list[tuple[str, 
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process lives on
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--op", "gemm_rs", "--directory", "kept", *arguments])
+    monkeypatch.setattr(sys, "argv", [PROGRAM, "--op", "gemm_rs", "--directory", "kept", *arguments])
     return regret.start_all(regret.parse())
 
 
@@ -117,7 +117,7 @@ def test_a_session_that_fails_or_hangs_is_told_and_the_rest_goes_on(monkeypatch,
     assert endings == [(1, False), (2, True), (3, True), (4, False)]
     assert [arguments[-2:] for arguments in started[:4]] == [("--session", str(n)) for n in (1, 2, 3, 4)]
     assert started[4][-4:-1] == ("--timing", "yes", "--ran-as")
-    command = "python benchmarks/regret.py --op gemm_rs --sessions 4 --session-limit-s 0.5 --nproc 3"
+    command = "python -m benchmarks.regret --op gemm_rs --sessions 4 --session-limit-s 0.5 --nproc 3"
     assert started[4][-1] == command
 
 
@@ -239,7 +239,7 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
         environment = sessions.environment(number, cold=False)
         run_program(PROGRAM, *common, "--session", str(number), environment=environment)
     assert list(sessions.picks("32 x 16 x 16", 2)) == [1, 2]
-    run_program(PROGRAM, *common, "--timing", "yes", "--ran-as", "python benchmarks/regret.py")
+    run_program(PROGRAM, *common, "--timing", "yes", "--ran-as", "python -m benchmarks.regret")
     record = json.loads(Path("record.json").read_text())
     (case,) = record["cases"]
     assert case["trouble"] == case["remarks"] == case["trouble_at_closing"] == []

@@ -1,4 +1,4 @@
-"""benchmarks/third_party.py: its arms, with a script whose kernel runs in the interpreter."""
+"""benchmarks/tuner/third_party.py: its arms, with a script whose kernel runs in the interpreter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from benchmarks.common.processes import with_benchmarks
+from benchmarks.tuner.third_party import disagreements, picks_of
 
-from third_party import disagreements, picks_of
-
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys, time
 import torch, triton, triton.language as tl
@@ -40,10 +38,10 @@ for step in range(int(sys.argv[sys.argv.index("--steps") + 1])):
 def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path) -> None:
     script, record = tmp_path / "train.py", tmp_path / "record.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(ROOT / "benchmarks/third_party.py"), "--steps", "30", "--limit-s", "60"]
+    command = [sys.executable, "-m", "benchmarks.tuner.third_party", "--steps", "30", "--limit-s", "60"]
     command += ["--arms", "tuned", "restarted", "--json", str(record), "--", str(script)]
     ended = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        command, env={**with_benchmarks(os.environ), "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
 
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from timeline import draw, read, table
+from benchmarks.operations.timeline import draw, read, table
 
 KERNEL_BEGAN_NS = 900_000  # by the clock of the stamps, 4 us after the origin of the events
 

@@ -12,11 +12,11 @@ import pytest
 from operation_runs import INTERPRETER
 from programs import run_program
 
-import render
-import tuning_time
-from tuning_time import ARMS, Start
+from benchmarks import render
+from benchmarks.tuner import tuning_time
+from benchmarks.tuner.tuning_time import ARMS, Start
 
-PROGRAM = Path(tuning_time.__file__)
+PROGRAM = "benchmarks.tuner.tuning_time"
 
 
 def start(settled_s: float, runs: int = 20) -> Start:
@@ -45,7 +45,7 @@ def start_forked(
 def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tuning_time, "start_ranks", start_forked)
     monkeypatch.setattr(tuning_time.subprocess, "run", lambda *args, **kwargs: None)  # warms the disk
-    command = [str(PROGRAM), "--rounds", "1", "--json", "record.json", "--commit", "0ff1ce"]
+    command = [PROGRAM, "--rounds", "1", "--json", "record.json", "--commit", "0ff1ce"]
     monkeypatch.setattr(sys, "argv", command)
     tuning_time.main()
     record = json.loads((tmp_path / "record.json").read_text())
@@ -57,7 +57,7 @@ def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path, mo
         spent = values["compiling_s"] + values["runs_s"] + values["exchanges_s"]
         assert 0 < spent <= values["session_s"]
     assert found["cold"]["runs"] > found["all warm"]["runs"] == 1
-    assert record["command"] == "python benchmarks/tuning_time.py --ranks=2 --dtype=bf16 --rounds=1"
+    assert record["command"] == "python -m benchmarks.tuner.tuning_time --ranks=2 --dtype=bf16 --rounds=1"
     page = render.page(record)
     assert "| cold |" in page
     assert "commit 0ff1ce" in page

@@ -140,6 +140,11 @@ def test_other_torchrun_options_leave_the_ranks_on_one_host(machine):
     assert "--tee 3 --standalone --nproc-per-node 2 -- program.py" in result.stdout
 
 
+def test_a_module_is_run_by_its_name(machine):
+    result = machine.run("--nproc", "2", "-m", "package.module", "--m", "3", gpus=2)
+    assert result.stdout.endswith(" --nproc-per-node 2 --module -- package.module --m 3\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -340,7 +340,7 @@ def tuned_alone(rank):
             name, key = op._collective._choice, (32, 2, *op._key)
             from dist_autotune.triton_api.identity import key_text
 
-            CHOICES.remember(name, key_text(key), '"collective"')
+            CHOICES.remember(name, key_text(key), '"collective"', (0, 1))
             errors.append(0.0 if op._collective.wants(32, op._key) else 9.0)
         errors += [step() for _ in range(3)]
     return errors, len(launched)
@@ -355,7 +355,9 @@ def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it():
 
 def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
     asked = []
-    monkeypatch.setattr(collective, "tunable", lambda name, options, *, key: asked.append(key) or options[1])
+    monkeypatch.setattr(
+        collective, "tunable", lambda name, options, *, key, among: asked.append(key) or options[1]
+    )
     with GemmReduceScatter(8, 8, HALF, backend="shm") as op:
         made = op._collective
         assert not made.wants(8, ())  # there is one rank

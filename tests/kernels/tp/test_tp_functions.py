@@ -16,6 +16,7 @@ from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES as OF_SCATTER
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from dist_autotune.kernels.tp import registry
+from dist_autotune.kernels.tp.registry import WORKSPACES
 
 pytestmark = INTERPRETER
 # torch._dynamo makes an instance of every torch.autograd.Function.
@@ -352,7 +353,7 @@ def many_layers(rank):
             for layer in range(layers):
                 result = block(result, *weights[2 * layer : 2 * layer + 2]) / 100
             result.sum().backward()
-            held.append([id(each.operation) for each in registry._open.values()])
+            held.append([id(each.operation) for each in WORKSPACES.open.values()])
         return held[0] == held[1], len(held[1])
 
 
@@ -368,11 +369,11 @@ def growing(rank):
         rows = []
         for m in (4, 5, 6, 7, 40):
             tp.all_gather_matmul(tensor_of(rank, m, 8), up)
-            (workspace,) = (w for key, w in registry._open.items() if key.kind is registry.AllGatherGemm)
+            (workspace,) = (w for key, w in WORKSPACES.open.items() if key.kind is registry.AllGatherGemm)
             rows.append((workspace.rows, workspace.timeout_s))
-        opened = len(registry._open)
+        opened = len(WORKSPACES.open)
         tp.release()
-        after = len(registry._open)
+        after = len(WORKSPACES.open)
         tp.release()  # nothing is open
         return rows, opened, after, tp.all_gather_matmul(tensor_of(rank, 4, 8), up).shape
 
@@ -388,11 +389,11 @@ def group_made_anew(rank):
         x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
         pair = dist.new_group([0, 1])
         first = tp.all_gather_matmul(x, up, pair)
-        (key,) = registry._open
-        registry._open[key].group = dist.group.WORLD  # as if a group of that name had been destroyed
+        (key,) = WORKSPACES.open
+        WORKSPACES.open[key].group = dist.group.WORLD  # as if a group of that name had been destroyed
         second = tp.all_gather_matmul(x, up, pair)
         tp.release(pair)
-        return torch.equal(first, second), len(registry._open)
+        return torch.equal(first, second), len(WORKSPACES.open)
 
 
 def test_a_group_that_was_made_anew_gets_a_workspace_of_its_own():
@@ -410,9 +411,9 @@ def captured(rank):
         tp.all_gather_matmul(x[:2], up)
         registry._is_capturing = lambda tensor: False
         grown = tp.all_gather_matmul(x, up)
-        kept = [workspace.rows for _, workspace in registry._outgrown]
+        kept = [workspace.rows for _, workspace in WORKSPACES.outgrown]
         tp.release()
-        return texts, grown.shape, kept, len(registry._outgrown)
+        return texts, grown.shape, kept, len(WORKSPACES.outgrown)
 
 
 def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release():

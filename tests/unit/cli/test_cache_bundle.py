@@ -44,10 +44,11 @@ def exported(tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_entries_are_carried_over(exported: Any, tmp_path: Path) -> None:
     other = exported(here(key="1"), here(key="2"))
     result = run("import", "all.json")
-    assert result.stdout == f"Imported into {tmp_path / 'other'}: 2 new, 0 as there, 0 with another winner\n"
+    none_differ = "0 with another winner or other bits\n"
+    assert result.stdout == f"Imported into {tmp_path / 'other'}: 2 new, 0 as there, {none_differ}"
     assert (result.stderr, result.exit_code) == ("", 0)
     assert sorted(each.key.key for each in other.entries()) == ["1", "2"]
-    assert run("import", "all.json").stdout.endswith(": 0 new, 2 as there, 0 with another winner\n")
+    assert run("import", "all.json").stdout.endswith(f": 0 new, 2 as there, {none_differ}")
 
 
 def test_where_winners_differ_that_of_the_cache_stays_and_both_are_named(exported: Any) -> None:
@@ -64,6 +65,31 @@ def test_where_winners_differ_that_of_the_cache_stays_and_both_are_named(exporte
     result = run("import", "all.json", "--replace")
     assert "kept BLOCK=128 (0.2500 ms, 2026-01-02T03:04:05Z), not BLOCK=64" in result.stdout
     assert list(other.entries()) == [here()]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kept", "other"),
+    [
+        ((None, ""), (0, "b" * 32), "2026-01-02T03:04:05Z", "2026-01-02T03:04:05Z, bits 0 bbbbbbbb"),
+        ((0, "a" * 32), (1, "b" * 32), "bits 0 aaaaaaaa", "bits 1 bbbbbbbb"),
+        ((0, "a" * 32), (0, "b" * 32), "bits 0 aaaaaaaa", "bits 0 bbbbbbbb"),
+    ],
+    ids=["not compared", "class", "digest"],
+)
+def test_the_same_winner_with_other_bits_is_named_and_stays(
+    exported: Any, ours: Any, theirs: Any, kept: str, other: str
+) -> None:
+    here_too = dataclasses.replace(here(), bit_class=ours[0], output_digest=ours[1])
+    theirs_too = dataclasses.replace(here(), bit_class=theirs[0], output_digest=theirs[1])
+    cache = exported(theirs_too)
+    cache.put(here_too)
+    head, said = run("import", "all.json").stdout.splitlines()
+    assert head.endswith("0 new, 0 as there, 1 with another winner or other bits")
+    assert f"{kept}), not " in said
+    assert f"{other}); --replace takes that of the bundle" in said
+    assert list(cache.entries()) == [here_too]
+    assert run("import", "all.json", "--replace").exit_code == 0
+    assert list(cache.entries()) == [theirs_too]
 
 
 def test_what_is_for_other_hardware_is_left_out_unless_asked_for(exported: Any) -> None:
@@ -141,6 +167,18 @@ def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
     assert (result.exit_code, Path("all.json").read_text()) == (2, "mine")
     assert "--replace" in result.stderr
     assert run("export", "all.json", "--replace").exit_code == 0
+
+
+@pytest.mark.parametrize("path", [".", "somewhere"])
+@pytest.mark.parametrize("options", [[], ["--replace"]])
+def test_a_bundle_is_not_written_to_a_directory(tmp_cache: Path, path: str, options: list[str]) -> None:
+    Winners(tmp_cache).put(entry())
+    Path("somewhere").mkdir()
+    result = run("export", *options, path)
+    name = Path(path) / "winners.json"
+    assert result.exit_code == 2
+    assert result.stderr == f"{path} is a directory: name a file in it, such as {name}\n"
+    assert list(Path("somewhere").iterdir()) == []
 
 
 def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any) -> None:

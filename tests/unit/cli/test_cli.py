@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +198,22 @@ def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
     assert f"{KEY.digest[:8]} 0.2500 test device 2 2026-01-02 03:04 matmul[4096, fp16] BLOCK=128" in rows
+
+
+def test_cache_list_shows_the_class_of_bits_within_80_columns(
+    tmp_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Winners(tmp_cache).put(entry(kernel="add", device="NVIDIA H200"))
+    assert "bits" not in run("cache", "list").stdout
+    compared = dataclasses.replace(entry(), bit_class=0, output_digest="3fa9c1d2" + "0" * 24)
+    Winners(tmp_cache).put(compared)
+    rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
+    assert any(row.endswith("03:04 0 3fa9c1d2 matmul[4096, fp16] BLOCK=128") for row in rows)
+    assert any(row.endswith("03:04 - add[4096, fp16] BLOCK=128") for row in rows)
+    for name, text in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, text)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", run("cache", "list").stdout)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 
 def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:

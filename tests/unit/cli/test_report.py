@@ -259,7 +259,23 @@ def from_disk(bench: Bench) -> Any:
     return tuned
 
 
-PROGRAMS = (several_configs, another_key, dropped, by_whole_runs, online, from_disk)
+def with_bits(bench: Bench) -> Any:
+    kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
+
+    def thunk() -> Any:
+        y = launch(kernel, numbers())
+        return y + (bench.launches[-1].block == 64)
+
+    tuned = bench.tune(thunk, bits="check")
+    tuned()
+    (context,) = tuned.report.to_dict()["contexts"]
+    assert context["bit_class"] == 1
+    assert sorted(context["bit_classes"].values()) == [0, 0, 1]
+    assert len(context["output_digest"]) == 32
+    return tuned
+
+
+PROGRAMS = (with_bits, several_configs, another_key, dropped, by_whole_runs, online, from_disk)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

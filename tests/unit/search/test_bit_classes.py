@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune import TuningError
 from dist_autotune.search import bit_classes
 from dist_autotune.search.messages import Bits, RunReport
-from protocol_simulation import Simulation
 
 
 class Outputs:

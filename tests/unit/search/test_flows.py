@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import search_simulator
+from benchmarks.simulation import search_simulator
 from dist_autotune.search.strategies import (
     STRATEGIES,
     AgreedMs,

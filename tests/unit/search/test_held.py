@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune.search.state import STARVED_RUNS
-from protocol_simulation import Simulation, columns
 
 CANDIDATES = {"a": ["a0", "a1", "a2"]}
 MS = {"a0": 3.0, "a1": 1.0, "a2": 2.0}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune.errors import NoValidConfig
 from dist_autotune.search.final_comparison import DUEL_RUNS
 from dist_autotune.search.state import ADMISSION_RUNS
 from dist_autotune.search.strategies import STRATEGIES
-from protocol_simulation import Simulation, columns
 
 # ---- the schedule
 

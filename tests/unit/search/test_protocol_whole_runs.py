@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune.search.final_comparison import DUEL_RUNS
-from protocol_simulation import Simulation, columns
 
 
 def test_choices_are_tuned_after_the_kernels_by_the_time_of_the_run():

@@ -8,10 +8,10 @@ import pytest
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
 
+from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune import tunable
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode
 from dist_autotune.search.state import STARVED_RUNS
-from protocol_simulation import Simulation, columns
 from ranks import assert_all_ok, run_ranks
 
 

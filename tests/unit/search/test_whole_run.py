@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.search.messages import Part
-from protocol_simulation import Simulation
 
 
 def racing(contexts, ms, **options):

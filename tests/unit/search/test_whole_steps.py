@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from simulated_steps import a_bad_neighbour, a_pair, settle
+from benchmarks.simulation.simulated_steps import a_bad_neighbour, a_pair, settle
 
 RUNS = 400
 

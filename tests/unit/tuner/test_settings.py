@@ -69,6 +69,9 @@ def thunk() -> str:
         ({"log_dir": 3}, "log_dir=3"),
         ({"name": 3}, "name=3"),
         ({"compile_jobs": 0}, "compile_jobs=0: expected an int of at least 1"),
+        ({"filler_ms": -1}, "filler_ms=-1: expected milliseconds, from 0 to 1000"),
+        ({"filler_ms": True}, "filler_ms=True"),
+        ({"filler_ms": float("nan")}, "filler_ms=nan"),
         ({"progress": "yes"}, "progress='yes'"),
         ({"share": "no"}, "share='no'"),
         ({"watch": 1}, "watch=1"),
@@ -103,7 +106,8 @@ def test_the_signature_is_the_documented_one():
         "objective": "kernel", "statistic": "median", "rank_reduce": "max", "agree": "key", "group": None,
         "share": True, "name": None, "watch": True, "preserve": (), "cache": True,
         "log_dir": ".autotune_logs", "clock": None, "timeout_s": 300, "on_stuck": "raise", "max_runs": None,
-        "budget_s": None, "compile_jobs": None, "progress": None, "bits": "any", "outputs": (),
+        "budget_s": None, "compile_jobs": None, "filler_ms": None, "progress": None, "bits": "any",
+        "outputs": (),
     }  # fmt: skip
 
 

@@ -1,0 +1,93 @@
+"""An operation of ours as arms of a benchmark: tuned in context, then called eagerly or replayed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common.ranks import ON_GPU, Unsupported
+from dist_autotune import TunedContext, TuningReport, contextual_autotune
+
+
+class Tuned:
+    """A call that all ranks tune together; `check` waits for the device and raises what went wrong."""
+
+    def __init__(
+        self, call: Callable[..., torch.Tensor], *, check: Callable[[], None], name: str, retune: bool
+    ) -> None:
+        self.call = contextual_autotune(is_dist=True, watch=False, name=name)(call)
+        self._check = check
+        if retune:
+            self.call.retune()
+
+    def eager(self, *args: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Tune what is not tuned yet; return the call."""
+        for _ in range(3):  # a session may leave candidates for the next one
+            self.call(*args)
+            if self.call.settled:
+                break
+        self._check()
+        return lambda: self.call(*args)
+
+    def graph(self, *args: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Capture one call, if the driver lets us; return the replay.
+
+        The capture is of a settled call: the candidate that the eager calls run, its binary loaded.
+        """
+        if ON_GPU:
+            self.eager(*args)  # nothing is compiled or loaded during the capture
+        return capture(lambda: self.call(*args))
+
+    def record(self) -> dict[str, Any]:
+        """Return what the record of a case says of the tuning."""
+        report = self.call.report
+        reports = [] if report is None else [report]
+        return tuned_record(
+            reports, [(context, str(context.config)) for r in reports for context in r.contexts]
+        )
+
+
+def capture(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Capture a call that has been made before, if the driver lets us; return the replay."""
+    if not ON_GPU:
+        raise Unsupported("CUDA graphs need a GPU")
+    graph, refusal, result = torch.cuda.CUDAGraph(), None, None
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                result = call()
+            except RuntimeError as error:
+                refusal = error
+    except RuntimeError:  # the end of a capture in which nothing was captured
+        if refusal is None:
+            raise
+    if refusal is not None or result is None:
+        raise Unsupported(str(refusal)) from refusal
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def tuned_record(reports: list[TuningReport], contexts: list[tuple[TunedContext, str]]) -> dict[str, Any]:
+    """Return the record of sessions, each context with the text for its winner."""
+    return {
+        "contexts": [
+            {
+                "kernel": context.kernel,
+                "config": text,
+                "ms": context.ms if context.ms is not None and math.isfinite(context.ms) else None,
+                "status": context.status,
+                "timed": len(context.timings),  # the search drops slow candidates in its warm-up runs
+                "banned": len(context.banned),
+            }
+            for context, text in contexts
+        ],
+        "runs": sum(report.runs for report in reports),
+        "seconds": round(sum(report.seconds for report in reports), 1),
+    }

@@ -1,0 +1,1 @@
+"""Layers and training steps: several kernels beside each other and beside collectives."""

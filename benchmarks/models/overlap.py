@@ -1,0 +1,197 @@
+"""A GEMM beside an all-reduce: what tuning either side, or both, makes of the step.
+
+    ./launch.sh -m benchmarks.models.overlap [--m M] [--n N] [--k K] [--mib MIB] [--shapes published]
+                                             [--json FILE]
+
+The step is that of `examples/overlap.py`, and so are the candidates: tiles and numbers of programs, and how
+many CTAs the all-reduce may take. It is tuned five times, each time from nothing. Then all picks are timed,
+interleaved:
+
+    alone, step          the pick of tuning the GEMM alone, in the whole step
+    kernel, step         the pick by the GEMM's own time in the step
+    run, step            the pick by the run time of the step, objective="thunk": kernels alone
+    collective, step     the GEMM as tuned alone, and the limit by the run time of the step: collective alone
+    both, step           kernel and limit by the run time of the step
+    alone, GEMM          the same kernels with nothing beside them; and kernel, run, both
+    cuBLAS, step         torch.matmul in place of the kernel
+    all-reduce           nothing beside it
+
+Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.records import ROOT, add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.tuned import tuned_record
+from benchmarks.render import summary
+
+LIMIT_S = 600.0  # for everything about one case, tuning and compiling included
+PICKS = ("alone", "kernel", "run")  # the kernel's three tunings of the example, in its order
+WITH_LIMITS = ("collective", "both")  # those with the all-reduce's limit
+
+
+@dataclass(frozen=True)
+class Case:
+    m: int
+    n: int
+    k: int
+    mib: float  # of the all-reduce, on each rank
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}, {self.mib:g} MiB"
+
+
+PUBLISHED = (Case(8192, 3584, 8192, 256), Case(8192, 8192, 4096, 512), Case(4096, 4096, 4096, 128))
+DEFAULT = PUBLISHED[0] if ON_GPU else Case(48, 40, 32, 0.25)
+
+
+def load_example() -> Any:
+    """Return the module of the example, whose step this measures."""
+    spec = importlib.util.spec_from_file_location("overlap_example", ROOT / "examples" / "overlap.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
+    """Return the arms: each pick in the step and without it, cuBLAS in the step, the all-reduce."""
+    m, n, k = *step.c.shape, step.a.shape[1]
+    explained = torch.finfo(step.c.dtype).eps + k**0.5 * torch.finfo(torch.float32).eps
+    reduced = step.bucket.numel() * step.bucket.element_size()
+
+    def error(result: torch.Tensor) -> float:
+        expected = step.a.float() @ step.b.float().T
+        return float((result.float() - expected).norm() / expected.norm())
+
+    def product(name: str, call: Callable[[], object]) -> Arm:
+        def run() -> torch.Tensor:
+            call()
+            return step.c
+
+        return Arm(
+            name=name,
+            prepare=lambda: run,
+            error=error,
+            limit=explained,
+            work=2e-9 * m * n * k,
+            rate="TFLOP/s",
+            poison=lambda: step.c.fill_(math.nan),
+        )
+
+    def reduction() -> torch.Tensor:
+        dist.all_reduce(step.bucket, op=dist.ReduceOp.MAX)
+        return step.bucket
+
+    def beside_cublas() -> None:
+        work = dist.all_reduce(step.bucket, op=dist.ReduceOp.MAX, async_op=True)
+        torch.matmul(step.a, step.b.T, out=step.c)
+        work.wait()
+
+    return [
+        *(
+            product(f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
+            for name, pick in picks.items()
+        ),
+        *(
+            product(f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
+            for name, pick in picks.items()
+            if name != "collective"  # the GEMM is that of "alone"
+        ),
+        product("cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
+        Arm(
+            name="all-reduce",
+            prepare=lambda: reduction,
+            error=lambda result: float(result.isnan().any()),
+            limit=0.0,
+            work=1e-6 * reduced,
+            rate="GB/s",
+        ),
+    ]
+
+
+def run_case(case: Case, example: Any, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of one case."""
+    step = example.Step(case.m, case.n, case.k, case.mib, ranks.device)
+
+    def refresh() -> None:
+        for tensor in (step.a, step.b, step.bucket):
+            tensor.normal_()
+
+    found, reports = example.picks_of(step, retune=True)
+    picks = dict(zip((*PICKS, *WITH_LIMITS), found.values(), strict=True))
+    measured = measure(arms_of(step, picks), ranks, refresh, plan)
+    texts = [
+        (context, f"{name}: {pick}")
+        for (name, pick), report in zip(picks.items(), reports.values(), strict=True)
+        for context in report.contexts
+    ]
+    step.limits.close()
+    return {
+        "case": str(case),
+        **measured,
+        "tuned": tuned_record(list(reports.values()), texts),
+        "clocks": clocks_seen(ranks),
+        "trouble_at_closing": [],
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, text in (("m", "rows of the product"), ("n", "its columns"), ("k", "inner dimension")):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
+    parser.add_argument("--mib", type=float, default=DEFAULT.mib, help="of the all-reduce on each rank")
+    parser.add_argument("--shapes", choices=["published"], help="three published cases, instead of one")
+    add_run_options(parser, warm_ups=120)
+    options = parser.parse_args()
+    if options.shapes and not ON_GPU:
+        parser.error("--shapes published needs GPUs: the interpreter would take days")
+    options.cases = PUBLISHED if options.shapes else (Case(options.m, options.n, options.k, options.mib),)
+    return options
+
+
+def main() -> None:
+    options = parse()
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        title = "A GEMM beside an all-reduce"
+        record = describe_run(ranks, op="overlap", title=title, commit=options.commit, plan=plan)
+        record["case_title"] = "M x N x K, all-reduce"
+        record["ratios"] = [
+            {"name": "step: alone / run", "of": "alone, step", "to": "run, step"},
+            {"name": "step: kernel / run", "of": "kernel, step", "to": "run, step"},
+            {"name": "step: alone / collective", "of": "alone, step", "to": "collective, step"},
+            {"name": "step: alone / both", "of": "alone, step", "to": "both, step"},
+            {"name": "GEMM: run / alone", "of": "run, GEMM", "to": "alone, GEMM"},
+        ]
+        record["cases"] = []
+        example = load_example()
+        for case in options.cases:
+            record["cases"].append(run_case(case, example, plan, ranks))
+            if options.json is not None and ranks.rank == 0:
+                write_json(options.json, record)
+        ranks.say(summary(record))
+        return int(any("unavailable" in arm for case in record["cases"] for arm in case["arms"]))
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""A tensor-parallel training step: tuned in context, against stock tuning, NCCL + cuBLAS, and torch's own.
+
+    ./launch.sh -m benchmarks.models.training_step [--tokens LENGTH] [--json FILE]
+
+The step is forward and backward of `examples/train_transformer.py`: overlapped products, and its norm, rotary
+embedding and cross-entropy, all of them tuned kernels. All arms have one model and the same tokens:
+
+    first configs      every kernel's first candidate, every choice's first option
+    stock              each rank tunes alone with triton.autotune; kernels that wait for peers cannot be timed
+                       so, and keep their first candidate
+    by launches        tuned in the step, objective="kernel", online
+    by step            the same, objective="thunk"
+    NCCL + cuBLAS      the kernels "by launches"; collectives and products of torch, without overlap
+    async TP           plain torch, compiled, with `_micro_pipeline_tp`; GPUs only
+
+Told besides: on how many keys the ranks' stock picks disagree, and after how many steps a tuning was settled.
+Each arm's loss and gradients are checked against the plain model on all tokens.
+
+Protocol and traps: `common/arms.py`. Without GPUs a tiny step runs on CPU ranks in Triton's interpreter,
+where no tuning is given the steps to settle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # it registers torch.ops._c10d_functional
+from torch import Tensor
+
+from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.launched import Held, autotuners, name_of
+from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.records import ROOT, add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.tuned import tuned_record
+from benchmarks.render import summary
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels import tp
+from dist_autotune.kernels.configs import do_bench
+from dist_autotune.kernels.tp import layers
+from dist_autotune.kernels.tp.registry import size_of
+from dist_autotune.triton_api.identity import key_text
+from dist_autotune.triton_api.interception import PROGRAM
+
+LIMIT_S = 540.0
+MOST_STEPS = 600 if ON_GPU else 5  # of one tuning; then it is timed as it is
+LIMIT = 0.05 if ON_GPU else 1e-4  # of a gradient's relative error: bfloat16 is rounded after each product
+TUNINGS = {"by launches": "kernel", "by step": "thunk"}  # arm -> objective
+_ops = torch.ops._c10d_functional
+CHECKED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w2.weight", "norm.weight")
+
+
+def load_example() -> Any:
+    """Return the module of the example, whose step this measures."""
+    spec = importlib.util.spec_from_file_location(
+        "train_transformer", ROOT / "examples" / "train_transformer.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- the step
+
+
+class Step:
+    """One model, plain and parallel, and the tokens of a step; called, it computes loss and gradients."""
+
+    def __init__(self, length: int, ranks: Ranks) -> None:
+        self.example = load_example()
+        self.ranks = ranks
+        mesh = dist.init_device_mesh(ranks.device.type, (1, ranks.world_size), mesh_dim_names=("dp", "tp"))
+        self.mesh = mesh["tp"]
+        self.plain, self.model = self.example.models(mesh, ranks.device)
+        vocabulary = self.example.Shape().vocabulary
+        self.tokens = torch.zeros((2, length + 1), dtype=torch.int64, device=ranks.device)
+        self.vocabulary, self.angles = vocabulary, self.example.angles_of(length, ranks.device)
+
+    def refresh(self) -> None:
+        """Draw other tokens, the same on all ranks."""
+        self.tokens.random_(self.vocabulary)
+        dist.broadcast(self.tokens, 0)
+
+    def __call__(self, model: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return this rank's part of the loss and of the gradients that are checked, one after the other."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        parts = (self.tokens[:, :-1], self.tokens[:, 1:])
+        mine = (each.chunk(self.ranks.world_size, 1)[self.ranks.rank] for each in parts)
+        loss = (model or self.model)(*mine, self.angles) / self.ranks.world_size
+        loss.backward()
+        gradients = [self.model.get_parameter(name).grad.to_local() for name in CHECKED]
+        return torch.cat([loss.detach().reshape(1).float(), *(each.flatten().float() for each in gradients)])
+
+    def wanted(self) -> list[Tensor]:
+        """Return what the plain model's loss and gradients are, whole."""
+        self.plain.zero_grad()
+        loss = self.plain(self.tokens[:, :-1], self.tokens[:, 1:], self.angles)
+        loss.backward()
+        return [loss.detach(), *(self.plain.get_parameter(name).grad for name in CHECKED)]
+
+    def error(self, result: Tensor) -> float:
+        """Return the largest relative error of what a call has returned."""
+        loss, *gradients = self.wanted()
+        losses = result[:1].clone()
+        dist.all_reduce(losses)
+        errors = [abs(float(losses) / float(loss) - 1)]
+        left = result[1:]
+        for name, gradient in zip(CHECKED, gradients, strict=True):
+            placement = self.model.get_parameter(name).placements[0]
+            if placement.is_shard():
+                gradient = gradient.chunk(self.ranks.world_size, placement.dim)[self.ranks.rank]
+            own, left = left[: gradient.numel()], left[gradient.numel() :]
+            expected = gradient.flatten().float()
+            errors.append(float((own - expected).norm() / expected.norm()))
+        return max(errors)
+
+
+# ---- which configs and choices a call takes
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Results for all kernels, and an option for each choice that is known; else the first."""
+
+    held: Held
+    choices: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        self.held.put_back()
+        before, PROGRAM.chooser = PROGRAM.chooser, self._choose
+        try:
+            yield
+        finally:
+            PROGRAM.chooser = before
+
+    def _choose(self, name: str, options: Any, key: tuple[Any, ...], among: tuple[int, ...]) -> Any:
+        chosen = self.choices.get((name, key_text(key)))
+        return chosen if chosen in options else options[0]
+
+
+def tune(step: Step, tuners: list[Any], objective: str) -> tuple[Picks, Any, int]:
+    """Tune the step from nothing; return the picks, the report and how many steps it took."""
+    tuned = contextual_autotune(
+        lambda: step(),
+        is_dist=True,
+        mode="online",
+        objective=objective,
+        share=False,
+        name=f"step by {objective}",
+    )
+    clear(tuners)
+    tuned.retune()
+    calls = 0
+    while not tuned.settled and calls < MOST_STEPS:
+        tuned()
+        calls += 1
+    report = tuned.report
+    names = {name_of(tuner) for tuner in tuners}
+    choices = {
+        (context.kernel, key_text(context.key)): context.config
+        for context in report.contexts
+        if context.kernel not in names
+    }
+    with Picks(Held(tuners), choices).in_use():
+        step()  # keys of a tuning that has not ended
+    return Picks(Held(tuners), choices), report, calls
+
+
+def tune_with_stock(step: Step, tuners: list[Any]) -> tuple[Picks, int, int]:
+    """Let each rank tune alone; return its picks, on how many keys the ranks disagree, and of how many."""
+    clear(tuners)
+    with Picks(Held(tuners)).in_use():
+        step()
+    texts = {
+        f"{name_of(tuner)} {key}": str(config) for tuner in tuners for key, config in tuner.cache.items()
+    }
+    everywhere = step.ranks.gather(texts)
+    differing = [key for key in texts if len({each.get(key) for each in everywhere}) > 1]
+    return Picks(Held(tuners)), len(differing), len(texts)
+
+
+def first_configs(tuners: list[Any], stock: Picks) -> Picks:
+    """Return the first candidate for every key that stock knows."""
+    stock.held.put_back()
+    for tuner in tuners:
+        tuner.cache.update(dict.fromkeys(tuner.cache, tuner.configs[0]))
+    return Picks(Held(tuners))
+
+
+def clear(tuners: list[Any]) -> None:
+    for tuner in tuners:
+        tuner.cache.clear()
+
+
+# ---- the layers of others
+
+
+class Gather(torch.autograd.Function):
+    """Rows [m, K] of all ranks; backward scatters their sums."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _ops.wait_tensor(_ops.all_gather_into_tensor(rows.contiguous(), ranks, group))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        summed = _ops.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.ranks, ctx.group)
+        return _ops.wait_tensor(summed), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's rows of the sum over all ranks; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(rows.contiguous(), "sum", ranks, group))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        gathered = _ops.all_gather_into_tensor(grad.contiguous(), ctx.ranks, ctx.group)
+        return _ops.wait_tensor(gathered), None, None
+
+
+def gather_and_multiply(
+    x: Tensor, weights: list[Tensor], group: str, *, bias: Any, gather_dim: int, save_gathered: bool
+) -> tuple[Tensor, ...]:
+    moved = x.movedim(gather_dim, 0)
+    rows = Gather.apply(moved.reshape(-1, x.shape[-1]), group, size_of(group))
+    sizes = (-1, *moved.shape[1:-1])
+    return tuple((rows @ weight.T).unflatten(0, sizes).movedim(0, gather_dim) for weight in weights)
+
+
+def multiply_and_scatter(x: Tensor, weight: Tensor, group: str, *, bias: Any, scatter_dim: int) -> Tensor:
+    moved = x.movedim(scatter_dim, 0)
+    rows = Scatter.apply(moved.reshape(-1, x.shape[-1]) @ weight.T, group, size_of(group))
+    return rows.unflatten(0, (-1, *moved.shape[1:-1])).movedim(0, scatter_dim)
+
+
+@contextlib.contextmanager
+def layers_of_torch() -> Iterator[None]:
+    """Let the model's layers use torch's collectives and products."""
+    ours = layers.all_gather_matmul, layers.matmul_reduce_scatter
+    layers.all_gather_matmul, layers.matmul_reduce_scatter = gather_and_multiply, multiply_and_scatter
+    try:
+        yield
+    finally:
+        layers.all_gather_matmul, layers.matmul_reduce_scatter = ours
+
+
+def compiled_step(step: Step) -> Callable[[], Tensor]:
+    """Return the step with torch's asynchronous tensor parallelism, compiled."""
+    if not ON_GPU:
+        raise Unsupported("torch's symmetric memory needs GPUs")
+    import torch._inductor.config as inductor
+
+    inductor._micro_pipeline_tp = True
+    model = torch.compile(step.model, fullgraph=True)
+
+    def call() -> Tensor:
+        with layers_of_torch(), plain_functions(step):
+            return step(model)
+
+    call()
+    return call
+
+
+@contextlib.contextmanager
+def plain_functions(step: Step) -> Iterator[None]:
+    """Let the model compute its norm, rotary embedding and loss in plain torch."""
+    modules = [module for module in step.model.modules() if hasattr(module, "functions")]
+    for module in modules:
+        module.functions = step.example.PLAIN
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.functions = step.example.TRITON
+
+
+# ---- the run
+
+
+def arms_of(step: Step, picks: dict[str, Picks]) -> list[Arm]:
+    def arm(name: str, prepare: Callable[[], Callable[[], Tensor]]) -> Arm:
+        return Arm(name=name, prepare=prepare, error=step.error, limit=LIMIT)
+
+    def with_picks(chosen: Picks) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            with chosen.in_use():
+                return step()
+
+        return call
+
+    def without_overlap() -> Tensor:
+        with picks["by launches"].in_use(), layers_of_torch():
+            return step()
+
+    return [
+        *(arm(name, lambda chosen=chosen: with_picks(chosen)) for name, chosen in picks.items()),
+        arm("NCCL + cuBLAS" if ON_GPU else "gloo + torch", lambda: without_overlap),
+        arm("async TP", lambda: compiled_step(step)),
+    ]
+
+
+def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of the case."""
+    step = Step(options.tokens, ranks)
+    step.refresh()
+    tuners = autotuners([step.example])
+    if not ON_GPU:  # Triton's own benchmark needs a GPU
+        for tuner in tuners:
+            tuner._do_bench = tuner._do_bench or do_bench
+    stock, differing, keys = tune_with_stock(step, tuners)
+    picks = {"first configs": first_configs(tuners, stock), "stock": stock}
+    reports, steps = {}, {}
+    for name, objective in TUNINGS.items():
+        picks[name], reports[name], steps[name] = tune(step, tuners, objective)
+        ranks.say(f"{name}: {steps[name]} steps, {reports[name].seconds:.1f} s")
+    ranks.say(f"stock: the ranks disagree on {differing} of {keys} keys")
+    measured = measure(arms_of(step, picks), ranks, step.refresh, plan)
+    texts = [
+        (context, f"{name}: {context.config}") for name, each in reports.items() for context in each.contexts
+    ]
+    tp.release(step.mesh)
+    return {
+        "case": f"{step.example.Shape().depth} layers, 2 x {options.tokens} tokens",
+        **measured,
+        "steps": steps,
+        "stock_disagrees_on": differing,
+        "keys": keys,
+        "tuned": tuned_record(list(reports.values()), texts),
+        "clocks": clocks_seen(ranks),
+        "trouble_at_closing": [],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096 if ON_GPU else 8, help="of a sequence")
+    add_run_options(parser, warm_ups=30)
+    options = parser.parse_args()
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        title = "A tensor-parallel training step"
+        record = describe_run(ranks, op="training_step", title=title, commit=options.commit, plan=plan)
+        record["case_title"] = "layers, tokens"
+        record["ratios"] = [
+            {"name": f"{other} / by step", "of": other, "to": "by step"}
+            for other in ("first configs", "stock", "by launches", "NCCL + cuBLAS", "async TP")
+        ]
+        record["cases"] = [run(options, plan, ranks)]
+        if options.json is not None and ranks.rank == 0:
+            write_json(options.json, record)
+        ranks.say(summary(record))
+        ours = ("first configs", "stock", *TUNINGS)
+        return int(
+            any(
+                arm["name"] in ours and "unavailable" in arm
+                for case in record["cases"]
+                for arm in case["arms"]
+            )
+        )
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

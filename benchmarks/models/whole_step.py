@@ -1,0 +1,174 @@
+"""A step of many kernels beside all-reduces, tuned online: by their launches, and by the time of the step.
+
+    ./launch.sh -m benchmarks.models.whole_step [--layers L] [--mib MIB] [--json FILE]
+
+As in a backward pass, each layer multiplies and then reduces its gradients over all ranks, beside the layers
+behind it. The kernel is the persistent GEMM of `examples/overlap.py`, whose candidates are tiles and numbers
+of programs; every layer has a shape, and so a context, of its own. The step is tuned twice, one trial a call:
+
+    default       the first config of every layer
+    launches      each layer's by its own launches in the step, objective="kernel"
+    run           by the time of the whole step, objective="thunk"
+
+Then the three plans are timed, interleaved. Told besides: after how many steps each tuning was settled.
+
+Protocol and traps: `common/arms.py`. Without GPUs a tiny step runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.tuned import tuned_record
+from benchmarks.models.overlap import load_example
+from benchmarks.render import summary
+from dist_autotune import contextual_autotune
+
+LIMIT_S = 300.0
+MOST_STEPS = 1000  # of one tuning
+ROWS, INNER, COLUMNS = (4096, 2048, 1024) if ON_GPU else (32, 16, 16)
+WIDER = 128 if ON_GPU else 16  # each layer than the one before
+TUNINGS = {"launches": "kernel", "run": "thunk"}  # arm -> objective
+
+Configs = dict[tuple[int, int, int], Any]  # by M, N, K
+
+
+class Step:
+    """Layers that multiply, each followed by an all-reduce of its own bucket."""
+
+    def __init__(self, layers: int, mib: float, device: torch.device) -> None:
+        self.example = load_example()
+        shapes = [(ROWS, COLUMNS + WIDER * layer, INNER) for layer in range(layers)]
+        self.layers = [self.example.Step(*shape, mib, device) for shape in shapes]
+
+    def __call__(self, configs: Configs | None = None) -> torch.Tensor:
+        """Run all layers, tuned or with these configs; return the last product."""
+        works = []
+        for layer in self.layers:
+            layer.gemm(None if configs is None else configs[self.shape_of(layer)])
+            works.append(dist.all_reduce(layer.bucket, op=dist.ReduceOp.MAX, async_op=True))
+        for work in works:
+            work.wait()
+        return self.layers[-1].c
+
+    @staticmethod
+    def shape_of(layer: Any) -> tuple[int, int, int]:
+        return layer.a.shape[0], layer.b.shape[0], layer.a.shape[1]
+
+    def error(self) -> float:
+        """Return the largest relative error of all products, against float32."""
+        errors = []
+        for layer in self.layers:
+            expected = layer.a.float() @ layer.b.float().T
+            errors.append(float((layer.c.float() - expected).norm() / expected.norm()))
+        return max(errors)
+
+    def refresh(self) -> None:
+        for layer in self.layers:
+            for tensor in (layer.a, layer.b, layer.bucket):
+                tensor.normal_()
+
+    def poison(self) -> None:
+        for layer in self.layers:
+            layer.c.fill_(math.nan)
+
+
+def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
+    """Tune the step, one trial a call; return the configs, the report and how many calls it took.
+
+    Calls that waited for a compiler, with the first configs, do not count.
+    """
+    tuned = contextual_autotune(
+        step, is_dist=True, mode="online", objective=objective, share=False, name=f"step by {objective}"
+    )
+    tuned.retune()
+    calls = held = 0
+    while not tuned.settled and calls - held < MOST_STEPS:
+        tuned()
+        calls += 1
+        outlook = tuned.report.outlook
+        held = held if outlook is None else outlook.held
+    report = tuned.report
+    configs = {tuple(map(int, context.key[:3])): context.config for context in report.contexts}
+    step.example.persistent_gemm.cache.clear()  # where Triton keeps results, which the next would respect
+    return configs, report, calls - held
+
+
+def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of the case."""
+    step = Step(options.layers, options.mib, ranks.device)
+    step.refresh()
+    first = step.example.persistent_gemm.configs[0]
+    plans: dict[str, Configs] = {"default": {step.shape_of(layer): first for layer in step.layers}}
+    reports, steps = {}, {}
+    for name, objective in TUNINGS.items():
+        plans[name], reports[name], steps[name] = tune(step, objective)
+        ranks.say(f"{name}: settled after {steps[name]} steps, {reports[name].seconds:.1f} s")
+    first_layer = step.layers[0]
+    explained = torch.finfo(first_layer.c.dtype).eps + INNER**0.5 * torch.finfo(torch.float32).eps
+    arms = [
+        Arm(
+            name=name,
+            prepare=lambda configs=configs: lambda: step(configs),
+            error=lambda _: step.error(),
+            limit=explained,
+            work=sum(2e-9 * math.prod(step.shape_of(layer)) for layer in step.layers),
+            rate="TFLOP/s",
+            poison=step.poison,
+        )
+        for name, configs in plans.items()
+    ]
+    measured = measure(arms, ranks, step.refresh, plan)
+    texts = [
+        (context, f"{name}: {step.example.label(context.config)}")
+        for name, report in reports.items()
+        for context in report.contexts
+    ]
+    return {
+        "case": f"{options.layers} layers, {options.mib:g} MiB each",
+        **measured,
+        "steps": steps,
+        "candidates": sum(len(step.example.persistent_gemm.configs) for _ in step.layers),
+        "tuned": tuned_record(list(reports.values()), texts),
+        "clocks": clocks_seen(ranks),
+        "trouble_at_closing": [],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24 if ON_GPU else 3)
+    parser.add_argument("--mib", type=float, default=32 if ON_GPU else 0.01, help="of each all-reduce")
+    add_run_options(parser, warm_ups=60)
+    options = parser.parse_args()
+
+    def body(ranks: Ranks) -> int:
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        title = "A step of many kernels beside all-reduces"
+        record = describe_run(ranks, op="whole_step", title=title, commit=options.commit, plan=plan)
+        record["case_title"] = "layers, all-reduce"
+        record["ratios"] = [
+            {"name": "default / run", "of": "default", "to": "run"},
+            {"name": "launches / run", "of": "launches", "to": "run"},
+        ]
+        record["cases"] = [run(options, plan, ranks)]
+        if options.json is not None and ranks.rank == 0:
+            write_json(options.json, record)
+        ranks.say(summary(record))
+        return int(any("unavailable" in arm for case in record["cases"] for arm in case["arms"]))
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

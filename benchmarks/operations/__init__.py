@@ -1,0 +1,1 @@
+"""Each operation of kernels/, against the libraries that do the same."""

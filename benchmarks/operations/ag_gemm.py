@@ -1,0 +1,317 @@
+"""All-gather + GEMM: ours against NCCL and cuBLAS in sequence, torch's fused operation, and the parts alone.
+
+    ./launch.sh -m benchmarks.operations.ag_gemm [--m M] [--n N] [--k K] [--shapes public] [--json FILE]
+
+M is the number of rows of all ranks together, N that of columns on each rank. Ours is `AllGatherGemm`, tuned
+first, inside `contextual_autotune(is_dist=True)`, with what the host may choose: `ours` may have found that
+no overlap is best. In place means that the caller has written `op.shard`.
+
+    ours                 in place, eager
+    ours, copied         the shard lies elsewhere and is copied first
+    ours, push           in place, eager, chunks pushed by their owners
+    ours, no overlap     in place, eager: our exchange, then torch.matmul
+    ours, graph          in place, as a CUDA graph; and copied
+    NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks); and as a CUDA graph
+    torch fused          torch.ops.symm_mem.fused_all_gather_matmul
+    GEMM                 torch.matmul on data that is gathered already
+    copies               the all-gather by copy engines alone: no signals between the ranks
+    NCCL gather          all_gather_into_tensor alone
+
+Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.arms import Arm
+from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.tuned import Tuned, capture
+from benchmarks.operations.harness import (
+    DTYPES,
+    OURS,
+    PATIENCE_S,
+    all_gather,
+    measured_case,
+    new_record,
+    parse,
+    run_shapes,
+)
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
+
+Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int  # rows of all ranks
+    n: int  # columns of each rank
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+PUBLIC = (
+    Shape(8192, 14336, 8192),
+    Shape(8192, 3584, 8192),
+    Shape(8192, 1792, 4096),
+    Shape(8192, 6656, 16384),
+    Shape(2048, 3584, 8192),
+    Shape(512, 3584, 8192),
+)
+DEFAULT = Shape(8192, 3584, 8192) if ON_GPU else Shape(64, 48, 32)
+SIZES = {"m": "rows of all ranks", "n": "columns of each rank", "k": "inner dimension"}
+
+
+class Problem:
+    """The tensors of one shape on this rank, and what the right results are."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.rows = shape.m // ranks.world_size
+        options = {"dtype": dtype, "device": ranks.device}
+        self.a = torch.empty(self.rows, shape.k, **options)
+        self.weight = torch.randn(shape.n, shape.k, **options)
+        self.gathered = torch.empty(shape.m, shape.k, **options)
+        self.reference = torch.empty_like(self.gathered)  # the shards of all ranks, of the present inputs
+        self.out = torch.empty(shape.m, shape.n, **options)
+        self.places: list[torch.Tensor] = []  # where else the shard of this rank is wanted
+        # Rounding the result costs at most eps; adding K products in float32 about sqrt(K) of its eps.
+        explained = shape.k**0.5 * torch.finfo(torch.float32).eps
+        self.limit = torch.finfo(dtype).eps + explained
+        self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
+        self.fetched_mb = 1e-6 * (shape.m - self.rows) * shape.k * dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.a.normal_()
+        for place in self.places:
+            place.copy_(self.a)
+        all_gather(self.reference, self.a)
+
+    def gather_error(self, result: torch.Tensor) -> float:
+        return float((result.float() - self.reference.float()).norm() / self.reference.float().norm())
+
+    def product_error(self, result: torch.Tensor) -> float:
+        """Return the error against float32, block by block: the whole could be too large."""
+        weight = self.weight.float()
+        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
+        for block, wanted in zip(result.split(1024), self.reference.split(1024), strict=True):
+            right = wanted.float() @ weight.T
+            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
+        return float((squares[0] / squares[1]).sqrt())
+
+    def product(self, name: str, prepare: Prepare) -> Arm:
+        """Return an arm that computes the product, into `out` or into a tensor of its own."""
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.product_error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: self.out.fill_(math.nan),
+        )
+
+    def gather(self, name: str, prepare: Prepare, poison: Callable[[], object]) -> Arm:
+        """Return an arm that gathers, and no more."""
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.gather_error,
+            limit=0.0,
+            work=self.fetched_mb,
+            rate="GB/s",
+            poison=poison,
+        )
+
+
+# ---- ours
+
+
+class Ours(Tuned):
+    """`AllGatherGemm` in place and copied, tuned in context."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        backend: str,
+        *,
+        retune: bool,
+        graphs: bool = False,
+        producer: str = "pull",
+        consumer: str | None = None,
+    ) -> None:
+        self.op = AllGatherGemm(
+            problem.rows,
+            problem.a.shape[1],
+            problem.a.dtype,
+            backend=backend,
+            timeout_s=PATIENCE_S,
+            graphs=graphs,
+            producer=producer,
+            consumer=consumer,
+        )
+        problem.places.append(self.op.shard)
+
+        def call(a_shard: torch.Tensor) -> torch.Tensor:
+            return self.op(a_shard, problem.weight, problem.out)
+
+        name = f"ag_gemm benchmark, {producer}, {consumer or 'any consumer'}"
+        super().__init__(call, check=self.op.check, name=name, retune=retune)
+
+
+# ---- baselines
+
+
+class CopyEngines:
+    """The all-gather as copies from the peers' memory, in the order rank + 1, rank + 2, ..."""
+
+    def __init__(self, memory: SymmetricMemory, elements: int, dtype: torch.dtype) -> None:
+        self.backend = memory.name
+        self._memory = memory
+        self._flat = memory.allocate((elements,), dtype)
+        self._stream = memory.side_stream()
+
+    def gather(self, problem: Problem) -> Arm:
+        """Return the arm; the shard goes to its place in the gathered rows."""
+        memory, shape = self._memory, (self._memory.world_size, *problem.a.shape)
+        elements = problem.a.numel() * memory.world_size
+        here = self._flat.local[:elements].view(shape)
+        there = [peer[:elements].view(shape) for peer in self._flat.peers]
+        problem.places.append(here[memory.rank])
+        peers = [(memory.rank + step) % memory.world_size for step in range(1, memory.world_size)]
+
+        def poison() -> None:
+            for peer in peers:
+                here[peer].fill_(math.nan)
+
+        def call() -> torch.Tensor:
+            self._stream.fork()
+            for peer in peers:
+                memory.copy(here[peer], there[peer][peer], self._stream)
+            self._stream.join()
+            return here.view(-1, shape[2])
+
+        return problem.gather("copies", lambda: call, poison)
+
+
+def gather_then_matmul(problem: Problem) -> Callable[[], torch.Tensor]:
+    def call() -> torch.Tensor:
+        all_gather(problem.gathered, problem.a)
+        return torch.matmul(problem.gathered, problem.weight.T, out=problem.out)
+
+    return call
+
+
+def gather_then_matmul_in_graph(problem: Problem) -> Callable[[], torch.Tensor]:
+    call = gather_then_matmul(problem)
+    call()  # what is set up at a first call is no part of the graph
+    return capture(call)
+
+
+def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
+    if not ON_GPU:
+        raise Unsupported("torch's symmetric memory needs GPUs")
+    import torch.distributed._symmetric_memory  # registers the operation
+
+    group = dist.group.WORLD
+    assert group is not None
+    fused, columns = torch.ops.symm_mem.fused_all_gather_matmul, problem.weight.T
+
+    def call() -> torch.Tensor:
+        _, (product,) = fused(problem.a, [columns], gather_dim=0, group_name=group.group_name)
+        return product
+
+    return call
+
+
+def matmul_alone(problem: Problem) -> Callable[[], torch.Tensor]:
+    return lambda: torch.matmul(problem.reference, problem.weight.T, out=problem.out)
+
+
+def gather_alone(problem: Problem) -> Callable[[], torch.Tensor]:
+    def call() -> torch.Tensor:
+        all_gather(problem.gathered, problem.a)
+        return problem.gathered
+
+    return call
+
+
+# ---- the program
+
+
+def run_shape(
+    shape: Shape, options: argparse.Namespace, engines: CopyEngines, ranks: Ranks
+) -> dict[str, Any]:
+    """Return the record of one shape."""
+    problem = Problem(shape, DTYPES[options.dtype], ranks)
+    ours = Ours(problem, engines.backend, retune=options.retune)
+    pushing = Ours(problem, engines.backend, retune=options.retune, producer="push")
+    waiting = Ours(problem, engines.backend, retune=options.retune, consumer="matmul")
+    # Apart from the eager one, which a replay that fails would break too.
+    captured = Ours(problem, engines.backend, retune=False, graphs=True) if ON_GPU else ours
+    gathers = ranks.collectives
+    arms = [
+        problem.product(OURS, lambda: ours.eager(ours.op.shard)),
+        problem.product("ours, copied", lambda: ours.eager(problem.a)),
+        problem.product("ours, push", lambda: pushing.eager(pushing.op.shard)),
+        problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
+        problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
+        problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
+        problem.product(f"{gathers} + GEMM", lambda: gather_then_matmul(problem)),
+        problem.product(f"{gathers} + GEMM, graph", lambda: gather_then_matmul_in_graph(problem)),
+        problem.product("torch fused", lambda: torch_fused(problem)),
+        problem.product("GEMM", lambda: matmul_alone(problem)),
+        engines.gather(problem),
+        problem.gather(
+            f"{gathers} gather", lambda: gather_alone(problem), lambda: problem.gathered.fill_(math.nan)
+        ),
+    ]
+    return measured_case(
+        shape,
+        options,
+        ranks,
+        arms,
+        refresh=problem.refresh,
+        tuned={"tuned": ours},
+        operations=[each.op for each in (captured, waiting, pushing, ours)],
+        rows_per_rank=problem.rows,
+    )
+
+
+def main() -> None:
+    options = parse(__doc__, SIZES, public=PUBLIC, default=DEFAULT, shared=("m",))
+
+    def body(ranks: Ranks) -> int:
+        sequence = f"{ranks.collectives} + GEMM"
+        ratios = [
+            (f"{sequence} / ours", sequence, OURS),
+            (f"graph: {sequence} / ours", f"{sequence}, graph", "ours, graph"),
+            ("fused / ours", "torch fused", OURS),
+            ("ours / GEMM", OURS, "GEMM"),
+            ("graph / GEMM", "ours, graph", "GEMM"),
+        ]
+        record = new_record(
+            options, ranks, op="ag_gemm", title="All-gather + GEMM", case_title="M x N x K", ratios=ratios
+        )
+        elements = max(shape.m * shape.k for shape in options.shapes)
+        # Open as long as the program runs, so that NVSHMEM is set up once.
+        with open_symmetric_memory(None, options.backend, ranks.device, timeout_s=PATIENCE_S) as memory:
+            record["symmetric_memory"] = {"backend": memory.name, "reason": memory.reason}
+            engines = CopyEngines(memory, elements, DTYPES[options.dtype])
+            return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, engines, ranks))
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""All-gather + grouped GEMM over experts: ours, NCCL and torch's grouped_mm in sequence, the parts alone.
+
+    ./launch.sh -m benchmarks.operations.ag_moe [--tokens T] [--hidden K] [--ffn N] [--experts E] [--topk J]
+                                     [--shapes public] [--json FILE]
+
+Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned
+first, inside `contextual_autotune(is_dist=True)`.
+
+    ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
+    NCCL + grouped_mm      all-gathers of tokens and choices, then sort, gather rows, grouped_mm, put in place
+    grouped_mm             the same without the all-gathers
+    grouped GEMM, ours     `AllGatherMoE` over a single rank, tuned by itself, all tokens being there
+    NCCL gather            the all-gathers alone
+
+Every arm sorts the choices, and writes a row for each choice, token by token. Protocol and traps:
+`common/arms.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common.arms import Arm
+from benchmarks.common.ranks import Ranks
+from benchmarks.operations.harness import DTYPES, OURS, all_gather, collective_arm
+from benchmarks.operations.moe_problem import (
+    GROUPED,
+    GROUPED_OURS,
+    Choices,
+    Ours,
+    Shape,
+    TorchGrouped,
+    products,
+    run_benchmark,
+)
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+
+
+class Problem:
+    """The tensors of one shape on this rank, and what the right results are."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+        options = {"dtype": dtype, "device": ranks.device}
+        self.choices, self.dtype = Choices(shape, ranks), dtype
+        self.x = torch.empty(self.choices.own, shape.hidden, **options)
+        self.all_x = torch.empty(shape.tokens, shape.hidden, **options)
+        self.weight = torch.randn(shape.experts, shape.ffn // ranks.world_size, shape.hidden, **options)
+        self.out = torch.empty(shape.tokens * shape.topk, self.weight.shape[1], **options)
+        self.limit = torch.finfo(dtype).eps + shape.hidden**0.5 * torch.finfo(torch.float32).eps
+        self.gigaflop = 2e-9 * self.out.numel() * shape.hidden
+        self.received_mb = 1e-6 * (self.all_x.numel() - self.x.numel()) * dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.x.normal_()
+        self.choices.refresh(self.dtype)
+        all_gather(self.all_x, self.x)
+
+    def error(self, result: torch.Tensor) -> float:
+        topk = self.choices.shape.topk
+        tokens = self.choices.sample().to(result.device)
+        rows = self.all_x[tokens].repeat_interleave(topk, dim=0)
+        right = products(rows, self.weight, self.choices.all_ids[tokens].reshape(-1))
+        found = result.unflatten(0, (-1, topk))[tokens].flatten(0, 1).float()
+        return float((found - right).norm() / right.norm())
+
+    def arm(self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]]) -> Arm:
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: self.out.fill_(math.nan),
+        )
+
+    # ---- baselines
+
+    def gather(self) -> torch.Tensor:
+        all_gather(self.choices.all_ids, self.choices.ids)
+        all_gather(self.all_x, self.x)
+        return self.all_x
+
+    def torch_alone(self) -> Callable[[], torch.Tensor]:
+        grouped = TorchGrouped(self.weight, self.choices.shape.topk)
+        return lambda: grouped(self.all_x, self.choices.all_ids, self.out)
+
+    def torch_in_sequence(self) -> Callable[[], torch.Tensor]:
+        multiply = self.torch_alone()
+
+        def call() -> torch.Tensor:
+            self.gather()
+            return multiply()
+
+        return call
+
+
+def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of one shape."""
+    problem = Problem(shape, DTYPES[options.dtype], ranks)
+    choices, x, weight, out = problem.choices, problem.x, problem.weight, problem.out
+    both = Ours(AllGatherMoE, shape, shape.hidden, options, ranks, "ag_moe")
+    op, single = both.op, both.single
+    ours, ours_alone = both.tune(
+        lambda: op(x, weight, choices.ids, out, tokens=choices.tokens),
+        lambda: single(single.shard, weight, choices.all_ids, out),
+    )
+
+    def refresh() -> None:
+        problem.refresh()
+        single.shard.copy_(problem.all_x)
+
+    def asking() -> Callable[[], torch.Tensor]:
+        ours.eager()
+        return lambda: op(x, weight, choices.ids, out)
+
+    collectives = ranks.collectives
+    arms = [
+        problem.arm(OURS, ours.eager),
+        problem.arm("ours, graph", ours.graph),
+        problem.arm("ours, tokens not given", asking),
+        problem.arm(sequence(collectives), problem.torch_in_sequence),
+        problem.arm(GROUPED, problem.torch_alone),
+        problem.arm(GROUPED_OURS, ours_alone.eager),
+        collective_arm(
+            f"{collectives} gather",
+            problem.gather,
+            megabytes=problem.received_mb,
+            poison=lambda: problem.all_x.fill_(math.nan),
+        ),
+    ]
+    return both.measured(arms, refresh)
+
+
+def sequence(collectives: str) -> str:
+    return f"{collectives} + {GROUPED}"
+
+
+if __name__ == "__main__":
+    run_benchmark(
+        __doc__,
+        op="ag_moe",
+        title="All-gather + grouped GEMM over experts",
+        sequence=sequence,
+        run_shape=run_shape,
+    )

@@ -1,0 +1,121 @@
+"""elementwise_add, both variants, against torch.add and the bandwidth of a copy, on one GPU.
+
+    ./launch.sh --nproc 1 -m benchmarks.operations.elementwise_add [--rows R] [--columns C]
+                                                                   [--dtype fp32|fp16|bf16]
+
+The rate of a sum counts two reads and one write, that of the copy one of each. The tensors are larger than
+the L2 cache. Protocol and traps: `common/arms.py`; results must have the bits of torch's. Without a GPU
+a tiny shape runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.render import summary
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.elementwise_add import VARIANTS, elementwise_add
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LIMIT_S = 600.0
+COPY, TORCH = "copy", "torch.add"
+
+
+def bits_differ(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return 0.0 if the two are equal bit by bit, else how many elements are not."""
+    return float((result != wanted).sum())
+
+
+def arms_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Arm]:
+    """Return what is timed."""
+    megabytes = 1e-6 * a.numel() * a.element_size()
+
+    def arm(
+        name: str, call: Callable[[], torch.Tensor], wanted: Callable[[], torch.Tensor], tensors: int
+    ) -> Arm:
+        return Arm(
+            name=name,
+            prepare=lambda: call,
+            error=lambda result: bits_differ(result, wanted()),
+            limit=0.0,
+            work=tensors * megabytes,
+            rate="GB/s",
+            poison=lambda: out.fill_(math.nan),
+        )
+
+    def ours(variant: str) -> Callable[[], torch.Tensor]:
+        tuned = contextual_autotune(
+            lambda: elementwise_add(a, b, out, variant), name=f"elementwise_add benchmark {variant}"
+        )
+
+        def call() -> torch.Tensor:
+            if variant == "warp_specialized" and not ON_GPU:
+                raise Unsupported("TMA needs a GPU")
+            return tuned()
+
+        return call
+
+    arms = [arm(COPY, lambda: out.copy_(a), lambda: a, 2)]
+    arms.append(arm(TORCH, lambda: torch.add(a, b, out=out), lambda: a + b, 3))
+    return arms + [arm(name, ours(name), lambda: a + b, 3) for name in VARIANTS if name != "auto"]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=32768 if ON_GPU else 8)
+    parser.add_argument("--columns", type=int, default=32768 if ON_GPU else 64)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    add_run_options(parser, warm_ups=40)
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return the record."""
+    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+    record = describe_run(
+        ranks, op="elementwise_add", title="Elementwise add", commit=options.commit, plan=plan
+    )
+    tensors = {"dtype": DTYPES[options.dtype], "device": ranks.device}
+    a, b, out = (torch.empty(options.rows, options.columns, **tensors) for _ in range(3))
+
+    def refresh() -> None:
+        a.normal_()
+        b.normal_()
+
+    case = {
+        "case": f"{options.rows} x {options.columns}",
+        "dtype": options.dtype,
+        **measure(arms_of(a, b, out), ranks, refresh, plan),
+        "tuned": {"contexts": [], "runs": 0, "seconds": 0.0},
+        "clocks": clocks_seen(ranks),
+        "trouble_at_closing": [],
+    }
+    ratios = [{"name": f"{TORCH} / {name}", "of": TORCH, "to": name} for name in VARIANTS[1:]]
+    return {**record, "case_title": "shape", "ratios": ratios, "cases": [case]}
+
+
+def main() -> None:
+    options = parse()
+
+    def body(ranks: Ranks) -> int:
+        record = run(options, ranks)
+        if options.json is not None and ranks.rank == 0:
+            write_json(options.json, record)
+        ranks.say(summary(record))
+        return 1 if any("wrong" in arm.get("unavailable", "") for arm in record["cases"][0]["arms"]) else 0
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

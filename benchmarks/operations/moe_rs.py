@@ -1,0 +1,179 @@
+"""Grouped GEMM over experts + reduce-scatter: ours, torch's grouped_mm and NCCL in sequence, the parts alone.
+
+    ./launch.sh -m benchmarks.operations.moe_rs [--tokens T] [--hidden N] [--ffn K] [--experts E] [--topk J]
+                                     [--shapes public] [--json FILE]
+
+Each rank has K / W elements of the rows of all T * J choices, and of each expert. Ours is `MoEReduceScatter`,
+tuned first, inside `contextual_autotune(is_dist=True)`.
+
+    ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
+    grouped_mm + NCCL      all-gathers of choices and weights, then sort, gather rows, grouped_mm,
+                           put in place, weigh and add by a batched product, reduce-scatter
+    grouped_mm             the same without collectives
+    grouped GEMM, ours     `MoEReduceScatter` over a single rank, tuned by itself: no exchange
+    NCCL scatter           the reduce-scatter alone
+
+Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.arms import Arm
+from benchmarks.common.ranks import Ranks
+from benchmarks.operations.harness import DTYPES, OURS, all_gather, collective_arm, reduce_scatter
+from benchmarks.operations.moe_problem import (
+    GROUPED,
+    GROUPED_OURS,
+    Choices,
+    Ours,
+    Shape,
+    TorchGrouped,
+    products,
+    run_benchmark,
+)
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+
+
+class Problem:
+    """The tensors of one shape on this rank, and what the right results are."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+        options = {"dtype": dtype, "device": ranks.device}
+        self.choices, self.dtype, self.ranks = Choices(shape, ranks), dtype, ranks
+        inner, choices = shape.ffn // ranks.world_size, shape.tokens * shape.topk
+        self.y = torch.empty(choices, inner, **options)
+        self.weight = torch.randn(shape.experts, shape.hidden, inner, **options)
+        self.products = torch.empty(choices, shape.hidden, **options)
+        self.combined = torch.empty(shape.tokens, 1, shape.hidden, **options)
+        self.out = torch.empty(self.choices.own, shape.hidden, **options)
+        # A product, a rank's part and the sum are rounded once each; a ring rounds its sum at every hop.
+        roundings = 2 + max(1, ranks.world_size - 1)
+        explained = (shape.ffn * shape.topk) ** 0.5 * torch.finfo(torch.float32).eps
+        self.limit = roundings * torch.finfo(dtype).eps + explained
+        self.gigaflop = 2e-9 * self.products.numel() * inner
+        self.sent_mb = 1e-6 * (self.combined.numel() - self.out.numel()) * dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.y.normal_()
+        self.choices.refresh(self.dtype)
+        self.combined.normal_()
+
+    def part(self) -> torch.Tensor:
+        """Return this rank's part of the sums of some tokens of each rank, in float32."""
+        topk = self.choices.shape.topk
+        tokens = self.choices.sample().to(self.y.device)
+        rows = self.y.unflatten(0, (-1, topk))[tokens].flatten(0, 1)
+        found = products(rows, self.weight, self.choices.all_ids[tokens].reshape(-1))
+        weights = self.choices.all_weights[tokens].reshape(-1, 1)
+        return (found * weights).unflatten(0, (-1, topk)).sum(dim=1)
+
+    def sum_error(self, result: torch.Tensor) -> float:
+        right = self.part()
+        dist.all_reduce(right)
+        right = right.chunk(self.ranks.world_size)[self.ranks.rank]
+        found = result[: len(right)].float()
+        return float((found - right).norm() / right.norm())
+
+    def part_error(self, result: torch.Tensor) -> float:
+        right = self.part()
+        found = result.reshape(-1, right.shape[1])[self.choices.sample().to(right.device)].float()
+        return float((found - right).norm() / right.norm())
+
+    def arm(
+        self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]], *, of_part: bool = False
+    ) -> Arm:
+        """Return an arm that computes this rank's rows of the sum, or its part of all of them."""
+        written = self.combined if of_part else self.out
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.part_error if of_part else self.sum_error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: written.fill_(math.nan),
+        )
+
+    # ---- baselines
+
+    def torch_alone(self) -> Callable[[], torch.Tensor]:
+        grouped, choices = TorchGrouped(self.weight, choices_of_a_row=1), self.choices
+        topk = choices.shape.topk
+
+        def call() -> torch.Tensor:
+            grouped(self.y, choices.all_ids, self.products)
+            weights = choices.all_weights.to(self.dtype)[:, None]
+            return torch.bmm(weights, self.products.unflatten(0, (-1, topk)), out=self.combined)
+
+        return call
+
+    def torch_in_sequence(self) -> Callable[[], torch.Tensor]:
+        multiply = self.torch_alone()
+
+        def call() -> torch.Tensor:
+            all_gather(self.choices.all_ids, self.choices.ids)
+            all_gather(self.choices.all_weights, self.choices.weights)
+            multiply()
+            return self.scatter()
+
+        return call
+
+    def scatter(self) -> torch.Tensor:
+        reduce_scatter(self.out, self.combined[:, 0])
+        return self.out
+
+
+def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of one shape."""
+    problem = Problem(shape, DTYPES[options.dtype], ranks)
+    choices, y, weight, out = problem.choices, problem.y, problem.weight, problem.out
+    both = Ours(MoEReduceScatter, shape, shape.hidden, options, ranks, "moe_rs")
+    op, single = both.op, both.single
+    ours, ours_alone = both.tune(
+        lambda: op(y, weight, choices.ids, choices.weights, out, tokens=choices.tokens),
+        lambda: single(y, weight, choices.all_ids, choices.all_weights, problem.combined[:, 0]),
+    )
+
+    def asking() -> Callable[[], torch.Tensor]:
+        ours.eager()
+        return lambda: op(y, weight, choices.ids, choices.weights, out)
+
+    collectives = ranks.collectives
+    arms = [
+        problem.arm(OURS, ours.eager),
+        problem.arm("ours, graph", ours.graph),
+        problem.arm("ours, tokens not given", asking),
+        problem.arm(sequence(collectives), problem.torch_in_sequence),
+        problem.arm(GROUPED, problem.torch_alone, of_part=True),
+        problem.arm(GROUPED_OURS, ours_alone.eager, of_part=True),
+        collective_arm(
+            f"{collectives} scatter",
+            problem.scatter,
+            megabytes=problem.sent_mb,
+            poison=lambda: problem.combined.normal_(),
+        ),
+    ]
+    return both.measured(arms, problem.refresh)
+
+
+def sequence(collectives: str) -> str:
+    return f"{GROUPED} + {collectives}"
+
+
+if __name__ == "__main__":
+    run_benchmark(
+        __doc__,
+        op="moe_rs",
+        title="Grouped GEMM over experts + reduce-scatter",
+        sequence=sequence,
+        run_shape=run_shape,
+    )

@@ -1,0 +1,301 @@
+"""persistent_matmul, every variant, against cuBLAS (torch.matmul), eager and as CUDA graphs, on one GPU.
+
+    ./launch.sh --nproc 1 -m benchmarks.operations.persistent_gemm [--m M --n N --k K]
+            [--shapes table|ragged|tests|all] [--parts] [--dtype bf16|fp16] [--json FILE]
+
+    cuBLAS                torch.matmul(a, b, out=out)
+    ours                  variant="auto", tuned first, by one session of contextual_autotune for each shape
+    pipelined, ...        one variant, tuned among its own candidates
+    ..., graph            the same as a CUDA graph of one call
+    --parts               schedulers, stealing and not, cooperative, ping-pong, stream-K as arms of their own
+
+a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
+--b-rows. Inputs are random normal and new in every round. Protocol and traps: `common/arms.py`. What a shape
+is tuned over is the same for all shapes. Without a GPU a tiny shape runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.render import summary
+from dist_autotune import ContextualAutotuner, contextual_autotune
+from dist_autotune.kernels.gemm.launch import tuned_gemm
+from dist_autotune.kernels.matrices import as_matrix
+from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LIMIT_S = 1800.0  # for everything about one shape, tuning and compiling included
+CUBLAS, OURS = "cuBLAS", "ours"
+BLOCK_ROWS = 1024  # of the float32 reference at a time
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+TABLE = tuple(Shape(8192, 8192, k) for k in (512, 1024, 2048, 4096, 8192, 16384))
+TESTS = (Shape(208, 416, 304), Shape(2000, 1000, 2000))
+# Ragged and skinny; sizes that TMA can address (multiples of 8) and, at the end, some that it cannot.
+RAGGED = (
+    Shape(16, 8192, 8192),
+    Shape(64, 14336, 4096),
+    Shape(128, 4096, 14336),
+    Shape(200, 6144, 4096),
+    Shape(304, 5120, 5120),
+    Shape(512, 28672, 4096),
+    Shape(720, 3072, 3072),
+    Shape(1000, 8192, 1024),
+    Shape(1304, 2056, 7168),
+    Shape(1536, 1536, 1536),
+    Shape(2040, 4104, 1368),
+    Shape(2500, 2504, 2504),
+    Shape(3000, 11008, 4096),
+    Shape(3333, 3336, 3336),
+    Shape(4096, 152, 8192),
+    Shape(4100, 4104, 4104),
+    Shape(5000, 5000, 400),
+    Shape(6000, 1024, 16384),
+    Shape(8192, 320, 8192),
+    Shape(8200, 8200, 520),
+    Shape(12345, 1032, 2056),
+    Shape(16384, 64, 4096),
+    Shape(30000, 768, 768),
+    Shape(65536, 256, 128),
+    Shape(1021, 1021, 1021),
+    Shape(4001, 2003, 999),
+)
+LISTS = {"table": TABLE, "tests": TESTS, "ragged": RAGGED, "all": TABLE + TESTS + RAGGED}
+DEFAULT = Shape(8192, 8192, 4096) if ON_GPU else Shape(48, 40, 32)
+
+
+class Problem:
+    """The tensors of one shape, and how far from the right product a result may be."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *, b_rows: bool) -> None:
+        options = {"dtype": dtype, "device": device}
+        self.a = torch.empty(shape.m, shape.k, **options)
+        self.b = (
+            torch.empty(shape.k, shape.n, **options) if b_rows else torch.empty(shape.n, shape.k, **options).T
+        )
+        self.out = torch.empty(shape.m, shape.n, **options)
+        # Rounding the result costs at most eps; adding K products in float32 about sqrt(K) of its eps.
+        self.limit = torch.finfo(dtype).eps + shape.k**0.5 * torch.finfo(torch.float32).eps
+        self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
+        self.tuned: list[ContextualAutotuner[..., Any]] = []
+
+    def refresh(self) -> None:
+        """Take new random inputs."""
+        self.a.normal_()
+        self.b.normal_()
+
+    def error(self, result: torch.Tensor) -> float:
+        """Return the error against float32, block by block: the whole could be too large."""
+        columns = self.b.float()
+        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
+        for block, rows in zip(result.split(BLOCK_ROWS), self.a.split(BLOCK_ROWS), strict=True):
+            right = rows.float() @ columns
+            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
+        return float((squares[0] / squares[1]).sqrt())
+
+    def arm(self, name: str, prepare: Callable[[], Call]) -> Arm:
+        return Arm(
+            name=name,
+            prepare=prepare,
+            error=self.error,
+            limit=self.limit,
+            work=self.gigaflop,
+            rate="TFLOP/s",
+            poison=lambda: self.out.fill_(math.nan),
+        )
+
+    def cublas(self) -> Call:
+        return lambda: torch.matmul(self.a, self.b, out=self.out)
+
+    def ours(self, variant: str, scheduler: str, *, retune: bool) -> Call:
+        """Tune in one session; return the call as a user makes it, which then takes the short way."""
+
+        def call() -> torch.Tensor:
+            return persistent_matmul(self.a, self.b, self.out, variant, scheduler)
+
+        tune = contextual_autotune(call, name=f"persistent_gemm benchmark {variant} {scheduler}")
+        if retune:
+            tune.retune()
+        for _ in range(3):  # a session may leave candidates for the next one
+            tune()
+            if tune.settled:
+                break
+        self.tuned.append(tune)
+        return call
+
+    def graph(self, prepare: Callable[[], Call]) -> Call:
+        """Return the replay of a CUDA graph of one call, which has run before: nothing is loaded in it."""
+        if not ON_GPU:
+            raise Unsupported("CUDA graphs need a GPU")
+        call, graph = prepare(), torch.cuda.CUDAGraph()
+        call()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads ask for events
+            call()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return self.out
+
+        return replay
+
+
+def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
+    """Return what is timed for one shape."""
+
+    def ours(variant: str = "auto", scheduler: str = "auto") -> Callable[[], Call]:
+        return lambda: problem.ours(variant, scheduler, retune=options.retune)
+
+    arms = [problem.arm(CUBLAS, problem.cublas), problem.arm(OURS, ours())]
+    if ON_GPU:  # elsewhere all variants are one body
+        kinds = [name for name in VARIANTS if name != "auto"]
+        arms += [problem.arm(name, ours(name)) for name in (*kinds, *(PARTS if options.parts else ()))]
+    if options.parts:
+        schedulers = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
+        arms += [problem.arm(f"{OURS}, {name}", ours(scheduler=name)) for name in schedulers]
+    arms.append(problem.arm(f"{CUBLAS}, graph", lambda: problem.graph(problem.cublas)))
+    arms.append(problem.arm(f"{OURS}, graph", lambda: problem.graph(ours())))
+    return arms
+
+
+def what_was_copied(kernel: str, key: tuple[Any, ...], problem: Problem) -> list[str]:
+    """Return which matrices passed through scratch memory: those that the kernel found better aligned."""
+    if kernel != "gemm":
+        return []
+    found = dict(zip(tuned_gemm.keys, key, strict=False))  # the key ends with types
+    copied = []
+    for name, tensor in (("a", problem.a), ("b", problem.b)):
+        matrix = as_matrix(tensor)
+        if matrix is None or matrix.alignment() < int(found[f"{name}_alignment"]):
+            copied.append(name)
+    return [*copied, "out"] if as_matrix(problem.out) is None else copied
+
+
+def what_was_tuned(problem: Problem) -> dict[str, Any]:
+    """Return what the record says of the tuning of all arms of a shape."""
+    reports = [each.report for each in problem.tuned if each.report is not None]
+    contexts = [
+        {
+            "kernel": context.kernel,
+            "key": [str(part) for part in context.key],
+            "config": str(context.config),
+            "ms": context.ms if context.ms is not None and math.isfinite(context.ms) else None,
+            "status": context.status,
+            "timed": len(context.timings),
+            "banned": len(context.banned),
+            "copied": what_was_copied(context.kernel, context.key, problem),
+        }
+        for report in reports
+        for context in report.contexts
+    ]
+    seconds = round(sum(report.seconds for report in reports), 1)
+    return {"contexts": contexts, "runs": sum(report.runs for report in reports), "seconds": seconds}
+
+
+def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of one shape."""
+    problem = Problem(shape, DTYPES[options.dtype], ranks.device, b_rows=options.b_rows)
+    measured = measure(arms_of(problem, options), ranks, problem.refresh, plan)
+    return {
+        "case": str(shape),
+        "dtype": options.dtype,
+        "b": "rows" if options.b_rows else "columns",
+        **measured,
+        "tuned": what_was_tuned(problem),
+        "clocks": clocks_seen(ranks),
+        "trouble_at_closing": [],
+    }
+
+
+def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return, of cuBLAS's time over ours, eager and graph: the geometric mean and the least of all cases."""
+    means = {}
+    for suffix in ("", ", graph"):
+        ratios = []
+        for case in cases:
+            ms = {arm["name"]: arm.get("ms") for arm in case["arms"]}
+            if ms.get(CUBLAS + suffix) and ms.get(OURS + suffix):
+                ratios.append(ms[CUBLAS + suffix] / ms[OURS + suffix])
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            means[f"{CUBLAS} / {OURS}{suffix}"] = {"mean": mean, "least": min(ratios), "cases": len(ratios)}
+    return means
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("m", "n", "k"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name))
+    parser.add_argument("--shapes", choices=LISTS, help="a list of shapes, instead of one")
+    parser.add_argument("--parts", action="store_true", help="time schedulers and parts of variants")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--b-rows", action="store_true", help="b contiguous by rows, not by columns")
+    parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
+    add_run_options(parser, warm_ups=120)
+    options = parser.parse_args()
+    if options.shapes and not ON_GPU:
+        parser.error(f"--shapes {options.shapes} needs a GPU: the interpreter would take days")
+    options.shapes = LISTS[options.shapes] if options.shapes else (Shape(options.m, options.n, options.k),)
+    return options
+
+
+def main() -> None:
+    options = parse()
+
+    def body(ranks: Ranks) -> int:
+        if ranks.world_size > 1:
+            ranks.say(f"this benchmark is for one GPU, not {ranks.world_size}: ./launch.sh --nproc 1 ...")
+            return 2
+        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
+        record = describe_run(
+            ranks, op="persistent_gemm", title="Persistent GEMM", commit=options.commit, plan=plan
+        )
+        record["case_title"] = "M x N x K"
+        record["ratios"] = [
+            {"name": f"{CUBLAS} / {OURS}{suffix}", "of": CUBLAS + suffix, "to": OURS + suffix}
+            for suffix in ("", ", graph")
+        ]
+        record["cases"] = []
+        for shape in options.shapes:
+            record["cases"].append(run_shape(shape, options, plan, ranks))
+            record["geometric_means"] = geometric_means(record["cases"])
+            ranks.say(f"{shape}: done")
+            if options.json is not None:
+                write_json(options.json, record)
+        ranks.say(f"\n{summary(record)}")
+        for name, found in record["geometric_means"].items():
+            text = (
+                f"{found['mean']:.3f} in the geometric mean of {found['cases']}, least {found['least']:.3f}"
+            )
+            ranks.say(f"{name}: {text}")
+        arms = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == OURS]
+        return 1 if any("unavailable" in arm for arm in arms) else 0
+
+    run_on_ranks(body)
+
+
+if __name__ == "__main__":
+    main()

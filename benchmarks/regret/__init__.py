@@ -1,0 +1,1 @@
+"""How much slower the picks of fresh sessions are than the best there is."""

@@ -1,0 +1,205 @@
+"""The operations: each shape opened as a user opens it, and what its alternatives are."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from benchmarks.common.arms import Arm
+from benchmarks.common.ranks import ON_GPU, Ranks
+from benchmarks.operations import ag_gemm, ag_moe, gemm_rs, moe_problem, moe_rs
+from benchmarks.operations.harness import DTYPES, PATIENCE_S, Closable
+from dist_autotune.formatting import counted
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm.choices import options_for
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+
+Call: TypeAlias = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Callee:
+    """A call of an operation; `check` waits for the device and raises what went wrong."""
+
+    call: Call
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """What is timed beside the picks, after it was tuned in the process of the timing.
+
+    choices: those that arguments fix, as a session's pick tells them. has_kernel: there is one to be tuned.
+    """
+
+    open: Callable[[], Callee]
+    choices: tuple[str, ...] = ()
+    has_kernel: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One shape of an operation on this rank; `free` is the call that sessions tune.
+
+    has_choices: of the host, which the alternatives fix. Without, kernels' configs are alternatives.
+    """
+
+    free: Callee
+    alternatives: dict[str, Alternative]
+    has_choices: bool = False
+    refresh: Callable[[], None]
+    arm: Callable[[str, Callable[[], Call]], Arm]
+    operations: list[Closable]  # those that are open
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What there is to tune under one name."""
+
+    title: str
+    case_title: str
+    shape: Callable[..., Any]  # the class of its shapes, made of numbers
+    public: Sequence[Any]
+    default: Any
+    open: Callable[[Any, argparse.Namespace, Ranks], Subject]
+
+
+def open_ag_gemm(
+    shape: ag_gemm.Shape, options: argparse.Namespace, ranks: Ranks, producer: str = "pull"
+) -> Subject:
+    dtype = DTYPES[options.dtype]
+    problem = ag_gemm.Problem(shape, dtype, ranks)
+    operations: list[Closable] = []
+
+    def opened(**fixed: Any) -> Callee:
+        op = AllGatherGemm(
+            problem.rows,
+            shape.k,
+            dtype,
+            backend=options.backend,
+            timeout_s=PATIENCE_S,
+            graphs=False,
+            producer=producer,
+            **fixed,
+        )
+        operations.append(op)
+        problem.places.append(op.shard)
+        op.shard.copy_(problem.a)
+        return Callee(lambda: op(op.shard, problem.weight, problem.out), op.check)
+
+    sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count if ON_GPU else 0
+    found = options_for(problem.rows, sms, world_size=ranks.world_size, specialized=ON_GPU, key=())
+    alternatives: dict[str, Alternative] = {}
+    for consumer in found.consumers:
+        is_persistent = consumer != "matmul"
+        counts = found.programs if options.alternatives == "all" and is_persistent else found.programs[:1]
+        for programs, pieces in itertools.product(counts, found.pieces):
+            chosen = {"consumer": consumer, "pieces": pieces, "programs": programs}
+            of_programs = f", {counted(programs, 'program')}" if is_persistent else ""
+            name = f"{consumer}, {counted(pieces, 'piece')}{of_programs}"
+            alternatives[name] = Alternative(
+                open=lambda chosen=chosen: opened(**chosen),
+                choices=tuple(f"ag_gemm {what} {json.dumps(option)}" for what, option in chosen.items()),
+                has_kernel=is_persistent,
+            )
+    return Subject(
+        free=opened(),
+        alternatives=alternatives,
+        has_choices=True,
+        refresh=problem.refresh,
+        arm=problem.product,
+        operations=operations,
+    )
+
+
+def _without_choices(op: Any, call: Call, problem: Any) -> Subject:
+    """Return the subject of an operation that tunes kernels alone.
+
+    Tuning it in the process of the timing loads every candidate before picks are launched.
+    """
+    free = Callee(call, op.check)
+    return Subject(
+        free=free,
+        alternatives={"tuned here": Alternative(open=lambda: free)},
+        refresh=problem.refresh,
+        arm=problem.arm,
+        operations=[op],
+    )
+
+
+def open_gemm_rs(shape: gemm_rs.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
+    dtype = DTYPES[options.dtype]
+    problem = gemm_rs.Problem(shape, dtype, ranks)
+    op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
+    return _without_choices(op, lambda: op(problem.a, problem.weight, problem.out), problem)
+
+
+def _open_experts(
+    operation: Callable[..., Any], shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks
+) -> Any:
+    """Return the operation over all ranks."""
+    settings = {"backend": options.backend, "timeout_s": PATIENCE_S, "max_topk": shape.topk}
+    return operation(shape.tokens // ranks.world_size, shape.hidden, DTYPES[options.dtype], **settings)
+
+
+def open_ag_moe(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
+    problem = ag_moe.Problem(shape, DTYPES[options.dtype], ranks)
+    op, choices = _open_experts(AllGatherMoE, shape, options, ranks), problem.choices
+
+    def call() -> torch.Tensor:
+        return op(problem.x, problem.weight, choices.ids, problem.out, tokens=choices.tokens)
+
+    return _without_choices(op, call, problem)
+
+
+def open_moe_rs(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
+    problem = moe_rs.Problem(shape, DTYPES[options.dtype], ranks)
+    op, choices = _open_experts(MoEReduceScatter, shape, options, ranks), problem.choices
+
+    def call() -> torch.Tensor:
+        ids, weights = choices.ids, choices.weights
+        return op(problem.y, problem.weight, ids, weights, problem.out, tokens=choices.tokens)
+
+    return _without_choices(op, call, problem)
+
+
+OPERATIONS = {
+    "ag_gemm": Operation(
+        "All-gather + GEMM", "M x N x K", ag_gemm.Shape, ag_gemm.PUBLIC, ag_gemm.DEFAULT, open_ag_gemm
+    ),
+    "ag_gemm_push": Operation(
+        "All-gather + GEMM, pushed",
+        "M x N x K",
+        ag_gemm.Shape,
+        ag_gemm.PUBLIC,
+        ag_gemm.DEFAULT,
+        lambda shape, options, ranks: open_ag_gemm(shape, options, ranks, producer="push"),
+    ),
+    "gemm_rs": Operation(
+        "GEMM + reduce-scatter", "M x N x K", gemm_rs.Shape, gemm_rs.PUBLIC, gemm_rs.DEFAULT, open_gemm_rs
+    ),
+    "ag_moe": Operation(
+        "All-gather + grouped GEMM over experts",
+        "tokens x hidden x ffn, experts",
+        moe_problem.Shape,
+        moe_problem.PUBLIC,
+        moe_problem.DEFAULT,
+        open_ag_moe,
+    ),
+    "moe_rs": Operation(
+        "Grouped GEMM over experts + reduce-scatter",
+        "tokens x hidden x ffn, experts",
+        moe_problem.Shape,
+        moe_problem.PUBLIC,
+        moe_problem.DEFAULT,
+        open_moe_rs,
+    ),
+}

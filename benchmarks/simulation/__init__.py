@@ -1,0 +1,1 @@
+"""Searches and whole sessions on made-up times, without kernels and ranks."""

@@ -1,0 +1,254 @@
+"""A training script that knows nothing of dist_autotune, started five ways, each from empty caches.
+
+    python -m benchmarks.tuner.third_party [--nproc N] [--steps N] [--arms NAME...] [--json FILE]
+                                           [-- SCRIPT ...]
+
+    untuned      through `dist_autotune run`, DIST_AUTOTUNE_MODE=cached, no results: first configs, no trial
+    stock        alone: triton.autotune benchmarks each key, on each rank by itself
+    tuned        through `dist_autotune run`
+    restarted    through `dist_autotune run`, with the bundle that `tuned` left
+    pinned       alone, stock, with the same picks in Triton's own format: nothing is benchmarked
+
+SCRIPT (default: examples/train_third_party.py) prints `step I loss HEX ms T` on rank 0. Every arm begins with
+no compiled kernel. First steps hold the compilation of what they launch. A step counts as slow when it takes
+more than three times the median of the settled ones. Losses of `restarted` and `pinned` run with the same
+configs: they must be equal in every bit. With several ranks the picks of `stock` are compared by kernel, in
+the order of their keys.
+
+Traps: arms run one after the other; only times of one arm's steps are close in time. `stock` may take long:
+--limit-s ends it, and then its time is a bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.arms import Plan
+from benchmarks.common.processes import ROOT, environment_without_torchrun, run_limited
+from benchmarks.common.ranks import ON_GPU, Ranks
+from benchmarks.common.records import add_record_options, describe_run, write_json
+from benchmarks.render import summary
+
+SCRIPT = ROOT / "examples/train_third_party.py"
+STEP = re.compile(r"^step (\d+) loss (\S+) ms ([\d.]+)$")
+PICK = re.compile(  # what TRITON_PRINT_AUTOTUNING=1 prints of one key
+    r"Triton autotuning for function (\w+),\nwith key as (.*),\nfinished after [\d.]+s,\n"
+    r"best config selected: (.*);"
+)
+RUN = ("-m", "dist_autotune", "run")
+ARMS = ("untuned", "stock", "tuned", "restarted", "pinned")
+SHORT_STEPS = 40  # of arms in which nothing is tuned
+COLUMNS = ("arm", "first step s", "settled ms", "slowest ms", "slow steps", "contexts", "tried", "runs")
+SLOW = 3.0  # times the median of the settled steps
+
+
+@dataclass
+class Ended:
+    """What an arm printed."""
+
+    trouble: str = ""
+    ms: list[float] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+    picks: list[dict[str, str]] = field(default_factory=list)  # of each rank, by kernel and key
+    sessions: list[dict[str, Any]] = field(default_factory=list)  # what `report --json` says
+
+    @property
+    def settled_ms(self) -> float:
+        """Return the median of the last fifth of all steps."""
+        return statistics.median(self.ms[-max(1, len(self.ms) // 5) :])
+
+    def slow_steps(self) -> int:
+        return sum(ms > SLOW * self.settled_ms for ms in self.ms[1:])
+
+
+class Arms:
+    """Starts the arms in a directory of their own."""
+
+    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
+        self.directory, self.options = directory, options
+
+    def start(self, arm: str) -> Ended:
+        """Run an arm to its end."""
+        place = self.directory / arm
+        place.mkdir()
+        prepare = getattr(self, f"_prepare_{arm}")
+        command, variables = prepare(place)
+        environment = {
+            **environment_without_torchrun(),
+            "TRITON_CACHE_DIR": str(place / "triton"),
+            "DIST_AUTOTUNE_CACHE_DIR": str(place / "cache"),
+            "DIST_AUTOTUNE_LOG_DIR": str(place / "logs"),
+            "TRITON_PRINT_AUTOTUNING": "1",
+            **variables,
+        }
+        output = place / "output"
+        output.mkdir()
+        begin = [sys.executable]
+        if self.options.nproc > 1:
+            ranks = ["--standalone", "--nproc-per-node", str(self.options.nproc)]
+            begin += ["-m", "torch.distributed.run", *ranks, "--log-dir", str(output), "--redirects", "3"]
+        with (output / "stdout.log").open("w") as file:
+            trouble = run_limited([*begin, *command], environment, self.options.limit_s, file)
+        return read(place, trouble)
+
+    def _script(self, *, is_long: bool = False) -> list[str]:
+        program = self.options.script or [str(SCRIPT)]
+        steps = self.options.steps if is_long else min(self.options.steps, SHORT_STEPS)
+        return [*program, "--steps", str(steps)]
+
+    def _prepare_stock(self, place: Path) -> tuple[list[str], dict[str, str]]:
+        return self._script(), {}
+
+    def _prepare_tuned(self, place: Path) -> tuple[list[str], dict[str, str]]:
+        return [*RUN, *self._script(is_long=True)], {}
+
+    def _prepare_untuned(self, place: Path) -> tuple[list[str], dict[str, str]]:
+        return [*RUN, *self._script()], {"DIST_AUTOTUNE_MODE": "cached"}
+
+    def _prepare_restarted(self, place: Path) -> tuple[list[str], dict[str, str]]:
+        bundle = self.directory / "bundle.json"
+        cache("export", str(bundle), results=self.directory / "tuned/cache")
+        cache("import", str(bundle), results=place / "cache")
+        return [*RUN, *self._script()], {}
+
+    def _prepare_pinned(self, place: Path) -> tuple[list[str], dict[str, str]]:
+        cache("export", "--format", "triton", str(place / "triton"), results=self.directory / "tuned/cache")
+        return self._script(), {"TRITON_CACHE_AUTOTUNING": "1"}
+
+
+def cache(*arguments: str, results: Path) -> None:
+    """Run `dist-autotune cache`. Raises CalledProcessError when it fails."""
+    command = [sys.executable, "-m", "dist_autotune", "cache", *arguments]
+    environment = {**environment_without_torchrun(), "DIST_AUTOTUNE_CACHE_DIR": str(results)}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def read(place: Path, trouble: str) -> Ended:
+    """Return what the ranks of an arm printed into `place`."""
+    ended = Ended(trouble)
+    of_ranks = sorted(place.glob("output/*/attempt_0/*/stdout.log")) or [place / "output/stdout.log"]
+    for rank, path in enumerate(of_ranks):
+        text = path.read_text(errors="replace")
+        ended.picks.append(picks_of(text))
+        if rank == 0:
+            steps = [found for line in text.splitlines() if (found := STEP.match(line))]
+            ended.losses = [found[2] for found in steps]
+            ended.ms = [float(found[3]) for found in steps]
+    if not ended.ms and not trouble:
+        ended.trouble = "printed no step"
+    if (place / "logs").exists():
+        command = [sys.executable, "-m", "dist_autotune", "report", "--json", str(place / "logs")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ended.sessions = json.loads(said)["sessions"]
+    return ended
+
+
+def picks_of(text: str) -> dict[str, str]:
+    """Return the picks that stock Triton printed, by kernel and key."""
+    return {f"{kernel}[{key}]": config for kernel, key, config in PICK.findall(text)}
+
+
+def disagreements(picks: list[dict[str, str]]) -> tuple[int, int]:
+    """Return on how many keys some ranks' picks differ, and how many keys all ranks have."""
+    common = set.intersection(*map(set, picks)) if picks else set()
+    return sum(len({of_rank[key] for of_rank in picks}) > 1 for key in common), len(common)
+
+
+# ---- the record
+
+
+class Machine(Ranks):
+    """The ranks that the arms had; no process group is open here."""
+
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size = 0, world_size
+        self.device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+
+def table(arms: dict[str, Ended]) -> dict[str, Any]:
+    """Return what the arms did, a row each."""
+    return {
+        "columns": COLUMNS,
+        "figures": COLUMNS[1:],
+        "rows": list(map(row, arms, arms.values())),
+        "notes": notes(arms),
+    }
+
+
+def row(name: str, ended: Ended) -> tuple[str, ...]:
+    if not ended.ms:
+        return (name, *["-"] * (len(COLUMNS) - 1))
+    later = ended.ms[1:] or ended.ms
+    reports = [session["report"] for session in ended.sessions]
+    contexts = [context for report in reports for context in report["contexts"]]
+    trials = sum(len(context["timings"]) > 1 for context in contexts)
+    return (
+        name,
+        f"{ended.ms[0] / 1e3:.2f}",
+        f"{ended.settled_ms:.2f}",
+        f"{max(later):.0f}",
+        str(ended.slow_steps()),
+        str(len(contexts)),
+        str(trials),
+        str(sum(report["runs"] for report in reports)),
+    )
+
+
+def notes(arms: dict[str, Ended]) -> list[str]:
+    """Return the sentences below the table."""
+    said = [f"{name}: {ended.trouble}." for name, ended in arms.items() if ended.trouble]
+    if stock := arms.get("stock"):
+        differ, keys = disagreements(stock.picks)
+        if len(stock.picks) > 1:
+            said.append(f"Stock Triton's ranks pick differently on {differ} of {keys} keys.")
+    if {"restarted", "pinned"} <= arms.keys():
+        ours, theirs = arms["restarted"].losses, arms["pinned"].losses
+        equal = "equal in every bit" if ours and ours == theirs else "NOT equal"
+        said.append(f"Losses of restarted and pinned, {min(len(ours), len(theirs))} steps: {equal}.")
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="ranks of each arm")
+    parser.add_argument("--steps", type=int, default=3000, help="of tuned; the other arms make 40 at most")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for each arm")
+    parser.add_argument("script", nargs="*", help="and its arguments, after --")
+    add_record_options(parser)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="third-party-") as name:
+        arms = Arms(Path(name), options)
+        ended = {arm: arms.start(arm) for arm in ARMS if arm in options.arms}
+    machine, plan = (
+        Machine(options.nproc),
+        Plan(warm_ups=0, iterations=options.steps, limit_s=options.limit_s),
+    )
+    title = "A training script of third-party kernels, unchanged"
+    record = describe_run(machine, op="third_party", title=title, commit=options.commit, plan=plan)
+    record |= {
+        "figures": "wall clock",
+        "table": table(ended),
+        "arms": {k: asdict(v) for k, v in ended.items()},
+    }
+    print(summary(record))
+    if options.json:
+        write_json(options.json, record)
+    return int(any(each.trouble for each in ended.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
