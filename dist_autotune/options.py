@@ -15,6 +15,7 @@ from .errors import CacheWarning, InvalidOption
 
 DEFAULT_N_REPEAT = 5
 DEFAULT_N_WARMUP = 3
+LONGEST_FILLER_MS = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Options:
     max_runs: int | None = None
     budget_s: float | None = None
     compile_jobs: int | None = None
+    filler_ms: float | None = None
     progress: bool | None = None
     bits: str = settings.DEFAULT_BITS
     outputs: Sequence[Any] = ()
@@ -65,12 +67,17 @@ class Options:
         _positive("timeout_s", self.timeout_s)
         if self.budget_s is not None:
             _positive("budget_s", self.budget_s)
+        if self.filler_ms is not None:
+            _milliseconds("filler_ms", self.filler_ms, most=LONGEST_FILLER_MS)
         for name in ("is_dist", "share", "watch"):
             _is_a(name, getattr(self, name), bool, "one of True, False")
         _is_a("progress", self.progress, bool | None, "one of True, False, None")
         _is_a("name", self.name, str | None, "a string")
         _is_a("log_dir", self.log_dir, str | os.PathLike | None, "a directory, or None for no logs")
         _is_a("cache", self.cache, bool | str | os.PathLike, "True, False or a directory")
+        for name in ("log_dir", "cache"):
+            if getattr(self, name) == "":
+                raise InvalidOption(f"{name}='': give a directory; '.' is the current one")
         for method in ("start", "stop", "read_ms") if self.clock is not None else ():
             if not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
@@ -133,9 +140,10 @@ class Options:
         is_default = isinstance(self.bits, settings.DefaultText)
         given = f"{settings.BITS}={settings.bits()}" if is_default else f"bits={self.bits!r}"
         raise InvalidOption(
-            f"{given} belongs to mode='replay': online every run has other inputs, so outputs cannot be "
-            f"compared. Tune in replay mode with preserve= and use the results with {settings.MODE}=cached, "
-            "or give this function bits='any'."
+            f"{given} belongs to mode='replay': outputs are compared by making a step again from the same "
+            "inputs and state, and online each is made once. Leave out mode='online' and name all that it "
+            "changes in preserve=: the first call tunes, each later one is one step. Where a step cannot "
+            f"be made again, use another function's results with {settings.MODE}=cached, or bits='any'."
         )
 
     def resolved_timeout_s(self) -> float:
@@ -161,7 +169,8 @@ class Options:
     def agreed_fields(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text."""
         names = ("n_repeat", "n_warmup", "mode", "objective", "statistic", "rank_reduce", "agree", "share")
-        fields = {name: repr(getattr(self, name)) for name in (*names, "watch", "max_runs", "budget_s")}
+        limits = ("watch", "max_runs", "budget_s", "filler_ms")
+        fields = {name: repr(getattr(self, name)) for name in (*names, *limits)}
         return {**fields, "search": self.search_name, "bits": self.resolved_bits()}
 
 
@@ -189,3 +198,8 @@ def _at_least(name: str, value: Any, least: int) -> None:
 def _positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise InvalidOption(f"{name}={value!r}: expected a positive number of seconds")
+
+
+def _milliseconds(name: str, value: Any, *, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise InvalidOption(f"{name}={value!r}: expected milliseconds, from 0 to {most:g}")

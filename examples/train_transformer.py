@@ -4,9 +4,10 @@
     ./launch.sh --nproc 4 examples/train_transformer.py --dp 2
 
 `parallelize` splits the projections over the ranks of the mesh's "tp" dimension, with FSDP2 on "dp". One
-decorator tunes the overlapped products and this file's own kernels (norm, rotary embedding, cross-entropy),
-forward and backward, one trial per step. Beside it each rank trains the same model in plain torch on all
-tokens: their losses must agree in every step, within TOLERANCE.
+decorator tunes the overlapped products, this file's own kernels (norm, rotary embedding, cross-entropy) and
+how many CTAs the collectives of FSDP2 take on GPUs, forward and backward, one trial per step. Beside it each
+rank trains the same model in plain torch on all tokens: their losses must agree in every step, within
+TOLERANCE.
 """
 
 from __future__ import annotations
@@ -380,6 +381,9 @@ def main() -> None:
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (options.dp, world // options.dp), mesh_dim_names=("dp", "tp"))
     plain, parallel = models(mesh, device)
+    limits = tp.CollectiveGroups(mesh["dp"])  # of the CTAs of FSDP2's collectives, on GPUs
+    if options.dp > 1:
+        tp.limit_sharding(parallel, limits)
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=3e-4 if ON_GPU else 1e-2) for each in (plain, parallel)
     ]
@@ -420,6 +424,7 @@ def main() -> None:
     if worst > TOLERANCE or losses[-1] > losses[0]:
         raise SystemExit(f"rank {dist.get_rank()}: losses differ by {worst:.1e}, or nothing was learnt")
     tp.release(mesh["tp"])
+    limits.close()
     dist.destroy_process_group()
 
 

@@ -138,6 +138,13 @@ def notify(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
     tl.atomic_xchg(signal_ptr, epoch, sem="release", scope=SCOPE)
 
 
+@triton.jit
+def count_up(counter_ptr, SEM: tl.constexpr):
+    """Add 1 after everything that this program has written; return what was counted before."""
+    tl.debug_barrier()  # one thread counts, for the stores of all
+    return tl.atomic_add(counter_ptr, 1, sem=SEM, scope="gpu")
+
+
 # ---- when and where a kernel is
 
 

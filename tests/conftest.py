@@ -112,9 +112,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported stays: collections, of which tests make many, take a fifth of the time
     session.config.add_cleanup(gc.unfreeze)
     if world(session.config) == "interpreter" and "triton" in sys.modules:
+        import checked_memory
         import quick_interpreter
 
         quick_interpreter.install()
+        checked_memory.install()
 
 
 def _devices_needed(item: pytest.Item) -> int:

@@ -1,15 +1,18 @@
-"""A GEMM beside an all-reduce: the config picked alone, by its own time in the step, and by the step's time.
+"""A GEMM beside an all-reduce: what tuning either side, or both, makes of the step.
 
     ./launch.sh -m benchmarks.models.overlap [--m M] [--n N] [--k K] [--mib MIB] [--shapes published]
                                              [--json FILE]
 
-The step is that of `examples/overlap.py`, and so are the candidates: tiles and numbers of programs. It is
-tuned three times, each time from nothing. Then all picks are timed, interleaved:
+The step is that of `examples/overlap.py`, and so are the candidates: tiles and numbers of programs, and how
+many CTAs the all-reduce may take. It is tuned five times, each time from nothing. Then all picks are timed,
+interleaved:
 
     alone, step          the pick of tuning the GEMM alone, in the whole step
     kernel, step         the pick by the GEMM's own time in the step
-    run, step            the pick by the run time of the step, objective="thunk"
-    alone, GEMM          the same picks with nothing beside them; and kernel, run
+    run, step            the pick by the run time of the step, objective="thunk": kernels alone
+    collective, step     the GEMM as tuned alone, and the limit by the run time of the step: collective alone
+    both, step           kernel and limit by the run time of the step
+    alone, GEMM          the same kernels with nothing beside them; and kernel, run, both
     cuBLAS, step         torch.matmul in place of the kernel
     all-reduce           nothing beside it
 
@@ -36,7 +39,8 @@ from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
 
 LIMIT_S = 600.0  # for everything about one case, tuning and compiling included
-PICKS = ("alone", "kernel", "run")  # the three tunings of the example, in its order
+PICKS = ("alone", "kernel", "run")  # the kernel's three tunings of the example, in its order
+WITH_LIMITS = ("collective", "both")  # those with the all-reduce's limit
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,14 @@ def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
         work.wait()
 
     return [
-        *(product(f"{name}, step", lambda config=config: step(config)) for name, config in picks.items()),
         *(
-            product(f"{name}, GEMM", lambda config=config: step.gemm(config))
-            for name, config in picks.items()
+            product(f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
+            for name, pick in picks.items()
+        ),
+        *(
+            product(f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
+            for name, pick in picks.items()
+            if name != "collective"  # the GEMM is that of "alone"
         ),
         product("cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
         Arm(
@@ -114,14 +122,16 @@ def run_case(case: Case, example: Any, plan: Plan, ranks: Ranks) -> dict[str, An
         for tensor in (step.a, step.b, step.bucket):
             tensor.normal_()
 
-    reports = dict(zip(PICKS, example.tuned_three_ways(step, retune=True).values(), strict=True))
-    tuned = {name: report.contexts[0] for name, report in reports.items()}
-    measured = measure(
-        arms_of(step, {name: context.config for name, context in tuned.items()}), ranks, refresh, plan
-    )
-    texts = [(context, f"{name}: {example.label(context.config)}") for name, context in tuned.items()]
-    tuning = tuned_record(list(reports.values()), texts)
-    return case_record(case, measured, ranks, tuned=tuning)
+    found, reports = example.picks_of(step, retune=True)
+    picks = dict(zip((*PICKS, *WITH_LIMITS), found.values(), strict=True))
+    measured = measure(arms_of(step, picks), ranks, refresh, plan)
+    texts = [
+        (context, f"{name}: {pick}")
+        for (name, pick), report in zip(picks.items(), reports.values(), strict=True)
+        for context in report.contexts
+    ]
+    step.limits.close()
+    return case_record(case, measured, ranks, tuned=tuned_record(list(reports.values()), texts))
 
 
 def parse() -> argparse.Namespace:
@@ -149,6 +159,8 @@ def main() -> None:
             ratios=[
                 Ratio(name="step: alone / run", of="alone, step", to="run, step"),
                 Ratio(name="step: kernel / run", of="kernel, step", to="run, step"),
+                Ratio(name="step: alone / collective", of="alone, step", to="collective, step"),
+                Ratio(name="step: alone / both", of="alone, step", to="both, step"),
                 Ratio(name="GEMM: run / alone", of="run, GEMM", to="alone, GEMM"),
             ],
             limit_s=LIMIT_S,

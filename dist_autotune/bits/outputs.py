@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from ..search.messages import Bits
 from ..timing.clock import Clock
 from .tensor_hash import hash_tensor
 
-PLAIN = (str, bytes, int, float, complex, type(None))
+PLAIN = (str, bytes, bytearray, int, float, complex, type(None))
+LISTED = 6  # objects that a remark names
 
 
 class OutputDigests:
@@ -24,7 +26,9 @@ class OutputDigests:
         found = [("the result", result)]
         for number, item in enumerate(named):
             found += _of_named(f"item {number} of preserve= and outputs=", item)
-        leaves = [leaf for path, value in found for leaf in _leaves(path, value, ())]
+        every = [leaf for path, value in found for leaf in _leaves(path, value, ())]
+        leaves = [(path, value) for path, value in every if _is_compared(value)]
+        self.unseen = [_named_class(path, value) for path, value in every if not _is_compared(value)]
         self._described = [(path, _description(value)) for path, value in leaves]
         self._hashes = [hash_tensor(value) if _has_bits(value) else None for _, value in leaves]
         arrays = sum(isinstance(value, np.ndarray) for _, value in leaves)
@@ -52,6 +56,7 @@ class OutputComparison:
         self._digests: OutputDigests | None = None  # of the run under way
         self._mark: Any = None  # of the clock, behind them
         self._first: dict[str, str] | None = None  # digests of the session's first run, by path
+        self.remark = ""  # for the log, on the last run
 
     def take_result(self, result: Any) -> None:
         """Keep what the function returned until its run has been timed."""
@@ -67,8 +72,9 @@ class OutputComparison:
         """Return what the run put out; waits for it."""
         assert self._digests is not None
         self._clock.read_ms(self._mark)  # polls: a device that is stuck is an error in time
-        digests, tensors = self._digests.read(), self._digests.tensors
+        digests, tensors, unseen = self._digests.read(), self._digests.tensors, self._digests.unseen
         self.abandon_run()
+        self.remark = "" if self._first is not None or not unseen else _remark(unseen)
         first = self._first = self._first or digests
         changed = [path for path in {**first, **digests} if digests.get(path) != first.get(path)]
         differs = (self._rank, changed[0]) if changed else None
@@ -96,24 +102,71 @@ def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, arrays and plain values with their paths; what other objects hold is not seen."""
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        value = list(value.unbind())
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *PLAIN)):
-        to_local: Any = getattr(value, "to_local", None)  # of a DTensor
-        yield path, value if to_local is None else to_local()
-        return
-    if id(value) in within:
-        return
-    items: list[tuple[str, Any]] = []
+    """Yield with their paths tensors, arrays, plain values, and other objects, into which nobody looks."""
+    if isinstance(value, torch.Tensor):
+        value = _local(value)
+        parts = _parts_of_tensor(value)
+    else:
+        parts = _parts_of_object(value)
+    if parts is None:
+        yield path, value
+    elif id(value) not in within:
+        for step, item in parts:
+            yield from _leaves(path + step, item, (*within, id(value)))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and the result of a collective once it is there."""
+    for method in ("to_local", "trigger_wait"):
+        tensor = getattr(tensor, method, lambda tensor=tensor: tensor)()
+    return tensor
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
+    """Return the tensors that one is made of: what is stored, so that explicit zeros count; None: itself."""
+    if tensor.is_nested:
+        return [(f"[{index}]", item) for index, item in enumerate(tensor.unbind())]
+    if flatten := getattr(tensor, "__tensor_flatten__", None):  # of subclasses that wrap others
+        return [(f".{name}", getattr(tensor, name)) for name in flatten()[0]]
+    if tensor.layout is torch.sparse_coo:
+        methods = ["_indices", "_values"]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        methods = ["crow_indices", "col_indices", "values"]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        methods = ["ccol_indices", "row_indices", "values"]
+    else:
+        return None
+    shape = (".shape", str(tuple(tensor.shape)))
+    return [shape, *((f".{method}()", getattr(tensor.detach(), method)()) for method in methods)]
+
+
+def _parts_of_object(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the items of a container; None: it is none."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()
     if isinstance(value, Mapping):
-        items = [(f"[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"[{index}]", item) for index, item in enumerate(value)]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    for step, item in items:
-        yield from _leaves(path + step, item, (*within, id(value)))
+        return [
+            (f"[{key!r}]" if isinstance(key, PLAIN) else f"[key {number}]", item)
+            for number, (key, item) in enumerate(value.items())
+        ]
+    if isinstance(value, (list, tuple, deque)):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _is_compared(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray, np.generic, *PLAIN))
+
+
+def _named_class(path: str, value: Any) -> str:
+    return f"{path} (a {type(value).__module__}.{type(value).__qualname__})"
+
+
+def _remark(unseen: Sequence[str]) -> str:
+    more = f" and {len(unseen) - LISTED} more" if len(unseen) > LISTED else ""
+    return f"bits are not compared of {', '.join(unseen[:LISTED])}{more}: nobody looks into such objects"
 
 
 def _has_bits(value: Any) -> bool:
@@ -127,4 +180,5 @@ def _description(value: Any) -> str:
         return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{value.dtype} {value.shape} {digest_of(value.tobytes().hex())}"
-    return f"{type(value).__name__} {value.hex() if isinstance(value, float) else value!r}"
+    bits = np.asarray(value).tobytes().hex() if isinstance(value, (float, complex)) else repr(value)
+    return f"{type(value).__name__} {bits}"

@@ -7,7 +7,6 @@ import inspect
 import os
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +38,7 @@ OPTIONS = {
     "max_runs": "Steps of a session at most.",
     "budget_s": "Seconds after which the best so far stays.",
     "compile_jobs": "Candidates that a rank compiles at a time, behind the steps.",
+    "filler_ms": "How much later a trial may begin, in ms, for kernels to be timed without the host's part.",
     "progress": "On rank 0's stderr: a bar on a terminal, else a line every 5 s.",
 }
 OFF: dict[str, Any] = {"cache": False, "log_dir": None}
@@ -88,8 +88,8 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
 
 def _given(name: str, text: Any) -> Any:
     """Return an option's value; text that is none stays, for `Options` to name it."""
-    if name in OFF:
-        return OFF[name] if text == "off" else Path(text)
+    if name in OFF and text == "off":
+        return OFF[name]
     with contextlib.suppress(TypeError, ValueError):
         return KINDS[name](text)
     return text

@@ -59,7 +59,7 @@ class _Entry:
 
 
 class Backlog:
-    """The contexts that wait for their candidates; that which takes most of a run comes first.
+    """The contexts that wait for their candidates; that which takes the device most of a run comes first.
 
     ban: called with the reasons of the candidates of a context that failed here.
     loading: entered around the loading of a candidate of a context.
@@ -145,8 +145,8 @@ class Backlog:
                     self._stop()  # it starts anew with what is left
 
     def _in_order(self) -> list[tuple[RankContext, _Entry]]:
-        """Return first what takes most of a run, as far as that is known."""
-        return sorted(self._entries.items(), key=lambda waiting: -_run_ms(*waiting))
+        """Return first what takes the device most of a run, as far as that is known."""
+        return sorted(self._entries.items(), key=lambda waiting: _run_ms(*waiting), reverse=True)
 
     def _load(self, context: RankContext, entry: _Entry) -> None:
         candidate, form = next(iter(entry.to_load))
@@ -203,8 +203,10 @@ class Backlog:
             self._process = None
 
 
-def _run_ms(context: RankContext, entry: _Entry) -> float:
-    """Return what the launches of a context took in the run that brought it; 0.0: not known."""
-    if context.search is None:
-        return 0.0
-    return entry.launches * dict(context.search.known_ms()).get(context.search.incumbent, 0.0)
+def _run_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
+    """Return what a run's launches of a context take on the device, at least and at most; zeros: not known.
+
+    At least, as in a host-bound run the time of every small kernel is the host's.
+    """
+    at_least, at_most = (0.0, 0.0) if context.search is None else context.search.device_ms
+    return entry.launches * at_least, entry.launches * at_most

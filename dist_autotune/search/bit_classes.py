@@ -263,10 +263,7 @@ class BitClasses:
             return {name: i for name, i in kernels.items() if self._origins[name] == self._beside}
         for context in self._contexts.values():
             if context.is_tuned_by_launches and context.trial is None:
-                if len(context.digests) - len(context.banned) == 1:
-                    context.settle("tuned")
-                else:
-                    context.start()
+                context.start()  # also if one candidate is left: a result with a time is kept
         if self._tunes_kernels:
             return {}
         choices = self._pending(is_choice=True)

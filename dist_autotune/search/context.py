@@ -14,7 +14,7 @@ from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Warmup, Winner, interval
+from .strategies import Warmup, Winner, interval, least
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,13 @@ class Context:
     def known_ms(self) -> list[tuple[int, float]]:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
-        return sorted((index, ms) for index, ms in known.items() if index not in self.banned)
+        return sorted((index, float(ms)) for index, ms in known.items() if index not in self.banned)
+
+    @property
+    def device_ms(self) -> tuple[float, float]:
+        """Return what the incumbent takes on the device, at least and at most; zeros: not known."""
+        ms = self.times.agreed_ms(self.incumbent)
+        return least(ms), float(ms)
 
     def ban_texts(self) -> dict[str, str]:
         """Return candidate's text -> `rank 3: reason`."""
@@ -306,8 +312,12 @@ class AgreedTimes:
         """Return the agreed time so far; without samples that of the warm-up."""
         ms = judged.agreed_ms(self._rank_reduce)
         if ms is not None:
-            self.warmup_ms[index] = ms
-        return self._so_far(index) if ms is None or index in self.ms else interval(ms, judged.gap_ms)
+            self.warmup_ms[index] = interval(ms, judged.gap_ms)
+        return self._so_far(index) if ms is None or index in self.ms else self.warmup_ms[index]
+
+    def agreed_ms(self, index: int) -> float:
+        """Return a candidate's time so far, of its warm-up where it has no sample; 0.0: it has neither."""
+        return self._so_far(index) if index in self.ms else self.warmup_ms.get(index, 0.0)
 
     def _so_far(self, index: int) -> float:
         return interval(self.ms.get(index, math.nan), self.host_ms(index))

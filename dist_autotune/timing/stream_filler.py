@@ -20,7 +20,7 @@ import torch
 
 from .device_errors import as_launch_failed
 
-LONGEST_MS = {"replay": 20.0, "online": 1.0}  # a filler delays the run by its length
+LONGEST_MS = {"replay": 20.0, "online": 1.0}  # unless filler_ms= says; a filler delays the run by its length
 FIRST_MS = 1.0  # before the host's time is known
 MARGIN = 1.5  # of the host's longest time but one of the last runs: one may be an outlier
 LATE_SHARE = 0.25  # a host that takes so much longer than usual may have delayed the device

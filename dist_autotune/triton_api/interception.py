@@ -13,7 +13,7 @@ from triton import knobs
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
-from . import subclasses
+from . import caching_launchers, subclasses
 from .active_call import ActiveCall
 
 Run: TypeAlias = Callable[..., Any]  # what may stand as `Autotuner.run`
@@ -32,19 +32,21 @@ class Interception:
         self.active = False
         self.tuning = False  # a launch may be a trial
         self.chooser: Callable[..., Any] | None = None  # answers `tunable` during the active call
-        self._replaced: Sequence[tuple[type[Autotuner], Run]] = ()  # classes, and their `run` before
+        self._replaced: Sequence[tuple[Any, Run]] = ()  # classes, and their `run` before
 
     def installed(self, runner: Callable[[Run], Run], chooser: Callable[..., Any]) -> Interception:
         """Replace each `run` by `runner` of it until the `with` block ends; `chooser` answers `tunable`."""
         _watch_forks()
         # Before anything is replaced: a Ctrl-C may come between any two lines.
-        own = subclasses.own_runs()
+        own, launchers = subclasses.own_runs(), caching_launchers.own_runs()
         stock = vars(Autotuner)["run"]
-        self._replaced = [(Autotuner, stock), *[(owner, before) for owner, before, _ in own]]
+        self._replaced = [(Autotuner, stock), *[(owner, before) for owner, before, _ in own], *launchers]
         self.chooser = chooser
         Autotuner.run = runner(stock)
         for owner, before, benchmarks in own:
             owner.run = runner(before) if benchmarks else subclasses.warning_once(owner, before)
+        for launcher, before in launchers:
+            launcher.run = caching_launchers.handing_on(before)  # type: ignore[attr-defined]
         self.active = True
         return self
 

@@ -83,6 +83,7 @@ def contextual_autotune(
     max_runs: int | None = None,
     budget_s: float | None = None,
     compile_jobs: int | None = None,
+    filler_ms: float | None = None,
     progress: bool | None = None,
     bits: str = settings.DEFAULT_BITS,
     outputs: Sequence[Any] = (),
@@ -115,6 +116,8 @@ def contextual_autotune(
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
         compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
             host, online on half of them.
+        filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
+            part; None: 20, online 1.
         progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
             line every 5 s. False shows nothing.
         bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;

@@ -138,13 +138,14 @@ def optimizer_steps(is_of_call: Callable[[], bool]) -> Iterator[list[str]]:
         handle.remove()
 
 
-def warn_of_repeated_steps(name: str, stepped: list[str]) -> None:
+def warn_of_repeated_steps(name: str, stepped: list[str], *, may_be_online: bool) -> None:
     """Warn once that a function is run again, though it steps an optimizer and nothing is put back."""
+    online = 'mode="online", which makes one run a call, or ' if may_be_online else ""
     if stepped:
         _warn_once(
             f"steps of {name}",
             f"{name} steps an optimizer ({stepped[0]}) and is tuned by running it again and again: every run "
-            'is a step. Use mode="online", which makes one run a call, or preserve=[model, optimizer].',
+            f"is a step. Use {online}preserve=[model, optimizer].",
         )
 
 

@@ -13,7 +13,7 @@ from ..compilation.pool import Tally, Terms
 from ..launch.backlog import Backlog
 from ..launch.rank_context import RankContext
 from ..logs import decisions
-from ..logs.records import Preflighted, RunStarted
+from ..logs.records import Note, Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
@@ -41,7 +41,8 @@ class RankRun:
         self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
-        self._filler: StreamFiller | None = make_filler(LONGEST_MS[options.mode])
+        longest_ms = LONGEST_MS[options.mode] if options.filler_ms is None else options.filler_ms
+        self._filler: StreamFiller | None = make_filler(longest_ms)
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._backlog: Backlog | None = None  # online: made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
@@ -102,7 +103,11 @@ class RankRun:
             report = self._start.stamp(report)
         if self._filler is not None:
             report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
-        return report if self.outputs is None else replace(report, bits=self.outputs.report_run())
+        if self.outputs is not None:
+            report = replace(report, bits=self.outputs.report_run())
+            if self.outputs.remark:
+                self._log.write(Note(text=self.outputs.remark))
+        return report
 
     def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
         """Compile the candidates of new contexts; yield those of which this rank has all."""

@@ -226,6 +226,11 @@ class Results:
             if not context.provisional:
                 autotuner_cache.announce(tuner, binding.key, cache_hit=is_cached)
 
+    def _candidates(self, rank_context: RankContext) -> tuple[str, ...]:
+        """Return the candidates' digests; in the order of the configs where a class of bits depends on it."""
+        candidates = tuple(rank_context.texts)
+        return candidates if self._function.bits == "same" else tuple(sorted(candidates))
+
     def _entry_key(self, rank_context: RankContext) -> EntryKey:
         """Return all that a result of this context depends on."""
         return EntryKey(
@@ -233,7 +238,7 @@ class Results:
             kernel_digest=rank_context.kernel,
             key=rank_context.key_text,
             constants=rank_context.constants,
-            candidates=tuple(sorted(rank_context.texts)),
+            candidates=self._candidates(rank_context),
             scope=self._scope if rank_context.is_choice else self._kernel_scope,
             **self._conditions,
         )

@@ -78,7 +78,8 @@ class Session:
                     self.close()
                     return result
                 if not preserve:
-                    diagnosis.warn_of_repeated_steps(self.function.name, stepped)
+                    online = self.function.bits == "any"
+                    diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
                 del result  # a trial's outputs must not add to the memory of the next
                 snapshot.restore()
 

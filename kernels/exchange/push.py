@@ -4,10 +4,11 @@ A CUDA graph repeats the values that were written during its capture, so there c
 goes up and down once in a call instead, and has one who raises and one who lowers it: FREE[p], 1 while rank
 p's memory for what comes from here may be written, and ARRIVED[p], above 0 once p's data is here.
 
-    Permits        FREE and ARRIVED of a call
+    Pushes         permits, copies and flags of one side stream
     ChunkPusher    this rank's chunk to all peers: calls of `AllGatherGemm` that are captured, or with
                    `producer="push"`
     SumPusher      sums to the ranks they are for: `GemmReduceScatter`, `MoEReduceScatter`
+    peers          what kernels do about the pushes of peers; those of chunks: `chunks`
 
 **Chunks.** They have slots and flags of their own and share with calls that fetch only `op.shard` and the
 caller's tensors.
@@ -65,21 +66,25 @@ live peer may be given up too: one whose push to us stands behind its push to th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ..symm import SideStream, SymmetricMemory, SymmetricTensor
-from .flags import AFTER, ANNOUNCED, ARRIVED, FREE
+from . import flags as chunk_flags
+from .peers import AFTER, ARRIVED, DONE, FREE, TOLD
 from .pull import piece_ends
 
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # to where, from where
+RISEN = slice(TOLD.value, ARRIVED.value + 1)  # rows of flags that peers raise
+FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # what becomes of them after a call
 
-class Permits:
-    """The flags with which one side stream asks peers for permits, gives its own, and ends a call.
 
-    free: the row of FREE. risen, after: the first of `count` rows that the peers raise, and of what they
-    become after a call.
+class Pushes:
+    """What one side stream does in a call's pushes: asks for permits and gives them, copies, raises flags.
+
+    flags: [.., W]; the first row is FREE. risen, following: the rows that peers raise in a call, and those of
+    what they become at its end.
     """
 
     def __init__(
@@ -88,66 +93,76 @@ class Permits:
         stream: SideStream,
         flags: SymmetricTensor,
         *,
-        free: int,
-        risen: int,
-        after: int,
-        count: int = 1,
+        risen: slice = RISEN,
+        following: slice = FOLLOWING,
     ) -> None:
-        self._memory, self._stream = memory, stream
-        self._free = flags.local[free]
-        self._risen, self._after = (flags.local[first : first + count] for first in (risen, after))
-        self._ours = [theirs[free, memory.rank] for p, theirs in enumerate(flags.peers) if p != memory.rank]
+        self.memory, self.stream = memory, stream
+        rank, world = memory.rank, memory.world_size
+        self.before = [(rank - step) % world for step in range(1, world)]  # peers, whose first chunk is ours
+        # Views made once, not in every call: [peer][row].
+        rows = range(len(flags.local))
+        self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
+        self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
+        self._risen, self._following = flags.local[risen], flags.local[following]
 
-    def give(self) -> None:
+    def give_permits(self) -> None:
         """Let the peers write here, behind what the caller has enqueued so far."""
-        self._stream.fork()
-        for free in self._ours:
-            self._memory.write_signal(free, 1, self._stream)
+        self.stream.fork()
+        for peer in sorted(self.before):
+            self.raise_flag(peer, FREE.value, 1)
 
-    def take(self, peer: int) -> None:
-        """Enqueue a wait for the peer's permit, which ends it."""
-        free = self._free[peer]
-        self._memory.wait_signal(free, 1, self._stream)
-        self._memory.write_signal(free, 0, self._stream)
+    def take(self, peer: int, row: int) -> None:
+        """Enqueue a wait for a flag here, and lower it: FREE, the peer's permit, or DONE."""
+        flag = self._here[peer][row]
+        self.memory.wait_signal(flag, 1, self.stream)
+        self.memory.write_signal(flag, 0, self.stream)
+
+    def raise_flag(self, peer: int, row: int, value: int) -> None:
+        """Enqueue that the peer's flag about this rank becomes `value`."""
+        self.memory.write_signal(self._there[peer][row], value, self.stream)
+
+    def send(self, peer: int, copies: Copies, row: int, value: int) -> None:
+        """Enqueue copies to the peer's memory, and behind them the flag that tells of them."""
+        for there, here in copies:
+            self.memory.copy(there, here, self.stream)
+        self.raise_flag(peer, row, value)
+
+    def warm_up(self, copies: Copies) -> None:
+        """Copy a row of zeros to each peer, which reads none before a flag is raised.
+
+        What a driver sets up at the first copy to a peer, it must not set up while a kernel spins.
+        """
+        for there, here in copies:
+            self.memory.copy(there[:1], here[:1], self.stream)
+        self.stream.join()
 
     def finish(self) -> None:
         """Enqueue what follows the kernels of a call, and order what the caller does next behind it."""
-        self._stream.fork()
-        self._memory.copy(self._risen, self._after, self._stream)  # it may need an SM, which is free by then
-        self._stream.join()
-
-
-@dataclass(frozen=True)
-class _ChunkPeer:
-    """One peer's slot for our chunk, and the flags there; views made once."""
-
-    rank: int
-    slot: torch.Tensor
-    our_announced: torch.Tensor
-    our_arrived: torch.Tensor
+        self.stream.fork()
+        self.memory.copy(self._risen, self._following, self.stream)  # it may need an SM, free by then
+        self.stream.join()
 
 
 class ChunkPusher:
     """Pushes this rank's chunk to its peers."""
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
-        self.flags = flags.local
-        self._memory, self._gather = memory, gather.local
-        self._stream = memory.side_stream()  # its own: an eager call's may have work that is not captured
-        self._permits = Permits(
-            *(memory, self._stream, flags), free=FREE.value, risen=ARRIVED.value, after=AFTER.value
+        arrived, after = chunk_flags.ARRIVED.value, chunk_flags.AFTER.value
+        self._memory, self._gather, self.flags = memory, gather.local, flags.local
+        self._pushes = Pushes(
+            memory,
+            memory.side_stream(),  # its own: an eager call's may have work that is not captured
+            flags,
+            risen=slice(arrived, arrived + 1),
+            following=slice(after, after + 1),
         )
-        self.finish = self._permits.finish
+        self.finish = self._pushes.finish
         # Rows of the last pushed call; 0 once an eager call has followed. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
-        rank, world = memory.rank, memory.world_size
+        slots = enumerate(self._pushes.before, memory.world_size)
+        self._slots = [(peer, gather.peers[peer][slot]) for slot, peer in slots]
         self._cut = (0, 0)  # rows and pieces of `_copies`
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []  # to, from, the row behind
-        self._peers = []
-        for step in range(1, world):
-            peer = (rank - step) % world
-            slot, theirs = gather.peers[peer][world - 1 + step], flags.peers[peer][:, rank]
-            self._peers.append(_ChunkPeer(peer, slot, theirs[ANNOUNCED.value], theirs[ARRIVED.value]))
 
     @staticmethod
     def slots(world_size: int) -> int:
@@ -156,27 +171,29 @@ class ChunkPusher:
 
     def start(self, rows: int, pieces: int) -> None:
         """Enqueue the pushes of one call behind what the caller has enqueued so far."""
-        memory, stream = self._memory, self._stream
+        pushes = self._pushes
         if self._cut != (rows, pieces):
             self._cut, ends = (rows, pieces), (0, *piece_ends(rows, pieces))
-            shard = self._gather[memory.rank]
+            shard = self._gather[self._memory.rank]
             self._copies = [
-                [(peer.slot[a:b], shard[a:b], b) for a, b in itertools.pairwise(ends)] for peer in self._peers
+                [(slot[a:b], shard[a:b], b) for a, b in itertools.pairwise(ends)] for _, slot in self._slots
             ]
-        self._permits.give()
-        for peer, copies in zip(self._peers, self._copies, strict=True):
-            self._permits.take(peer.rank)
-            memory.write_signal(peer.our_announced, rows, stream)
+        pushes.give_permits()
+        for (peer, _slot), copies in zip(self._slots, self._copies, strict=True):
+            pushes.take(peer, chunk_flags.FREE.value)
+            pushes.raise_flag(peer, chunk_flags.ANNOUNCED.value, rows)
             for there, here, end in copies:
-                memory.copy(there, here, stream)
-                memory.write_signal(peer.our_arrived, end, stream)
-        memory.write_signal(self._last_rows, rows, stream)
+                pushes.send(peer, [(there, here)], chunk_flags.ARRIVED.value, end)
+        self._note_rows(rows)
 
     def note_eager_call(self) -> None:
         """Enqueue that the last call was an eager one; to be called where nothing is being pushed."""
-        self._stream.fork()
-        self._memory.write_signal(self._last_rows, 0, self._stream)
-        self._stream.join()
+        self._pushes.stream.fork()
+        self._note_rows(0)
+        self._pushes.stream.join()
+
+    def _note_rows(self, rows: int) -> None:
+        self._memory.write_signal(self._last_rows, rows, self._pushes.stream)
 
     def last_rows(self) -> int:
         """Return the rows of the last call if it was pushed, else 0; waits for the device."""
@@ -190,48 +207,22 @@ class ChunkPusher:
         return torch.cat([self._gather[slot, :rows] for slot in slots])
 
 
-@dataclass(frozen=True)
-class _SumPeer:
-    """The way of our sums to one peer, and the flags of it; views made once."""
-
-    rank: int
-    sums: torch.Tensor  # here
-    slot: torch.Tensor  # there
-    done: torch.Tensor  # here, set by the kernel
-    our_arrived: torch.Tensor  # there
-
-
 class SumPusher:
     """Pushes sums to the peers they are for, rank + 1 first.
 
-    partial, staged: slot s - 1 holds the sums for rank + s, and there those of rank + s for that rank. done,
-    arrived: the rows of these flags. permits: what a push asks for; None where the call has them already.
+    partial, staged: slot s - 1 holds the sums for rank + s, and there those of rank + s for that rank.
+    takes_permits: whether a push asks for the peer's permit; else the call has it already.
     """
 
     def __init__(
-        self,
-        memory: SymmetricMemory,
-        stream: SideStream,
-        partial: torch.Tensor,
-        staged: SymmetricTensor,
-        flags: SymmetricTensor,
-        *,
-        done: int,
-        arrived: int,
-        permits: Permits | None = None,
+        self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, takes_permits: bool
     ) -> None:
-        self._memory, self._stream, self._permits = memory, stream, permits
-        rank, world = memory.rank, memory.world_size
-        self._peers = []
-        for step in range(1, world):
-            peer = (rank + step) % world
-            slot = staged.peers[peer][world - step - 1]  # this rank is `world - step` behind the peer
-            our_arrived = flags.peers[peer][arrived, rank]
-            self._peers.append(_SumPeer(peer, partial[step - 1], slot, flags.local[done, peer], our_arrived))
-        # A driver that sets up something at the first copy to a peer must not do so while a kernel spins.
-        for each in self._peers:
-            memory.copy(each.slot[:1], each.sums[:1], stream)  # zeros; read behind ARRIVED only
-        stream.join()
+        self._pushes, self._takes_permits = pushes, takes_permits
+        self._sums = []  # by step: the peer, its memory for them, and where they are here
+        for step, peer in enumerate(reversed(pushes.before), 1):
+            slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
+            self._sums.append((peer, staged.peers[peer][slot], partial[step - 1]))
+        pushes.warm_up((there, here) for _, there, here in self._sums)
 
     def run(self, launch: Callable[..., None], rows: Sequence[int], arrived: int, *, in_steps: bool) -> None:
         """Enqueue the launches of one call, and the pushes of `rows[p]` for rank p.
@@ -241,12 +232,12 @@ class SumPusher:
         behind the pushes.
         """
         if in_steps:
-            for step, peer in enumerate(self._peers):
+            for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
-                self._stream.fork()
-                self._hand_over(peer, rows, arrived)
-            launch(len(self._peers))
-        elif self._memory.device.type == "cpu":
+                self._pushes.stream.fork()
+                self._send(peer, there, here, rows[peer], arrived)
+            launch(len(self._sums))
+        elif self._pushes.memory.device.type == "cpu":
             self._push(rows, arrived)
             launch()
         else:
@@ -254,14 +245,12 @@ class SumPusher:
             self._push(rows, arrived)
 
     def _push(self, rows: Sequence[int], arrived: int) -> None:
-        for peer in self._peers:
-            if self._permits is not None:
-                self._permits.take(peer.rank)
-            self._memory.wait_signal(peer.done, 1, self._stream)
-            self._memory.write_signal(peer.done, 0, self._stream)
-            self._hand_over(peer, rows, arrived)
+        for peer, there, here in self._sums:
+            if self._takes_permits:
+                self._pushes.take(peer, FREE.value)
+            self._pushes.take(peer, DONE.value)
+            self._send(peer, there, here, rows[peer], arrived)
 
-    def _hand_over(self, peer: _SumPeer, rows: Sequence[int], arrived: int) -> None:
-        if count := rows[peer.rank]:
-            self._memory.copy(peer.slot[:count], peer.sums[:count], self._stream)
-        self._memory.write_signal(peer.our_arrived, arrived, self._stream)
+    def _send(self, peer: int, there: torch.Tensor, here: torch.Tensor, rows: int, arrived: int) -> None:
+        copies = [(there[:rows], here[:rows])] if rows else []
+        self._pushes.send(peer, copies, ARRIVED.value, arrived)

@@ -6,8 +6,18 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
+from ..exchange.peers import (
+    ARRIVED,
+    DONE,
+    Peers,
+    free_side_stream,
+    is_given_up,
+    take_permit,
+    wait_for_all,
+    wait_for_flag,
+)
 from ..exchange.products import halves, multiply, multiply_tma
-from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
+from ..signals import count_up, notify, record_failure
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 
 # The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
@@ -37,12 +47,6 @@ GPU_CANDIDATES = [
 CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
-# Rows of a rank's int32 [4, WORLD] flags. Column p is about rank p.
-FREE = tl.constexpr(0)  # whether p's slot for our sums may be written; p writes it
-ARRIVED = tl.constexpr(1)  # how many rows of p's sums are here, 0 before they are; p writes it
-DONE = tl.constexpr(2)  # whether our sums for p are complete; the GEMM of an eager call writes it
-AFTER = tl.constexpr(3)  # what ARRIVED becomes after a call: 0, or far ahead once p has been given up
-
 # What a failure record says about a peer.
 NOT_PUSHED = tl.constexpr(1)
 OTHER_ROWS = tl.constexpr(2)
@@ -62,7 +66,7 @@ def gemm_reduce_scatter(
     c_ptr,  # out [M / WORLD, N], rows stride_cm apart
     partial_ptr,  # [WORLD - 1, capacity, N]: our sums for rank + 1, rank + 2, ...
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
-    flags_ptr,  # int32 [4, WORLD]: FREE, ARRIVED, DONE, AFTER
+    flags_ptr,  # int32 [FLAGS, WORLD]
     counts_ptr,  # int32 [WORLD + 2], 0 between launches: tiles of each chunk that are stored; tiles that are
     # claimed; programs that claim no more
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
@@ -95,6 +99,7 @@ def gemm_reduce_scatter(
     A program claims its tiles one by one, in the order of their chunks. So whoever waits for the peers' sums,
     in the own chunk, leaves no tile for a peer to a program that may not have started.
     """
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -142,7 +147,7 @@ def gemm_reduce_scatter(
             )
         if chunk == rank:
             if waited == 0:
-                _wait_for_sums(rank, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
                 waited = 1
             _add_and_store(
                 acc, c_ptr, stride_cm, staged_ptr, row, col, m, N, capacity, WORLD, EPILOGUE_SUBTILE
@@ -155,14 +160,14 @@ def gemm_reduce_scatter(
                 if chunks == WORLD:
                     notify(flags_ptr + DONE * WORLD + chunk, 1)
                 else:
-                    _take_permit(chunk, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                    take_permit(NO_PERMIT, chunk, peers, WORLD)
         tile = first_tile + claim_number(claims_ptr)
     reset_counter(claims_ptr, tl.num_programs(0))
 
     if first + chunks == WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:
-                _part_from(peer, m, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                _part_from(peer, m, peers, WORLD)
 
 
 @triton.jit
@@ -171,57 +176,20 @@ def _is_last(chunk, counts_ptr, tiles_per_chunk):
 
     The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
     """
-    tl.debug_barrier()  # one thread counts, for the stores of all
-    before = tl.atomic_add(counts_ptr + chunk, 1, sem="acq_rel", scope="gpu")
-    is_last = before == tiles_per_chunk - 1
+    is_last = count_up(counts_ptr + chunk, "acq_rel") == tiles_per_chunk - 1
     if is_last:
         tl.store(counts_ptr + chunk, 0)
     return is_last
 
 
 @triton.jit
-def _take_permit(peer, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
-    """Take the peer's permit to write its slot, in place of the side stream; or give the peer up.
-
-    What was given up stays so for later replays: `_part_from` sets FREE again in each call.
-    """
-    free_ptr = flags_ptr + FREE * WORLD + peer
-    value = poll_until(free_ptr, 1, patience_ticks, False)
-    if value < 1:
-        record_failure(errors_ptr + peer, NO_PERMIT, 0, value)
-        give_up(flags_ptr + AFTER * WORLD + peer, 1)
-        give_up(flags_ptr + ARRIVED * WORLD + peer, 1)
-    tl.atomic_xchg(free_ptr, 0, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def _wait_for_sums(rank, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
-    """Return once every peer's sums are here or the peer is given up."""
-    for peer in range(0, WORLD):
-        if peer != rank:
-            _arrival(peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
-
-
-@triton.jit
-def _arrival(peer, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
-    """Return ARRIVED when the peer's sums are here; a value below 1 or far above if it is given up."""
-    arrived_ptr = flags_ptr + ARRIVED * WORLD + peer
-    value = poll_until(arrived_ptr, 1, patience_ticks, False)
-    if value < 1:
-        record_failure(errors_ptr + peer, NOT_PUSHED, 0, value)
-        give_up(flags_ptr + AFTER * WORLD + peer, 1)
-        give_up(arrived_ptr, 1)
-    return value
-
-
-@triton.jit
-def _part_from(peer, m, flags_ptr, errors_ptr, patience_ticks, WORLD: tl.constexpr):
+def _part_from(peer, m, peers, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours, and let our side stream go on if the peer is given up."""
-    value = _arrival(peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
-    if (value <= 0) | (value >= GIVEN_UP):
-        give_up(flags_ptr + FREE * WORLD + peer, 1)
+    value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+    if is_given_up(value):
+        free_side_stream(peer, peers.flags_ptr, WORLD)
     elif value != m:
-        record_failure(errors_ptr + peer, OTHER_ROWS, 0, value)
+        record_failure(peers.errors_ptr + peer, OTHER_ROWS, 0, value)
 
 
 @triton.jit

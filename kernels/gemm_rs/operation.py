@@ -6,7 +6,7 @@ what the peers have sent. What a rank holds, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags    int32 [4, W], symmetric: see `kernel`
+    flags    int32 [7, W], symmetric: see `exchange.peers`
 
 An eager call on rank r:
 
@@ -65,11 +65,12 @@ import torch.distributed as dist
 import triton
 
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
-from ..exchange.push import Permits, SumPusher
+from ..exchange.peers import FLAGS
+from ..exchange.push import Pushes, SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor, lies_by_columns, pitch_of
-from .kernel import AFTER, ARRIVED, DONE, FREE, NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
+from .kernel import NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
 
 
 class Held(NamedTuple):
@@ -161,20 +162,12 @@ class GemmReduceScatter(Operation):
         world = self.world_size
         slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
-        self._flags = self._memory.allocate((4, world), torch.int32)
+        self._flags = self._memory.allocate((FLAGS, world), torch.int32)
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
-        memory, stream, flags = self._memory, self._memory.side_stream(), self._flags
-        self._permits = Permits(
-            *(memory, stream, flags), free=FREE.value, risen=ARRIVED.value, after=AFTER.value
-        )
-        self._pusher = SumPusher(
-            *(memory, stream, self._partial, self._staged, flags),
-            done=DONE.value,
-            arrived=ARRIVED.value,
-            permits=self._permits,
-        )
+        self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
+        self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=True)
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -184,7 +177,7 @@ class GemmReduceScatter(Operation):
         self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
 
     def _forget(self) -> None:
-        del self._staged, self._flags, self._partial, self._counts, self._permits, self._pusher, self._held
+        del self._staged, self._flags, self._partial, self._counts, self._pushes, self._pusher, self._held
 
     # ---- what the caller may use
 
@@ -222,10 +215,10 @@ class GemmReduceScatter(Operation):
         if out is None:
             out = a.new_empty((rows, self._n))
         with self._carrying_out():
-            self._permits.give()
+            self._pushes.give_permits()
             launch = functools.partial(self._launch, a, weight, out, addend)
             self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
-            self._permits.finish()
+            self._pushes.finish()
         return out
 
     # ---- one call

@@ -4,7 +4,7 @@ What a rank holds, W ranks:
 
     gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
     ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
-    flags    int32 [7, W], symmetric: see `flags`
+    flags    int32 [7, W], symmetric: see `exchange.peers`
 
 A call on rank r:
 
@@ -46,11 +46,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..exchange.peers import ARRIVED
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
 from .ag_moe_kernel import all_gather_moe
-from .flags import ARRIVED
 from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_experts
 from .plan import Plan
@@ -93,17 +93,11 @@ class AllGatherMoE(ExpertOperation):
         super()._allocate()
         self._gather = self._memory.allocate((self.world_size, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
-        peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
-        self._chunks = [
-            (self._gather.peers[p][self.rank], self._flags.peers[p][ARRIVED.value, self.rank]) for p in peers
-        ]
-        # A driver that sets up something at the first copy to a peer must not do so while a kernel spins.
-        for chunk, _ in self._chunks:
-            self._memory.copy(chunk[:1], self._shard[:1], self._stream)  # zeros; read behind ARRIVED only
-        self._stream.join()
+        self._slots = [(peer, self._gather.peers[peer][self.rank]) for peer in self._pushes.before]
+        self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
 
     def _forget(self) -> None:
-        del self._gather, self._shard, self._chunks
+        del self._gather, self._shard, self._slots
         super()._forget()
 
     # ---- what the caller may use
@@ -137,7 +131,7 @@ class AllGatherMoE(ExpertOperation):
             self._push(x_shard, topk_ids)
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank)
             self._launch(weight, out, plan, topk_ids.shape[1])
-            self._announcer.finish()
+            self._pushes.finish()
         return out
 
     @property
@@ -179,10 +173,9 @@ class AllGatherMoE(ExpertOperation):
         if tokens and x_shard.data_ptr() != self._shard.data_ptr():
             shard.copy_(x_shard.detach())
         self._announce(topk_ids)
-        for chunk, arrived in self._chunks:
-            if tokens:
-                self._memory.copy(chunk[:tokens], shard, self._stream)
-            self._memory.write_signal(arrived, 1, self._stream)
+        for peer, slot in self._slots:
+            copies = [(slot[:tokens], shard)] if tokens else []
+            self._pushes.send(peer, copies, ARRIVED.value, 1)
 
     def _launch(self, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int) -> None:
         planned = (plan.rows, plan.sources, plan.ends, plan.tables)

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
+from ..exchange.peers import ARRIVED, Peers, wait_for_flag
 from ..tiles import grouped_tile
-from .flags import ARRIVED, NOT_PUSHED, wait_for_flag
+from .flags import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, ordered
 from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
@@ -67,6 +68,7 @@ def all_gather_moe(
     BY_ARRIVAL: tl.constexpr,  # tiles in the order in which chunks arrive; else expert by expert
 ):
     """Write each choice's token times its expert's B.T; zeros for a choice that is dropped."""
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
     b_desc = b_ptr
@@ -87,9 +89,7 @@ def all_gather_moe(
         stage = tl.load(table_ptr + block * ENTRY + 3)
         while here < stage:
             here += 1
-            wait_for_flag(
-                ARRIVED, NOT_PUSHED, (rank + here) % WORLD, flags_ptr, errors_ptr, patience_ticks, WORLD
-            )
+            wait_for_flag(ARRIVED, NOT_PUSHED, (rank + here) % WORLD, peers, WORLD)
         places = begin + tl.arange(0, BLOCK_M)
         real = places < end
         # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
@@ -105,4 +105,4 @@ def all_gather_moe(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:  # its push is a part of this call, whether a tile needed it or not
-            wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
+            wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)

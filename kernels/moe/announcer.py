@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from ..exchange.push import Permits
-from ..symm import SideStream, SymmetricMemory, SymmetricTensor
-from .flags import AFTER, FREE, GIVEN, TOLD, TOPK_SPAN
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """What this rank tells one peer: flags there; views made once."""
-
-    rank: int
-    our_told: torch.Tensor
-    our_given: torch.Tensor
+from ..exchange.peers import FREE, GIVEN, TOLD
+from ..exchange.push import Pushes
+from ..symm import SymmetricTensor
+from .flags import TOPK_SPAN
 
 
 class Announcer:
-    """Gives permits, tells peers this rank's choices, and takes back what a call changed.
+    """Gives permits and tells peers this rank's choices.
 
     `lists` are what is told of each choice: tensors of one element a choice, rank by rank.
     """
 
-    def __init__(
-        self,
-        memory: SymmetricMemory,
-        stream: SideStream,
-        flags: SymmetricTensor,
-        lists: tuple[SymmetricTensor, ...],
-    ) -> None:
-        self._memory, self._stream, self._lists = memory, stream, lists
-        self._permits = Permits(
-            *(memory, stream, flags), free=FREE.value, risen=TOLD.value, after=AFTER.value, count=2
-        )
-        self.finish = self._permits.finish
-        rank, world = memory.rank, memory.world_size
-        self._peers = []
-        for peer in ((rank - step) % world for step in range(1, world)):
-            theirs = flags.peers[peer][:, rank]
-            self._peers.append(_Peer(peer, theirs[TOLD.value], theirs[GIVEN.value]))
+    def __init__(self, pushes: Pushes, lists: tuple[SymmetricTensor, ...]) -> None:
+        self._pushes, self._lists = pushes, lists
         self._copied = (0, 0)
-        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._peers]
+        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in pushes.before]
 
     def announce(self, tokens: int, topk: int, stride: int, given: int) -> None:
         """Enqueue permits and choices, behind what the caller has enqueued so far.
@@ -52,19 +27,19 @@ class Announcer:
         The choices of this rank are in their place, at `rank * stride` of each list; `given` is the digest of
         the tokens of all ranks, as this one knows them.
         """
-        memory, stream = self._memory, self._stream
+        pushes = self._pushes
         if (tokens, topk) != self._copied:
             self._copied = (tokens, topk)
-            self._copies = self._views(memory.rank * stride, tokens * topk)
-        self._permits.give()
-        for peer, copies in zip(self._peers, self._copies, strict=True):
-            self._permits.take(peer.rank)
-            for there, here in copies:
-                memory.copy(there, here, stream)
-            memory.write_signal(peer.our_given, given, stream)
-            memory.write_signal(peer.our_told, tokens * TOPK_SPAN.value + topk, stream)
+            self._copies = self._views(pushes.memory.rank * stride, tokens * topk)
+        pushes.give_permits()
+        for peer, copies in zip(pushes.before, self._copies, strict=True):
+            pushes.take(peer, FREE.value)
+            pushes.send(peer, copies, GIVEN.value, given)
+            pushes.raise_flag(peer, TOLD.value, tokens * TOPK_SPAN.value + topk)
 
     def _views(self, begin: int, length: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         part = slice(begin, begin + length)
         lists = self._lists if length else ()
-        return [[(each.peers[peer.rank][part], each.local[part]) for each in lists] for peer in self._peers]
+        return [
+            [(each.peers[peer][part], each.local[part]) for each in lists] for peer in self._pushes.before
+        ]

@@ -6,7 +6,7 @@ What a rank holds, W ranks; `m` is tokens_per_rank:
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags         int32 [7, W], symmetric: see `flags`
+    flags         int32 [7, W], symmetric: see `exchange.peers`
 
 A call on rank r:
 
@@ -63,7 +63,7 @@ from ..launch import SettledLaunches
 from ..signals import Failure
 from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_out, check_tensor, pitch_of
-from .flags import ARRIVED, DONE, NOT_COMPUTED
+from .flags import NOT_COMPUTED
 from .launch import Shape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
@@ -115,11 +115,8 @@ class MoEReduceScatter(ExpertOperation):
         slots = max(1, self.world_size - 1)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
-        self._pusher = SumPusher(
-            *(self._memory, self._stream, self._partial, self._staged, self._flags),
-            done=DONE.value,
-            arrived=ARRIVED.value,
-        )
+        # Who announces its choices takes the permits.
+        self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=False)
 
     def _lists(self) -> tuple[SymmetricTensor, ...]:
         self._weights = self._memory.allocate(tuple(self._ids.local.shape), torch.float32)
@@ -179,7 +176,7 @@ class MoEReduceScatter(ExpertOperation):
             products = y.new_empty((y.shape[0], self._n))
             launch = functools.partial(self._launch, y, weight, out, products, plan, topk)
             self._pusher.run(launch, counts, arrived=1, in_steps=in_steps)
-            self._announcer.finish()
+            self._pushes.finish()
         return out
 
     # ---- one call

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..signals import notify, poll_until, record_failure
+from ..exchange.peers import ARRIVED, DONE, Peers, wait_for_all, wait_for_flag
+from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
-from .flags import ARRIVED, DONE, NOT_COMPUTED, NOT_PUSHED, wait_for_flag
+from .flags import NOT_COMPUTED, NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES
 from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
@@ -55,15 +56,6 @@ class Items(NamedTuple):
     ends_ptr: Any  # of the table that the kernel reads
     tiles_n: Any
     parts: Any
-
-
-class Peers(NamedTuple):
-    """What a kernel needs to wait for peers."""
-
-    flags_ptr: Any
-    errors_ptr: Any
-    rank: Any
-    patience_ticks: Any
 
 
 @triton.autotune(
@@ -173,8 +165,7 @@ def moe_reduce_scatter(
                 *(entry_ptr, col, products, weight, b_desc),
                 *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST),
             )
-            tl.debug_barrier()  # one thread counts, for the stores of all
-            tl.atomic_add(counters_ptr + part, 1, sem="release", scope="gpu")
+            count_up(counters_ptr + part, "release")
             item = claim_number(claims_ptr)
         listed = end
         first_block = last_block
@@ -184,7 +175,7 @@ def moe_reduce_scatter(
     if first_part + parts >= WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
-                wait_for_flag(ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
+                wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
 
 
 @triton.jit
@@ -233,30 +224,25 @@ def _combine_stage(
     BLOCK_N: tl.constexpr,
 ):
     """Add up the products of each token of a stage, in blocks; return the next claim and the items so far."""
-    flags_ptr, errors_ptr, rank = peers.flags_ptr, peers.errors_ptr, peers.rank
+    rank = peers.rank
     chunk = (rank + 1 + stage) % WORLD
     offset = tl.load(sums.offsets_ptr + chunk)
     tokens = (tl.load(sums.offsets_ptr + chunk + 1) - offset) // sums.topk
     blocks = tl.cdiv(tokens, COMBINE_M) * items.tiles_n
     end = listed + blocks
     if item < end:
-        _wait_for_products(stage, items, errors_ptr + rank, peers.patience_ticks)
+        _wait_for_products(stage, items, peers.errors_ptr + rank, peers.patience_ticks)
         if chunk == rank:
-            for peer in range(0, WORLD):
-                if peer != rank:
-                    wait_for_flag(
-                        ARRIVED, NOT_PUSHED, peer, flags_ptr, errors_ptr, peers.patience_ticks, WORLD
-                    )
+            wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
     while item < end:
         block = item - listed
         rows = block // items.tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
         cols = block % items.tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
         _combine_block(rows, cols, tokens, offset, stage, chunk == rank, sums, WORLD)
         if chunk != rank:
-            tl.debug_barrier()  # one thread counts, for the stores of all
-            before = tl.atomic_add(items.counters_ptr + WORLD + chunk, 1, sem="acq_rel", scope="gpu")
+            before = count_up(items.counters_ptr + WORLD + chunk, "acq_rel")
             if (before == blocks - 1) & (items.parts > 1):
-                notify(flags_ptr + DONE * WORLD + chunk, 1)
+                notify(peers.flags_ptr + DONE * WORLD + chunk, 1)
         item = claim_number(items.claims_ptr)
     return item, end
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
+from ..exchange.peers import FLAGS
+from ..exchange.push import Pushes
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
 from ..tensors import check_tensor, lies_by_columns
 from .announcer import Announcer
 from .flags import (
-    FLAGS,
     GIVEN_OTHERS,
     MOST_CHOICES,
     MOST_TOKENS,
@@ -145,13 +146,13 @@ class ExpertOperation(Operation):
         most = self.world_size * self._capacity * self._max_topk
         self._ids = self._memory.allocate((most,), torch.int64)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
-        self._stream = self._memory.side_stream()
+        self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._host_memory: SymmetricMemory | None = None
         self._board: TokenBoard | None = None
         self._no_board = ""
         if self.world_size > 1:
             self._open_board()
-        self._announcer = Announcer(self._memory, self._stream, self._flags, self._lists())
+        self._announcer = Announcer(self._pushes, self._lists())
 
     def _open_board(self) -> None:
         try:  # it fails on all ranks or on none
@@ -167,7 +168,7 @@ class ExpertOperation(Operation):
     def _forget(self) -> None:
         if self._host_memory is not None:
             self._host_memory.abandon()
-        del self._ids, self._flags, self._announcer, self._stream, self._board, self._host_memory
+        del self._ids, self._flags, self._announcer, self._pushes, self._board, self._host_memory
         self._plans.clear()
 
     # ---- one call

@@ -23,20 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..signals import record_failure
-from .flags import (
-    GIVEN,
-    GIVEN_OTHERS,
-    NO_EXPERT,
-    NOT_TOLD,
-    OTHER_TOKENS,
-    OTHER_TOPK,
-    TOLD,
-    TOPK_SPAN,
-    free_side_stream,
-    is_given_up,
-    wait_for_flag,
-)
+from ..exchange.peers import GIVEN, TOLD, Peers, free_side_stream, is_given_up, wait_for_flag
+from ..signals import count_up, record_failure
+from .flags import GIVEN_OTHERS, NO_EXPERT, NOT_TOLD, OTHER_TOKENS, OTHER_TOPK, TOPK_SPAN
 
 DIGEST_FACTOR = tl.constexpr(65599)
 DIGEST_PRIME = tl.constexpr(2147483629)
@@ -88,6 +77,7 @@ def count_choices(
 ):
     """Count the choices of all ranks as they come in."""
     program = tl.program_id(0)
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     groups = experts + 1
     digest = tl.full((), 0, tl.int64)
     offset = 0
@@ -95,7 +85,7 @@ def count_choices(
     for peer in range(0, WORLD):
         count = tokens
         if peer != rank:
-            value = wait_for_flag(TOLD, NOT_TOLD, peer, flags_ptr, errors_ptr, patience_ticks, WORLD)
+            value = wait_for_flag(TOLD, NOT_TOLD, peer, peers, WORLD)
             count = value // TOPK_SPAN
             if is_given_up(value):
                 count = 0
@@ -128,8 +118,7 @@ def count_choices(
         tl.store(offsets_ptr + WORLD, offset)
         if odd == 0:
             _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD)
-    tl.debug_barrier()  # one thread takes the ticket, for the counts of all
-    ticket = tl.atomic_add(counts_ptr + WORLD * groups, 1, sem="acq_rel", scope="gpu")
+    ticket = count_up(counts_ptr + WORLD * groups, "acq_rel")
     if ticket == tl.num_programs(0) - 1:
         _start_groups(counts_ptr, starts_ptr, groups, WORLD, BLOCK)
 

@@ -5,13 +5,16 @@ May import the rooms of the operations, and what they may import.
 
 from __future__ import annotations
 
+from .collective_groups import CollectiveGroups
 from .functions import all_gather_matmul, matmul_reduce_scatter, sum_gradient
 from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
 from .moe_layer import MoE
 from .parallelize import ColumnParallel, RowParallel, SequenceParallel, parallelize
 from .registry import release, reserve
+from .sharding import limit_sharding
 
 __all__ = [
+    "CollectiveGroups",
     "ColumnParallel",
     "ColumnParallelLinear",
     "MoE",
@@ -20,6 +23,7 @@ __all__ = [
     "SequenceParallel",
     "SwiGLU",
     "all_gather_matmul",
+    "limit_sharding",
     "matmul_reduce_scatter",
     "parallelize",
     "release",

@@ -1,125 +1,171 @@
-"""The registered operators over experts, each the other's backward, for ranks with equally many tokens.
-
-    all_gather_moe       every rank's tokens times the matrices of their experts, a row for each choice
-    moe_reduce_scatter   this rank's tokens' rows, times the matrices, weighted, summed over choices and ranks
-    outer_products       for each expert the sum, over its choices, of left's row times right's
-
-Backward gathers tokens and choices again; the gradients of weights are grouped products of cuBLAS.
-"""
+"""The weights of all experts: one parameter for each product, and by expert in state dicts."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..moe.ag_moe import AllGatherMoE
-from ..moe.moe_rs import MoEReduceScatter
-from .operators import by_rows, check_first_order, library, register, start_gather, wait
-from .registry import opened, size_of
+from .layers import distribute
 
-library.define("all_gather_moe(Tensor x_shard, Tensor weight, Tensor topk_ids, str group_name) -> Tensor")
-library.define(
-    "moe_reduce_scatter(Tensor y, Tensor weight, Tensor topk_ids, Tensor topk_weights, str group_name)"
-    " -> Tensor"
-)
-library.define("outer_products(Tensor left, Tensor right, Tensor ids, int experts) -> Tensor")
-_ops = torch.ops.dist_autotune
+ALIGNED_BYTES = 16  # rows of a grouped product begin at multiples of it
 
 
-# ---- what they compute, and their shapes
+class Experts(nn.Module):
+    """The weights of SwiGLUs without bias, of each of which a rank holds its part of the hidden features.
+
+    gate_up [experts, 2, hidden, features] holds gates and ups, so that one gather serves both; down is
+    [experts, features, hidden]. State dicts have the matrices one by one, as `3.gate_proj.weight`, under
+    `names` of gate, up and down. They share the parameters' memory, unless FSDP2 splits the experts: then
+    they are copies, as large as this rank's part, split along another dimension.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __init__(
+        self,
+        experts: Sequence[tuple[nn.Linear, nn.Linear, nn.Linear]],
+        mesh: DeviceMesh,
+        names: tuple[str, str, str],
+    ) -> None:
+        super().__init__()
+        _check_alike(experts)
+        gates, ups, downs = ([layer.weight for layer in layers] for layers in zip(*experts, strict=True))
+        features, hidden = downs[0].shape
+        multiple = ALIGNED_BYTES // downs[0].itemsize
+        for name, size in {"features": features, "hidden features of a rank": hidden // mesh.size()}.items():
+            if size % multiple:
+                needed = f"a multiple of {multiple} is needed, for the weights' gradients"
+                raise ValueError(f"{size} {name}; {needed}")
+        self._held = {"gate_up": names[:2], "down": names[2:]}
+        both = [*itertools.chain(*zip(gates, ups, strict=True))]
+        self.register_parameter("gate_up", _one_parameter(both, mesh, Shard(0), (len(experts), 2)))
+        self.register_parameter("down", _one_parameter(downs, mesh, Shard(1), (len(experts),)))
+        # torch.distributed.checkpoint follows each name of a state dict by attributes.
+        place = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(weight=None)))
+        vars(self).update(dict.fromkeys(map(str, range(len(experts))), place))
+
+    def extra_repr(self) -> str:
+        number, features, hidden = self.down.shape
+        return f"{number} experts, features={features}, hidden={hidden}"
+
+    # ---- state dicts
+
+    def _names(self, parameter_name: str, prefix: str) -> list[str]:
+        """Return what the matrices of the parameter are called, in their order."""
+        experts = range(len(self.get_parameter(parameter_name)))
+        return [f"{prefix}{i}.{name}.weight" for i in experts for name in self._held[parameter_name]]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for parameter_name in self._held:
+            parameter = self.get_parameter(parameter_name)
+            matrices = _matrices(parameter if keep_vars else parameter.detach())
+            destination.update(zip(self._names(parameter_name, prefix), matrices, strict=True))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missed: list[str] = []
+        for parameter_name in self._held:
+            parameter, names = self.get_parameter(parameter_name), self._names(parameter_name, prefix)
+            # Loading a full state dict, torch.distributed.checkpoint puts the present parameter beside it.
+            state_dict.pop(f"{prefix}{parameter_name}", None)
+            given = {name: state_dict.pop(name) for name in names if name in state_dict}
+            missed += [name for name in names if name not in given]
+            own = dict(zip(names, _matrices(parameter.detach()), strict=True))
+            if wrong := _sizes_that_differ(own, given):
+                error_msgs += wrong
+            elif given:
+                loaded = _joined([given.get(name, own[name]) for name in names], parameter)
+                state_dict[f"{prefix}{parameter_name}"] = loaded
+        ignored: list[str] = []  # parameters that nothing was given for: their matrices are what is missing
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, ignored, unexpected_keys, error_msgs
+        )
+        missing_keys += missed if strict else []
 
 
-def _all_gather_moe(x_shard: Tensor, weight: Tensor, topk_ids: Tensor, group_name: str) -> Tensor:
-    tokens, features = x_shard.shape
-    operation = opened(AllGatherMoE, x_shard, max(tokens, 1), features, group_name)
-    return operation(by_rows(x_shard), weight, topk_ids, tokens=[tokens] * size_of(group_name))
+def _check_alike(experts: Sequence[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> None:
+    """Raise unless all experts are as the first one is, and may be one parameter."""
+    first = experts[0]
+    hidden, features = first[0].weight.shape
+    sizes = ((hidden, features), (hidden, features), (features, hidden))
+    for number, layers in enumerate(experts):
+        if any(layer.bias is not None for layer in layers):
+            raise ValueError(f"expert {number} has a bias, which would be lost; layers without are needed")
+        for name, layer, size in zip(("gate", "up", "down"), layers, sizes, strict=True):
+            if layer.weight.shape != size or layer.weight.dtype != first[0].weight.dtype:
+                given = f"{name} of expert {number} is {list(layer.weight.shape)} in {layer.weight.dtype}"
+                needed = f"{list(size)} in {first[0].weight.dtype}, as expert 0 has it, is needed"
+                raise ValueError(f"{given}; {needed}")
 
 
-def _moe_reduce_scatter(
-    y: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
-) -> Tensor:
-    tokens = topk_ids.shape[0]
-    operation = opened(MoEReduceScatter, y, max(tokens, 1), weight.shape[1], group_name)
-    return operation(by_rows(y), weight, topk_ids, topk_weights, tokens=[tokens] * size_of(group_name))
+def _one_parameter(
+    matrices: Sequence[Tensor], mesh: DeviceMesh, placement: Placement, sizes: tuple[int, ...]
+) -> nn.Parameter:
+    """Return this rank's part of all matrices, by these leading sizes."""
+    with torch.no_grad():
+        parts = [distribute(matrix, mesh, placement) for matrix in matrices]
+        stacked = torch.stack([part for part in parts if part is not None]).unflatten(0, sizes)
+    return nn.Parameter(stacked, any(matrix.requires_grad for matrix in matrices))
 
 
-def _outer_products(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> Tensor:
-    """Rows of left [T, N] and right [T, K], a choice each: [experts, N, K]; an id of -1 counts nowhere."""
-    chosen = ids.reshape(-1)
-    by_expert, order = chosen.where(chosen >= 0, experts).sort(stable=True)
-    each = torch.arange(experts, device=ids.device, dtype=by_expert.dtype)
-    ends = torch.searchsorted(by_expert, each, right=True).to(torch.int32)
-    result: Tensor = torch.nn.functional.grouped_mm(left[order].T, right[order], offs=ends)
-    return result
+def _matrices(parameter: Any) -> tuple[Tensor, ...]:
+    """Return the matrices of all experts, of each of which every rank holds a part."""
+    first = parameter.dim() - 2
+    placements = [_shifted(placement, first) for placement in _placements_of_matrix(parameter)]
+    split: Tensor = parameter.redistribute(placements=placements)
+    return split.flatten(0, first - 1).unbind()
 
 
-def _shape_of_products(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> Tensor:
-    return left.new_empty((experts, left.shape[1], right.shape[1]))
+def _placements_of_matrix(parameter: DTensor) -> list[Placement]:
+    """Return how the ranks share each matrix; what splits the experts splits an unsplit dimension instead."""
+    first = parameter.dim() - 2
+    dims = [each.dim - first if isinstance(each, Shard) else None for each in parameter.placements]
+    free = next((dim for dim in (0, 1) if dim not in dims), None)
+    placements: list[Placement] = []
+    for dim in dims:
+        own = free if dim is not None and dim < 0 else dim
+        placements.append(Replicate() if own is None else Shard(own))
+    return placements
 
 
-def _shape_of_gather(x_shard: Tensor, weight: Tensor, topk_ids: Tensor, group_name: str) -> Tensor:
-    tokens, topk = topk_ids.shape
-    return x_shard.new_empty((size_of(group_name) * tokens * topk, weight.shape[1]))
+def _shifted(placement: Placement, dims: int) -> Placement:
+    return Shard(placement.dim + dims) if isinstance(placement, Shard) else placement
 
 
-def _shape_of_scatter(
-    y: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
-) -> Tensor:
-    return y.new_empty((topk_ids.shape[0], weight.shape[1]))
+def _joined(matrices: Sequence[Tensor], parameter: Any) -> Tensor:
+    """Return the matrices as the parameter holds them; each is whole on every rank, or distributed."""
+    mesh, placements = parameter.device_mesh, _placements_of_matrix(parameter)
+    parts: list[Tensor] = []
+    for matrix in matrices:
+        given = matrix.detach()
+        if isinstance(given, DTensor) and given.device_mesh == mesh:
+            parts.append(given.redistribute(mesh, placements))
+            continue
+        whole = given.full_tensor() if isinstance(given, DTensor) else given
+        parts.append(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    joined: Any = torch.stack(parts).unflatten(0, parameter.shape[:-2])
+    return joined.redistribute(mesh, parameter.placements)
 
 
-# ---- their gradients
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.group_name = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    check_first_order()
-    x_shard, weight, ids = ctx.saved_tensors
-    of_x = of_weight = None
-    gathering = [start_gather(each, ctx.group_name) for each in (x_shard, ids)] if _asked(ctx, 1) else []
-    if _asked(ctx, 0):
-        ones = torch.ones_like(ids, dtype=torch.float32)
-        of_x = _ops.moe_reduce_scatter(grad, weight.mT, ids, ones, ctx.group_name)
-    if gathering:
-        x, all_ids = map(wait, gathering)
-        rows = x.repeat_interleave(ids.shape[1], 0)
-        of_weight = _ops.outer_products(grad, rows, all_ids, weight.shape[0])
-    return of_x, of_weight, None, None
-
-
-def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    check_first_order()
-    y, weight, ids, weights = ctx.saved_tensors
-    topk, of_y, of_weight, of_weights = ids.shape[1], None, None, None
-    started = [start_gather(each, ctx.group_name) for each in (weights, ids)]
-    gathering = start_gather(grad, ctx.group_name) if _asked(ctx, 1) else None
-    if _asked(ctx, 0) or _asked(ctx, 3):
-        unweighted = _ops.all_gather_moe(grad, weight.mT, ids, ctx.group_name)
-    all_weights, all_ids = map(wait, started)
-    factors = all_weights.where(all_ids >= 0, 0.0).reshape(-1, 1).to(y.dtype)
-    if _asked(ctx, 0):
-        of_y = unweighted * factors
-    if _asked(ctx, 3):
-        dots = (unweighted.float() * y.float()).sum(1).reshape(-1, topk)
-        ranks = size_of(ctx.group_name)
-        summed = torch.ops._c10d_functional.reduce_scatter_tensor(dots, "sum", ranks, ctx.group_name)
-        of_weights = wait(summed).where(ids >= 0, 0.0).to(weights.dtype)
-    if gathering is not None:
-        of_rows = wait(gathering).repeat_interleave(topk, 0) * factors
-        of_weight = _ops.outer_products(of_rows, y, all_ids, weight.shape[0])
-    return of_y, of_weight, None, of_weights, None
-
-
-def _asked(ctx: Any, index: int) -> bool:
-    return bool(ctx.needs_input_grad[index])
-
-
-register("all_gather_moe", _all_gather_moe, _shape_of_gather, _gradients_of_gather, _keep_inputs)
-register("moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_inputs)
-register("outer_products", _outer_products, _shape_of_products)
+def _sizes_that_differ(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"size mismatch for {name}: {list(matrix.shape)} is given, {list(own[name].shape)} is needed."
+        for name, matrix in given.items()
+        if matrix.shape != own[name].shape
+    ]

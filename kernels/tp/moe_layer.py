@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
-from . import experts as _registered  # noqa: F401
-from .functions import sum_gradient
-from .layers import distribute, local
+from . import expert_operators as _registered  # noqa: F401
+from .experts import Experts
+from .layers import local, sequence_parallel
 from .registry import name_of
 
-ALIGNED_BYTES = 16  # rows of a grouped product begin at multiples of it
+Route: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+MOST_CHOICES = 16  # of a token, in the operations that layers share
 
 
 class MoE(nn.Module):
     """Routes each token to `topk` of the experts, SwiGLUs without bias, and weights what they return.
 
-    router: a linear layer from features to experts. experts: gate, up and down of each. Gates and ups lie in
-    one parameter, gate_up [experts, 2, hidden, features], so that one gather serves both; down is [experts,
-    features, hidden]. Probabilities of the chosen experts are scaled to a sum of 1. All ranks have equally
-    many tokens. What is to be minimised is the sum of the ranks' losses.
+    router: a linear layer from features to experts; it computes in its own type, which may be float32.
+    experts: gate, up and down of each. The weights of a token's experts are their probabilities among all
+    experts, with normalize=True scaled to a sum of 1. `route` replaces both: from the router's logits
+    [tokens, experts] to weights and expert ids [tokens, topk], where -1 drops a choice.
+
+    names: of the router and of the layers of an expert. Its state dict is that of modules with these names:
+    `gate.weight`, `experts.3.gate_proj.weight`, ...; its parameters are the router's, `experts.gate_up` and
+    `experts.down`. All ranks have equally many tokens. What is to be minimised is the sum of their losses.
     """
 
-    router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    experts: Experts
 
     def __init__(
         self,
@@ -38,35 +41,44 @@ class MoE(nn.Module):
         mesh: DeviceMesh,
         *,
         topk: int,
+        normalize: bool = True,
+        route: Route | None = None,
+        names: tuple[str, str, str, str] = ("gate", "gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
-        if router.out_features != len(experts) or not 1 <= topk <= len(experts):
+        most = min(len(experts), MOST_CHOICES)
+        if router.out_features != len(experts) or not 1 <= topk <= most:
             given = f"a router of {router.out_features} experts, {len(experts)} experts and topk={topk}"
-            raise ValueError(f"{given}: as many of each, and topk of 1 to that many")
-        if any(layer.bias is not None for layer in (router, *itertools.chain(*experts))):
-            raise ValueError("router or an expert has a bias, which would be lost; layers without are needed")
-        self.group_name, self.topk = name_of(mesh), topk
-        gate_up = torch.stack([torch.stack([gate.weight, up.weight]) for gate, up, _ in experts])
-        down = torch.stack([layer.weight for *_, layer in experts])
-        sizes = {"features": down.shape[1], "hidden features of a rank": down.shape[2] // mesh.size()}
-        multiple = ALIGNED_BYTES // down.itemsize
-        for name, size in sizes.items():
-            if size % multiple:
-                needed = f"a multiple of {multiple} is needed, for the weights' gradients"
-                raise ValueError(f"{size} {name}; {needed}")
-        self.register_parameter("router", distribute(router.weight, mesh, Replicate()))
-        self.register_parameter("gate_up", distribute(gate_up, mesh, Shard(2)))
-        self.register_parameter("down", distribute(down, mesh, Shard(2)))
+            raise ValueError(f"{given}: as many of each, and topk of 1 to {most}")
+        self.group_name, self.topk, self.normalize = name_of(mesh), topk, normalize
+        self._route = route
+        self._router_name, *of_expert = names
+        gate, up, down = of_expert
+        self.add_module(self._router_name, sequence_parallel(router, mesh))
+        self.experts = Experts(experts, mesh, (gate, up, down))
+
+    def extra_repr(self) -> str:
+        return f"topk={self.topk}"
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        router = sum_gradient(local(self.router), self.group_name)
-        chances, ids = nn.functional.linear(tokens, router).float().softmax(-1).topk(self.topk)
-        weights = chances / chances.sum(-1, keepdim=True)
-        gate_up = local(self.gate_up).flatten(1, 2)
-        hidden = torch.ops.dist_autotune.all_gather_moe(tokens, gate_up, ids, self.group_name)
+        router: Any = self.get_submodule(self._router_name)
+        route = self._route or self._take_most_probable
+        weights, ids = route(router(tokens.to(router.weight.dtype)))
+        self._check_routed(len(tokens), weights, ids)
+        gate_up, down = (local(each) for each in (self.experts.gate_up, self.experts.down))
+        hidden = torch.ops.dist_autotune.all_gather_moe(tokens, gate_up.flatten(1, 2), ids, self.group_name)
         gate, up = hidden.chunk(2, -1)
         result = torch.ops.dist_autotune.moe_reduce_scatter(
-            nn.functional.silu(gate) * up, local(self.down), ids, weights, self.group_name
+            nn.functional.silu(gate) * up, down, ids, weights, self.group_name
         )
         return result.view(x.shape)
+
+    def _take_most_probable(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        chances, ids = logits.float().softmax(-1).topk(self.topk)
+        return (chances / chances.sum(-1, keepdim=True) if self.normalize else chances), ids
+
+    def _check_routed(self, tokens: int, weights: Tensor, ids: Tensor) -> None:
+        if weights.shape != ids.shape or ids.shape != (tokens, self.topk):
+            given = f"weights {list(weights.shape)} and ids {list(ids.shape)}"
+            raise ValueError(f"route returned {given}; both must be [tokens, topk] = {[tokens, self.topk]}")

@@ -102,7 +102,7 @@ def _matmul_reduce_scatter_backward(
 def by_rows(matrix: Tensor) -> Tensor:
     """Return the matrix with contiguous rows that do not overlap, as those of an expanded gradient do."""
     lies_by_rows = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
-    return matrix if lies_by_rows or matrix.numel() == 0 else matrix.contiguous()
+    return matrix if lies_by_rows else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def start_gather(shard: Tensor, group_name: str) -> Tensor:

@@ -124,10 +124,15 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
 @INTERPRETER
 def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
     case = case_of("models.overlap")
-    names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in ("alone", "kernel", "run")]
+    picks = ("alone", "kernel", "run", "collective", "both")
+    names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in picks]
+    names.remove("collective, GEMM")
     assert [arm["name"] for arm in case["arms"]] == [*names, "torch, step", "all-reduce"]
     assert all(arm["ms"] > 0 for arm in case["arms"])
-    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"] * 3
+    contexts = [(context["kernel"], context["status"]) for context in case["tuned"]["contexts"]]
+    kernel, limit = ("persistent_gemm", "tuned"), ("max CTAs of collectives", "tuned")
+    assert contexts[:4] == [kernel] * 3 + [limit]
+    assert sorted(contexts[4:]) == [limit, kernel]
 
 
 @INTERPRETER

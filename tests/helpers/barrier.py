@@ -13,7 +13,9 @@ from dist_autotune.kernels.symm import SymmetricTensor
 def addresses(tensor: SymmetricTensor) -> torch.Tensor:
     """Return the int64 [world_size] table of the ranks' addresses."""
     pointers = [peer.data_ptr() for peer in tensor.peers]
-    return torch.tensor(pointers, dtype=torch.int64, device=tensor.local.device)
+    table = torch.tensor(pointers, dtype=torch.int64, device=tensor.local.device)
+    table.points_to = tensor.peers  # what a launch that is given the table may use, see `checked_memory`
+    return table
 
 
 @triton.jit(do_not_specialize=["rank", "epoch", "patience_ticks"])

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import device, seed_and_leave_one, synchronize, tuned_in_context
 
+from dist_autotune.kernels.exchange.peers import ARRIVED
+
 HALF = torch.float16
 
 GIVEN_OTHERS = "rank 0 was given other tokens= than the ranks have. Close it"
@@ -164,8 +166,9 @@ def tuned_with_other_token_counts(rank, runs):
         return errors, str(context.config), taken, step.settled, len(step.report.contexts)
 
 
-def delay_pushes(op: Any, arrived: torch.Tensor, delay_s: float) -> None:
-    """Let this rank's side stream, a thread, sleep before it pushes rows and before it says so."""
+def delay_pushes(op: Any, delay_s: float) -> None:
+    """Let this rank's side stream, a thread, sleep before it pushes rows to rank 0 and before it says so."""
+    arrived = op._flags.peers[0][ARRIVED.value, op.rank]
     copy, write_signal = op._memory.copy, op._memory.write_signal
 
     def copy_late(dst, src, stream):

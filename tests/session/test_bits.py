@@ -30,7 +30,7 @@ from dist_autotune.bits import outputs
 from dist_autotune.cli.replay import verify
 from dist_autotune.errors import InvalidOption
 from dist_autotune.logs import history
-from dist_autotune.logs.records import Banned, ContextSettled, Merged, RunStarted
+from dist_autotune.logs.records import Banned, ContextSettled, Merged, Note, RunStarted
 from dist_autotune.storage import bundle
 from dist_autotune.storage.winners import Winners
 
@@ -168,6 +168,36 @@ def test_same_uses_only_results_that_hold_the_first_configs_bits(bench, tmp_cach
     for unknown in (None, 1):
         same.write_text(json.dumps({**json.loads(same.read_text()), "bit_class": unknown}))
         assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+
+
+def test_same_uses_no_result_of_another_order_of_configs(bench, tmp_cache):
+    """Another config is the first one then, and class 0 is that of its bits."""
+    fast_first = {FAST: 1.0, SLOW: 2.0, BASE: 3.0}
+    first_bits = {SLOW: off_by_one_bit, BASE: off_by_one_bit}
+    assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
+    tuned = bench.tune(Function(bench, fast_first, first_bits), bits="same")
+    tuned()
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", FAST)
+    assert tuned_config(bench, bits="same") == ("cached", SLOW, 0)
+    assert len(entries(tmp_cache)) == 2
+
+
+def test_a_first_config_that_alone_has_its_bits_is_kept_and_not_compared_again(bench):
+    change = {SLOW: off_by_one_bit, FAST: off_by_one_bit}
+    for status in ("tuned", "cached"):
+        tuned = bench.tune(Function(bench, change=change), bits="same")
+        tuned()
+        assert (only(tuned.report).status, winner(only(tuned.report))) == (status, BASE)
+
+
+def test_what_nobody_looks_into_is_named_in_the_log(bench):
+    function = Function(bench)
+    tuned = bench.tune(lambda: (function(), object()), bits="same")
+    tuned()
+    remarks = [note.text for note in records(Note)]
+    assert remarks == [
+        "bits are not compared of the result[1] (a builtins.object): nobody looks into such objects"
+    ]
 
 
 def test_a_bundle_carries_class_and_digest(bench, tmp_cache, tmp_path):
@@ -394,7 +424,8 @@ def test_the_whole_run_judges_only_what_keeps_the_bits(bench, search, ends):
 
 def test_bits_belong_to_replay(bench, monkeypatch):
     with pytest.raises(
-        InvalidOption, match="bits='same' belongs to mode='replay': online every run has other"
+        InvalidOption,
+        match=r"bits='same' belongs to mode='replay': .* name all that it changes in preserve=",
     ):
         bench.tune(lambda: None, bits="same", mode="online")()
     monkeypatch.setenv("DIST_AUTOTUNE_BITS", "check")
@@ -406,6 +437,64 @@ def test_bits_belong_to_replay(bench, monkeypatch):
         StepTuner(bits="same").step(),
     ):
         pass
+
+
+class Training:
+    """A small model with dropout, trained on what a kernel makes of each batch."""
+
+    def __init__(self, bench, kernel, change=None):
+        torch.manual_seed(0)
+        self.bench, self.kernel, self.change = bench, kernel, change or {}
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+
+    def step(self, batch):
+        y = launch(self.kernel, batch, torch.zeros_like(batch))
+        y = self.change.get(self.bench.launches[-1].block, lambda y: y)(y)
+        loss = self.model(y[:64]).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach()
+
+    def run(self, step):
+        """Return losses and weights; the fourth batch is longer, so a key is new."""
+        lengths = [64, 64, 64, 128, 64, 128]
+        losses = [step(numbers(n) / (i + 1)) for i, n in enumerate(lengths)]
+        return outputs.OutputDigests(
+            [losses, self.model.state_dict(), self.optimizer.state_dict()], ()
+        ).read()
+
+
+def test_training_with_equal_bits_is_training_with_the_first_config(bench):
+    untuned = Training(bench, bench.kernel({BASE: 3.0}))
+    expected = untuned.run(untuned.step)
+
+    kernel = bench.kernel({BASE: 3.0, SLOW: 2.0, FAST: 1.0})
+    trained = Training(bench, kernel, {FAST: off_by_one_bit})
+    state = [trained.model, trained.optimizer, trained.scheduler]
+    tuned = bench.tune(trained.step, bits="same", preserve=state)
+    assert trained.run(tuned) == expected
+    blocks = [bench.blocks(n=n) for n in (64, 128)]
+    assert [(each[-1], FAST in each) for each in blocks] == [(SLOW, True)] * 2  # tuned in the loop
+
+    free = Training(bench, kernel, {FAST: off_by_one_bit})
+    state = [free.model, free.optimizer, free.scheduler]
+    assert free.run(bench.tune(free.step, bits="any", preserve=state)) != expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_state_that_is_not_put_back_is_named_without_advice_that_bits_refuse(bench):
+    trained = Training(bench, bench.kernel({BASE: 3.0, FAST: 1.0}))
+    tuned = bench.tune(trained.step, bits="check", name="a step that is repeated")
+    with pytest.warns(
+        UserWarning, match=r"every run is a step. Use preserve=\[model, optimizer\]\."
+    ) as warned:
+        tuned(numbers())
+    assert len(warned) == 1
+    assert "have different bits in the result on rank 0" in tuned.report.warning
 
 
 def test_a_training_loop_uses_what_was_tuned_with_equal_bits(bench, monkeypatch):

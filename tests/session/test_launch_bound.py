@@ -83,6 +83,15 @@ def test_it_is_the_slower_ones_part_that_may_account_for_the_difference(gap_of_a
     assert winner(made, {"a": 0.060, "b": 0.055}, gaps(a=gap_of_a, b=0.05)) == expected
 
 
+@pytest.mark.parametrize("search", sorted(STRATEGIES))
+def test_what_the_device_takes_at_least_is_known_from_the_first_run_on(search):
+    made = context("ab", search)
+    assert made.device_ms == (0.0, 0.0)
+    made.advance(told := part("a", 0.06, 0.05), told)
+    assert made.device_ms == (pytest.approx(0.01), 0.06)
+    assert made.known_ms() == [(0, 0.06)]
+
+
 def test_a_part_too_small_to_count_changes_nothing():
     just_under = 0.99 * HOST_SHARE * 1.0
     made = context("ab")
@@ -219,6 +228,20 @@ def test_a_host_bound_function_is_tuned_by_the_kernels_own_times(device, mode):
     assert list(found.timings.values()) == pytest.approx([0.012, 0.010, 0.011])
     assert len(bench.blocks()) == (tuned.report.runs if mode == "replay" else calls)  # the user's, no more
     assert device.synchronized == 0
+
+
+@pytest.mark.parametrize(("filler_ms", "block"), [(None, 16), (8.0, 32)], ids=["1 ms", "8 ms"])
+def test_online_a_host_slower_than_the_filler_decides_nothing_until_a_longer_filler_is_allowed(
+    device, filler_ms, block
+):
+    options = {"mode": "online", "n_repeat": 3, "filler_ms": filler_ms}
+    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=5.0, **options)
+    while not tuned.settled:
+        tuned()
+    found = only(tuned.report)
+    assert (found.config.kwargs["BLOCK"], found.launch_bound) == (block, filler_ms is None)
+    fillers_ms = device.fillers_ms[1 + 2 * PAIRS :]  # the first are to know what events cost
+    assert all(ms <= (filler_ms or 1.0) for ms in fillers_ms)
 
 
 def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_it_is_slower(device):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from kernels_for_tests import (
     out_of_resources,
     winner,
 )
+from triton.runtime import KernelInterface
 from triton.runtime.autotuner import Autotuner
 
 
@@ -216,3 +219,50 @@ def test_a_pre_hook_may_launch_another_autotuned_kernel(bench):
     assert torch.equal(bench.tune(lambda: launch(outer, numbers()))(), numbers() + 1)
     assert bench.blocks("add") == [16, 32, 32]
     assert bench.blocks("double") == [16, 32, 16]
+
+
+class LibEntry(KernelInterface):
+    """Launches the Autotuner once, then the config that it had; as FlagGems' launcher does."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.kept, self.bypassed = fn, {}, 0
+
+    def run(self, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        if "config" not in self.kept:
+            kernel = self.fn.run(*args, grid=grid, **kwargs)
+            self.kept["config"] = self.fn.best_config
+            return kernel, self.kept["config"].all_kwargs()
+        self.bypassed += 1
+        constants = self.kept["config"].all_kwargs()
+        return self.fn.fn.run(*args, grid=grid, **kwargs, **constants), constants
+
+
+@pytest.fixture
+def flag_gems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package be imported whose launcher is this one."""
+    monkeypatch.setitem(sys.modules, "flag_gems.utils.libentry", types.SimpleNamespace(LibEntry=LibEntry))
+
+
+@pytest.mark.usefixtures("flag_gems")
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_launcher_that_keeps_its_first_config_hands_launches_on_in_tuned_calls(bench, mode):
+    stock, kernel = LibEntry.run, LibEntry(bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}))
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode)
+    while not tuned.settled:
+        assert torch.equal(tuned(), numbers() + 1)
+    tuned()
+    assert bench.blocks() == [16, 32, 64, 32, 32][: len(bench.blocks())]
+    assert (winner(only(tuned.report)), bench.blocks()[-1], kernel.kept) == (32, 32, {})
+    assert LibEntry.run is stock
+    launch(kernel, numbers())  # outside: the tuned config, which it keeps
+    launch(kernel, numbers())
+    assert (bench.blocks()[-2:], kernel.bypassed) == ([32, 32], 1)
+
+
+@pytest.mark.usefixtures("flag_gems")
+def test_a_launcher_without_an_autotuner_below_it_stays_as_it_is(bench):
+    kernel, alone = bench.kernel({16: 3.0, 32: 1.0}), LibEntry(bench.kernel({16: 1.0}, double))
+    tuned = bench.tune(lambda: (launch(kernel, numbers()), launch(alone, numbers())))
+    _, doubled = tuned()
+    assert torch.equal(doubled, numbers() * 2)
+    assert alone.bypassed == tuned.report.runs - 1

@@ -32,6 +32,7 @@ from moe_runs import HALF
 from operation_runs import GPU_BACKENDS, INTERPRETER, device, message_of, values
 from triton.runtime import interpreter
 
+from dist_autotune.kernels.exchange.peers import DONE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
@@ -47,7 +48,6 @@ class Sums:
     """How an operation that scatters is opened, with several programs, called and checked."""
 
     name: str
-    done_row: int  # of the flags
 
     def open(self, group: dist.ProcessGroup | None = None, *, large: bool = False) -> Any:
         rows, n = (4096, 4096) if large else (64, 48)
@@ -85,7 +85,7 @@ class Sums:
         return ratio(out, *given, group=group)
 
 
-OPERATIONS = [Sums("gemm_rs", done_row=2), Sums("moe_rs", done_row=3)]
+OPERATIONS = [Sums("gemm_rs"), Sums("moe_rs")]
 EACH = pytest.mark.parametrize("sums", OPERATIONS, ids=[each.name for each in OPERATIONS])
 
 
@@ -174,7 +174,7 @@ def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_late
 def calls_in_steps(rank, sums):
     """Return errors of calls, in steps by turns, and for how many DONE a stream waited in each."""
     op, world = sums.open(), dist.get_world_size()
-    done = {flag.data_ptr() for flag in op._flags.local[sums.done_row]}
+    done = {flag.data_ptr() for flag in op._flags.local[DONE.value]}
     waits, wait_signal = [], op._memory.wait_signal
 
     def noted(flag, value, stream):

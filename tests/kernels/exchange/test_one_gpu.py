@@ -22,7 +22,7 @@ from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.kernels.exchange import flags, operation
+from dist_autotune.kernels.exchange import flags, operation, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import kernel as rs
@@ -114,7 +114,7 @@ class Peer:
     def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
         """Take part in the pushed call, or the replay, that rank 0 has just made."""
         pusher = op._pusher
-        here, there = pusher.flags, pusher._permits._ours[0]
+        here, there = pusher.flags, pusher._pushes._there[1][flags.FREE.value]
         self.write(here[flags.FREE.value, 1], 1)
         self.take(there)
         self.write(here[flags.ANNOUNCED.value, 1], len(chunk))
@@ -238,7 +238,7 @@ def replays(rank: int, consumer: str) -> list[tuple[float, bool]]:
             graph.replay()
             peer.push(op, theirs, 1 + replay % 2)
             op.check()
-            pushed = op._pusher._peers[0].slot
+            pushed = op._pusher._slots[0][1]
             full = torch.cat([op.shard, theirs.to(DEVICE)])
             found.append((error_ratio(out, full, weight), torch.equal(pushed[:rows], op.shard.cpu())))
     return found
@@ -307,12 +307,13 @@ def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
                 graph.replay()
             else:
                 op(a, weight, out)
-            peer.write(here[rs.FREE.value, 1], 1)
-            peer.take(op._permits._ours[0])
-            peer.take(op._pusher._peers[0].our_arrived)  # while the kernel still waits for the peer's sums
+            peer.write(here[peers.FREE.value, 1], 1)
+            there = op._flags.peers[1][:, 0]
+            peer.take(there[peers.FREE.value])
+            peer.take(there[peers.ARRIVED.value])  # while the kernel still waits for the peer's sums
             time.sleep(LATE_S)
             memory.copy(op._staged.local[0, :rows], theirs, peer.stream)
-            peer.write(here[rs.ARRIVED.value, 1], rows)
+            peer.write(here[peers.ARRIVED.value, 1], rows)
             op.check()
             product = a.float() @ weight.float().T
             wanted = product[:rows] + theirs.to(DEVICE).float()

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from operation_runs import INTERPRETER, message_of, values
 from rank_programs import wait_for
 
+from dist_autotune.kernels.exchange.peers import FLAGS, GIVEN, TOLD
 from dist_autotune.kernels.moe import plan as plans
-from dist_autotune.kernels.moe.flags import FLAGS, GIVEN, GIVEN_OTHERS, TOLD, TOPK_SPAN
+from dist_autotune.kernels.moe.flags import GIVEN_OTHERS, TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS, LOWEST_HEIGHT
 from dist_autotune.kernels.moe.operation import TokenBoard
 from dist_autotune.kernels.moe.plan import LOWEST, Plan

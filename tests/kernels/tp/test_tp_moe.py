@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,9 +62,9 @@ def trained_beside_plain(rank, how):
         of_gates, of_ups, of_downs = (
             torch.stack(list(map(gradient, each))) for each in zip(*experts, strict=True)
         )
-        assert_close(layer.router.grad.full_tensor(), router.weight.grad)
-        assert_close(layer.gate_up.grad.full_tensor(), torch.stack([of_gates, of_ups], 1))
-        assert_close(layer.down.grad.full_tensor(), of_downs)
+        assert_close(layer.gate.weight.grad.full_tensor(), router.weight.grad)
+        assert_close(layer.experts.gate_up.grad.full_tensor(), torch.stack([of_gates, of_ups], 1))
+        assert_close(layer.experts.down.grad.full_tensor(), of_downs)
         with torch.no_grad():
             assert layer(x.view(2, 3, FEATURES)).shape == (2, 3, FEATURES)
 
@@ -129,23 +131,129 @@ def test_the_operators_over_experts_pass_torchs_own_checks():
     assert values(opchecked, 2) == [{"SUCCESS"}] * 2
 
 
+def sigmoid_route(bias):
+    """Return routing by biased sigmoids, weighted without the bias; it drops some second choices."""
+
+    def route(logits):
+        scores = logits.sigmoid()
+        ids = (scores + bias).topk(TOPK).indices
+        weights = scores.gather(1, ids)
+        kept = torch.ones_like(ids, dtype=torch.bool)
+        kept[::3, 1] = False
+        return 2.5 * weights / weights.sum(-1, keepdim=True), ids.where(kept, -1)
+
+    return route
+
+
+def softmax_route(logits):
+    return logits.softmax(-1).topk(TOPK)
+
+
+BIASED, ALL_TO_TWO = (
+    sigmoid_route(torch.tensor(bias)) for bias in ([0.0, 0.3, 0.0, 0.1], [9.0, 0.0, 0.0, 9.0])
+)
+ROUTED = {  # options, what they mean for plain torch
+    "weights that do not add up to 1": ({"normalize": False}, softmax_route),
+    "sigmoids with a bias, and dropped choices": ({"route": BIASED}, BIASED),
+    "two experts that take all": ({"route": ALL_TO_TWO}, ALL_TO_TWO),
+}
+
+
+def routed_beside_plain(rank, options, route):
+    """Add a shared expert behind a gate of its own, as Qwen's models have it."""
+    with workspaces(rank) as world:
+        mesh, hidden = dist.init_device_mesh("cpu", (world,)), 8 * world
+        router, experts = plain_experts(hidden)
+        *shared, gate = *experts.pop(), nn.Linear(FEATURES, 1, bias=False)
+        experts.append(tuple(nn.Linear(each.in_features, each.out_features, bias=False) for each in shared))
+        layer = tp.MoE(router, experts, mesh, topk=TOPK, **options)
+        of_shared = tp.SwiGLU(*shared, mesh)
+        of_gate = tp.parallelize(copy.deepcopy(gate), mesh, {"": tp.SequenceParallel()})
+        x = tensor_of(rank, TOKENS, FEATURES)
+        result = layer(x) + of_gate(x).sigmoid() * of_shared(x)
+        all_x = torch.cat(tensors_of_all(world, TOKENS, FEATURES)).detach().requires_grad_()
+        routed = [route(F.linear(part, router.weight)) for part in all_x.chunk(world)]
+        weights, ids = (torch.cat(each) for each in zip(*routed, strict=True))
+        of_all = torch.stack([down(F.silu(gate(all_x)) * up(all_x)) for gate, up, down in experts], 1)
+        chosen = of_all.gather(1, ids.clamp(min=0)[..., None].expand(-1, -1, FEATURES))
+        wanted = (chosen * (weights * (ids >= 0))[..., None]).sum(1)
+        wanted = wanted + gate(all_x).sigmoid() * shared[2](F.silu(shared[0](all_x)) * shared[1](all_x))
+        assert_close(result, wanted.chunk(world)[rank])
+        result.square().sum().backward()
+        wanted.square().sum().backward()
+        assert_close(x.grad, all_x.grad.chunk(world)[rank])
+        pairs = {
+            layer.gate.weight: router.weight.grad,
+            of_gate.weight: gate.weight.grad,
+            of_shared.down_proj.weight: shared[2].weight.grad,
+            layer.experts.down: torch.stack([*map(gradient_or_zeros, (each[2] for each in experts))]),
+        }
+        for parameter, expected in pairs.items():
+            assert_close(parameter.grad.full_tensor(), expected)
+
+
+def gradient_or_zeros(linear):
+    return torch.zeros_like(linear.weight) if linear.weight.grad is None else linear.weight.grad
+
+
+@pytest.mark.parametrize(("options", "route"), ROUTED.values(), ids=ROUTED)
+def test_routers_of_other_models_and_shared_experts_train_as_plain_torch(options, route):
+    values(routed_beside_plain, 2, options, route)
+
+
+def odd_calls(rank):
+    """Build under no_grad; call without tokens, and with a router in float32 before experts in bfloat16."""
+    with workspaces(rank):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        router, experts = plain_experts(16)
+        rounded = [tuple(copy.deepcopy(layer).bfloat16() for layer in expert) for expert in experts]
+        with torch.no_grad():
+            layer, halves = (tp.MoE(router, each, mesh, topk=TOPK) for each in (experts, rounded))
+        layer(torch.empty(0, FEATURES)).sum().backward()
+        parameters = [*layer.parameters()]
+        x = tensor_of(rank, TOKENS, FEATURES, grad=False).bfloat16()
+        with torch.no_grad():
+            wanted = plain_moe(router, [[layer.float() for layer in each] for each in rounded], x.float())
+            error = (halves(x) - wanted).norm() / wanted.norm()
+        return len(parameters), any(each.grad.full_tensor().any() for each in parameters), float(error)
+
+
+def test_ranks_may_be_without_tokens_and_the_router_in_another_type():
+    for parameters, any_gradient, error in values(odd_calls, 2):
+        assert (parameters, any_gradient) == (3, False)
+        assert error < 4 * torch.finfo(torch.bfloat16).eps  # of gates, ups, what they make, and its products
+
+
 def mistakes(rank):
     mesh = dist.init_device_mesh("cpu", (2,))
     router, experts = plain_experts(16)
+    (gate, up, down), *others = experts
+
+    def moe(*experts, topk=2, **options):
+        return tp.MoE(router, experts, mesh, topk=topk, **options)
+
+    wrong = moe(*experts, route=lambda logits: logits.topk(3))
     return [
-        message_of(lambda: tp.MoE(router, experts[:3], mesh, topk=2)),
-        message_of(lambda: tp.MoE(router, experts, mesh, topk=5)),
+        message_of(lambda: moe(*others)),
+        message_of(lambda: moe(*experts, topk=5)),
         message_of(lambda: tp.MoE(*plain_experts(12), mesh, topk=2)),
-        message_of(lambda: tp.MoE(nn.Linear(FEATURES, EXPERTS), experts, mesh, topk=2)),
+        message_of(lambda: moe(*others, (gate, up, nn.Linear(16, FEATURES)))),
+        message_of(lambda: moe(*others, (gate, nn.Linear(FEATURES, 24, bias=False), down))),
+        message_of(lambda: moe(*others, (gate, up, copy.deepcopy(down).half()))),
+        message_of(lambda: wrong(torch.zeros(TOKENS, FEATURES))),
     ]
 
 
 def test_experts_that_do_not_fit_raise_with_values():
     router = "ValueError: a router of 4 experts"
+    as_first = "in torch.float32, as expert 0 has it, is needed"
     for texts in values(mistakes, 2):
         assert texts == [
-            f"{router}, 3 experts and topk=2: as many of each, and topk of 1 to that many",
-            f"{router}, 4 experts and topk=5: as many of each, and topk of 1 to that many",
+            f"{router}, 3 experts and topk=2: as many of each, and topk of 1 to 3",
+            f"{router}, 4 experts and topk=5: as many of each, and topk of 1 to 4",
             "ValueError: 6 hidden features of a rank; a multiple of 4 is needed, for the weights' gradients",
-            "ValueError: router or an expert has a bias, which would be lost; layers without are needed",
+            "ValueError: expert 3 has a bias, which would be lost; layers without are needed",
+            f"ValueError: up of expert 3 is [24, 16] in torch.float32; [16, 16] {as_first}",
+            f"ValueError: down of expert 3 is [16, 16] in torch.float16; [16, 16] {as_first}",
+            "ValueError: route returned weights [6, 3] and ids [6, 3]; both must be [tokens, topk] = [6, 2]",
         ]

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from dist_autotune.bits import tensor_hash
+from dist_autotune.bits import outputs, tensor_hash
 from dist_autotune.bits.outputs import OutputDigests
 from dist_autotune.bits.tensor_hash import hash_kernel, hash_tensor
 
@@ -110,6 +113,10 @@ class Output:
 Pair = namedtuple("Pair", ["a", "b"])
 
 
+def sparse(values, size=4):
+    return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor(values), (size,), check_invariants=True)
+
+
 def digests(result, named=()):
     return OutputDigests(result, named).read()
 
@@ -139,14 +146,108 @@ def test_outputs_are_found_in_any_nesting_and_named_by_their_path():
         (0.0, -0.0),
         (1, True),
         (np.zeros(2), np.zeros(2, dtype=np.int64)),
-        (torch.zeros(2).to_sparse(), torch.ones(2).to_sparse()),
+        (float("nan"), -float("nan")),
+        (complex(0.0, 0.0), complex(0.0, -0.0)),
+        (sparse([-0.0]), sparse([0.0])),
+        (sparse([0.0]), torch.zeros(4).to_sparse()),
+        (sparse([1.0], size=4), sparse([1.0], size=5)),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e5m2)),
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.zeros(0, 3), torch.zeros(3, 0)),
+        (np.array([1, None]), np.array([1, 2], dtype=object)),
         (torch.zeros(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)),
     ],
-    ids=["shape", "dtype", "sign", "type", "array", "sparse", "complex"],
+    ids=[
+        "shape",
+        "dtype",
+        "sign",
+        "type",
+        "array",
+        "NaN",
+        "sign of an imaginary zero",
+        "sign of a sparse zero",
+        "an explicit zero",
+        "size of a sparse one",
+        "fp8",
+        "bool",
+        "no elements",
+        "objects",
+        "complex",
+    ],
 )
 def test_what_differs_has_another_digest(one, other):
     assert digests(one) != digests(other)
     assert digests(one) == digests(one)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
+def test_what_a_sparse_tensor_stores_is_compared(layout):
+    def made(value):
+        dense = torch.eye(4) * value
+        return getattr(dense, f"to_sparse_{layout}")(*([(2, 2)] if "b" in layout else []))
+
+    one, other = digests(made(1.0)), digests(made(2.0))
+    assert [path for path in one if one[path] != other[path]] == ["the result.values()"]
+
+
+def test_views_and_overlapping_elements_count_as_what_they_show():
+    base = torch.arange(6.0)
+    y = base.as_strided((3, 3), (1, 1))  # elements overlap
+    assert digests(y) == digests(y.clone())
+    assert digests(base.expand(4, 6)) == digests(base.repeat(4, 1))
+    lazy = torch.full((2,), 1j).conj()
+    assert lazy.is_conj()
+    assert digests(lazy) == digests(lazy.resolve_conj())
+
+
+def test_keys_that_are_objects_count_by_their_place():
+    assert digests({object(): torch.ones(1)}) == digests({object(): torch.ones(1)})
+    assert list(digests({(1, 2): 3.0, "a": 4.0})) == ["the result[key 0]", "the result['a']"]
+
+
+class Wrapping(torch.Tensor):
+    """A tensor that is made of others, as quantized ones are."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data, scale):
+        self.data_part, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data_part", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError("it has no memory of its own")
+
+
+def test_tensors_that_wrap_others_are_compared_by_those():
+    data = torch.ones(2, dtype=torch.int8)
+    one = digests(Wrapping(data, torch.tensor(1.0)))
+    other = digests(Wrapping(data, torch.tensor(2.0)))
+    assert [path for path in one if one[path] != other[path]] == ["the result.scale"]
+
+
+def gathered(mesh):
+    """Return what torch has begun to gather; newer versions have another name for it."""
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    return gather(torch.arange(4.0), 0, mesh)
+
+
+def test_a_collective_under_way_is_waited_for_and_a_dtensor_counts_by_its_own_part():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        y = gathered(mesh)
+        assert digests(y) == digests(torch.arange(4.0))
+        assert type(outputs._local(y)) is torch.Tensor
+        under_way = DTensor.from_local(gathered(mesh), mesh, [Shard(0)])
+        assert digests(under_way) == digests(torch.arange(4.0))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -171,3 +272,5 @@ def test_a_result_that_holds_itself_or_cannot_be_seen_ends():
     ring.append(ring)
     assert list(digests(ring)) == ["the result[0]"]
     assert digests(object()) == digests(iter([torch.ones(1)])) == {}
+    found = OutputDigests([torch.ones(1), {"a": object()}], ())
+    assert (found.tensors, found.unseen) == (1, ["the result[1]['a'] (a builtins.object)"])

@@ -45,7 +45,7 @@ class FakeContext:
     launches: int
     search: Any = field(
         default_factory=lambda: SimpleNamespace(
-            waiting=False, is_tuned_by_launches=True, incumbent=0, known_ms=lambda: [(0, 1.0)]
+            waiting=False, is_tuned_by_launches=True, device_ms=(1.0, 1.0)
         )
     )
     announced: bool = True
@@ -128,6 +128,15 @@ def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(wor
     assert (name, context.compiling, bool(world.backlog)) == ("a", 0, False)
     assert (tally.compiled, tally.from_peers, tally.cached, tally.failed) == (1, 1, 0, 1)
     assert world.events == ["load a2", "load a3"]
+
+
+def test_what_takes_the_device_most_is_compiled_before_what_only_takes_the_host(world):
+    times_ms = {"small": (0.0, 0.05), "smaller": (0.0, 0.03), "long": (0.15, 0.18)}
+    for name, device_ms in times_ms.items():
+        launches = 1 if name == "long" else 8
+        world.add(name, name, launches=launches).search.device_ms = device_ms
+    world.advance()
+    assert world.process.keys == ["long", "small", "smaller"]
 
 
 def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):

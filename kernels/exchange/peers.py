@@ -1,0 +1,86 @@
+"""The flags of ranks that push sums or tokens, see `push`, and the device side: waiting, and giving peers up.
+
+A flag goes up and down once in a call, and each has one who raises and one who lowers it: nothing depends on
+the number of the call, so a CUDA graph can repeat it.
+
+A peer that has been given up stays so: its flags, and what they become after a call, are set far ahead, so
+that neither later kernels nor replays lose patience again. Our side stream, which waits for the peer's permit
+in each call, is let through in each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..signals import GIVEN_UP, give_up, poll_until, record_failure
+
+# Rows of a rank's int32 [FLAGS, WORLD] flags. Column p is about rank p.
+FREE = tl.constexpr(0)  # whether p's memory for what comes from this rank may be written; p writes it
+TOLD = tl.constexpr(1)  # above 0 once p's choices of experts are here; p writes it
+ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; p writes it
+DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
+# And 5: what TOLD and ARRIVED become after a call: 0, or far ahead of a peer that has been given up.
+AFTER = tl.constexpr(4)
+GIVEN = tl.constexpr(6)  # with TOLD: digest of the tokens of all ranks as p's caller gave them; p writes it
+FLAGS = 7
+
+
+class Peers(NamedTuple):
+    """What a kernel needs to wait for its peers."""
+
+    flags_ptr: Any  # int32 [FLAGS, WORLD]
+    errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting
+    rank: Any
+    patience_ticks: Any
+
+
+@triton.jit
+def wait_for_flag(FLAG: tl.constexpr, KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
+    """Return the peer's flag once it is raised; what `is_given_up` if the peer does not come."""
+    value = poll_until(peers.flags_ptr + FLAG * WORLD + peer, 1, peers.patience_ticks, False)
+    if value < 1:
+        record_failure(peers.errors_ptr + peer, KIND, 0, value)
+        give_up_peer(peer, peers, WORLD)
+    return value
+
+
+@triton.jit
+def wait_for_all(FLAG: tl.constexpr, KIND: tl.constexpr, peers, WORLD: tl.constexpr):
+    """Return once every peer has raised its flag or is given up."""
+    for peer in range(0, WORLD):
+        if peer != peers.rank:
+            wait_for_flag(FLAG, KIND, peer, peers, WORLD)
+
+
+@triton.jit
+def take_permit(KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
+    """Take the peer's permit to write its memory, in place of the side stream; or give the peer up."""
+    value = wait_for_flag(FREE, KIND, peer, peers, WORLD)
+    tl.atomic_xchg(peers.flags_ptr + FREE * WORLD + peer, 0, sem="relaxed", scope="sys")
+    return value
+
+
+@triton.jit
+def is_given_up(value):
+    """Return whether a flag says that its peer has been given up, now or in an earlier call."""
+    return (value < 1) | (value >= GIVEN_UP)
+
+
+@triton.jit
+def give_up_peer(peer, peers, WORLD: tl.constexpr):
+    """Let everybody pass who waits for the peer, now or later; to be called after recording the failure."""
+    flags_ptr = peers.flags_ptr
+    give_up(flags_ptr + AFTER * WORLD + peer, 1)
+    give_up(flags_ptr + (AFTER + 1) * WORLD + peer, 1)
+    give_up(flags_ptr + TOLD * WORLD + peer, 1)
+    give_up(flags_ptr + ARRIVED * WORLD + peer, 1)
+    free_side_stream(peer, flags_ptr, WORLD)
+
+
+@triton.jit
+def free_side_stream(peer, flags_ptr, WORLD: tl.constexpr):
+    """Let our side stream run through, which waits in each call for the permit of a peer that is given up."""
+    give_up(flags_ptr + FREE * WORLD + peer, 1)

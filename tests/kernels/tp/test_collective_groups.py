@@ -1,0 +1,416 @@
+"""Communicators with limits: chosen alike on all ranks, made when first taken, closed; where ranks differ.
+
+On the CPU copies of a gloo group stand for NCCL's communicators: choosing, making and closing are the same.
+"""
+
+from __future__ import annotations
+
+import datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from documents import blocks, page
+from kernels_for_tests import Bench
+from operation_runs import values
+from rank_programs import SOON_S, ending, own_cache, tune
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dist_autotune.kernels.tp import CollectiveGroups, collective_groups, limit_sharding
+from ranks import assert_all_ok, run_ranks
+
+LIMITS = (None, 4, 8)
+
+
+def copy_of(group: dist.ProcessGroup, limit: int) -> dist.ProcessGroup:
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+def number_of_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def ms_of(rank: int) -> dict[int | None, float]:
+    """Return how long a step takes with each limit: 4 is the fastest on rank 0, 8 by the slowest rank."""
+    return [{None: 4.0, 4: 1.0, 8: 2.0}, {None: 4.0, 4: 3.0, 8: 2.0}][rank % 2]
+
+
+class Step:
+    """A function that sums over the ranks in the group of the limit, and takes as long as `ms` says."""
+
+    def __init__(self, limits: CollectiveGroups, ms: dict[int | None, float], **options: Any) -> None:
+        self.limits, self.ms, self.taken, self.bench = limits, ms, [], Bench()
+        self.tuned = tune(self.bench, self.run, **options)
+
+    def run(self) -> float:
+        total = torch.ones(3)
+        dist.all_reduce(total, group=self.limits.group((3,)))
+        self.taken.append(self.limits.limit((3,)))
+        self.bench.spend(self.ms[self.taken[-1]])
+        return float(total[0])
+
+
+def test_a_step_takes_one_limit_on_all_ranks_and_settles_on_that_of_the_slowest():
+    def program(rank):
+        before = number_of_groups()
+        with CollectiveGroups(max_ctas=LIMITS, make=copy_of) as limits:
+            step = Step(limits, ms_of(rank))
+            sums = {step.tuned() for _ in range(2)}
+            made = number_of_groups() - before
+            limits.release_unused()
+            kept = number_of_groups() - before
+            sums.add(step.tuned())
+            outside = limits.limit((3,)), limits.limit((5,))
+        return step.taken, sums, made, kept, outside, number_of_groups() - before
+
+    first, second = assert_all_ok(run_ranks(program, 2))
+    assert first == second
+    taken, sums, made, kept, outside, left = first
+    assert set(taken) == {None, 4, 8}
+    assert taken[-1] == 8
+    assert sums == {2.0}
+    assert (made, kept, left) == (2, 1, 0)
+    assert outside == (8, None)
+
+
+def test_a_process_that_finds_the_result_makes_one_communicator():
+    def program(rank):
+        with CollectiveGroups(max_ctas=LIMITS, make=copy_of) as limits:
+            before = number_of_groups()
+            step = Step(limits, ms_of(rank), cache=own_cache(rank))
+            return step.tuned(), step.taken, number_of_groups() - before
+
+    assert_all_ok(run_ranks(program, 2))
+    assert assert_all_ok(run_ranks(program, 2)) == [(2.0, [8], 1)] * 2
+
+
+def test_pairs_of_ranks_have_communicators_of_their_own():
+    def program(rank):
+        pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+        with CollectiveGroups(pairs[rank % 2], max_ctas=LIMITS, make=copy_of) as limits:
+            step = Step(limits, ms_of(rank))
+            step.run = step.tuned
+            return step.tuned(), step.taken
+
+    results = assert_all_ok(run_ranks(program, 4))
+    assert results == [results[0]] * 4
+    assert results[0][0] == 2.0
+    assert results[0][1][-1] == 8
+
+
+def test_without_nccl_every_call_gets_the_group_and_nothing_is_tuned():
+    def program(rank):
+        limits = CollectiveGroups(max_ctas=(4, 8))
+        step = Step(limits, {None: 1.0})
+        return step.tuned(), step.taken, step.tuned.report.contexts, limits.group() is dist.group.WORLD
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(2.0, [None], (), True)] * 2
+
+
+def test_a_failed_step_is_made_again_with_the_same_communicators():
+    def program(rank):
+        with CollectiveGroups(max_ctas=LIMITS, make=copy_of) as limits:
+            step, run = Step(limits, ms_of(rank)), Step.run
+
+            def failing_once() -> float:
+                total = run(step)
+                if rank == 1 and step.taken.count(4) == 1 and step.taken[-1] == 4:
+                    raise KeyError("of the step")
+                return total
+
+            step.tuned = tune(step.bench, failing_once)
+            return ending(step.tuned), step.tuned(), step.taken[-1]
+
+    (one, *first), (other, *second) = assert_all_ok(run_ranks(program, 2))
+    assert one.startswith("PeerFailed: rank 1 failed")
+    assert other == "KeyError: 'of the step'"
+    assert first == second == [2.0, 8]
+
+
+def test_a_peer_that_never_comes_to_make_a_communicator_is_not_waited_for_longer_than_said():
+    def program(rank):
+        limits = CollectiveGroups(max_ctas=(4,), make=copy_of, timeout_s=1.0)
+        before = number_of_groups()
+        ended = ending(limits.group) if rank == 0 else "raised before"
+        return ended, number_of_groups() - before
+
+    results = run_ranks(program, 2, timeout_s=SOON_S * 3)
+    ended, made = assert_all_ok(results)[0]
+    assert ended.startswith("RuntimeError: max CTAs of collectives: the limit 4: rank 0 of 2 got no answer")
+    assert made == 0
+
+
+def test_a_communicator_that_fails_on_one_rank_is_made_on_none():
+    def program(rank):
+        def make(group: dist.ProcessGroup, limit: int) -> dist.ProcessGroup:
+            if rank == 1 and limit == 4:
+                raise RuntimeError("no memory left")
+            return dist.new_group([rank], use_local_synchronization=True)
+
+        limits = CollectiveGroups(max_ctas=(4,), make=make)
+        return ending(limits.group), number_of_groups()
+
+    text = "failed on 1 of 2 ranks: rank 1: RuntimeError: no memory left"
+    for ended, groups in assert_all_ok(run_ranks(program, 2)):
+        assert ended.endswith(f"max CTAs of collectives: making the limit 4 {text}")
+        assert groups == 1
+
+
+@pytest.mark.parametrize(
+    "differing", [{"max_ctas": (None, 4)}, {"max_ctas": (4, None, 8)}, {"name": "others"}], ids=str
+)
+def test_ranks_that_open_with_other_limits_all_learn_it(differing):
+    def program(rank):
+        options = {"max_ctas": LIMITS, "make": copy_of, **(differing if rank == 1 else {})}
+        return ending(lambda: CollectiveGroups(**options))
+
+    for text in assert_all_ok(run_ranks(program, 3)):
+        assert "ValueError" in text
+        assert "rank 0: the arguments of CollectiveGroups, max CTAs of collectives, None, 4, 8" in text
+        assert "rank 1: the arguments" in text
+
+
+def test_communicators_are_made_again_and_among_ranks_with_other_numbers_of_groups():
+    """Their names would come again after closing, and differ, if torch made them alone."""
+
+    def program(rank):
+        extra = [dist.new_group([1], use_local_synchronization=True)] if rank == 1 else []
+        sums = []
+        for _ in range(2):
+            with CollectiveGroups(max_ctas=(4, 8), make=copy_of) as limits:
+                total = torch.ones(1)
+                dist.all_reduce(total, group=limits.group())
+                sums.append(float(total))
+                limits._taken.clear()
+                limits.release_unused()
+                dist.all_reduce(total, group=limits.group())
+                sums.append(float(total))
+        return sums, number_of_groups() - len(extra)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [([2.0, 4.0] * 2, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("max_ctas", "text"),
+    [
+        ((), "at least one limit"),
+        ("48", "at least one limit"),
+        ((None, 0), "0 is no limit"),
+        ((4.0,), "4.0 is no limit"),
+        ((True,), "True is no limit"),
+        ((4, 8, 4), "each limit once"),
+    ],
+    ids=str,
+)
+def test_limits_that_are_none_are_refused_before_anybody_waits(max_ctas, text):
+    with pytest.raises(ValueError, match=text):
+        CollectiveGroups(max_ctas=max_ctas)
+
+
+def test_closed_limits_say_so_and_close_again():
+    def program(rank):
+        limits = CollectiveGroups(max_ctas=(4,), make=copy_of)
+        limits.group()
+        limits.close()
+        limits.close()
+        unmade = CollectiveGroups(max_ctas=(4,), make=copy_of, name="unmade")
+        unmade.group()
+        dist.destroy_process_group()
+        unmade.close()
+        return ending(limits.group)
+
+    told = "ValueError: max CTAs of collectives: the limits of ranks [0, 1] are closed"
+    assert assert_all_ok(run_ranks(program, 2)) == [told] * 2
+
+
+def test_a_capture_makes_no_communicator(monkeypatch):
+    def program(rank):
+        limits = CollectiveGroups(max_ctas=(4,), make=copy_of)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        return ending(lambda: limits.group((7,)))
+
+    told = "RuntimeError: max CTAs of collectives: the communicator of 4 CTAs is not made yet"
+    assert all(text.startswith(told) for text in assert_all_ok(run_ranks(program, 2)))
+
+
+# ---- what NCCL is asked for
+
+
+class Options:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+        self._timeout = datetime.timedelta(minutes=10)
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cuda", 0)], ids=["lazy", "bound to a device"])
+def test_a_communicator_has_the_limit_and_what_the_group_has(monkeypatch, device):
+    asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    parent = Options(is_high_priority_stream=True)
+    parent._timeout = datetime.timedelta(seconds=77)
+    backend = SimpleNamespace(options=parent)
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(wrapped_pg=backend), size=lambda: 2)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(type(dist.group), "WORLD", SimpleNamespace(bound_device_id=device))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
+    for name in ("new_group", "split_group"):
+
+        def ask(*given: Any, name: str = name, **more: Any) -> Any:
+            asked.append((name, given, more))
+            return group
+
+        monkeypatch.setattr(dist, name, ask)
+    assert collective_groups.limited_communicator(group, 8) is group
+    ((name, given, more),) = asked
+    options = given[3]
+    assert (options.config.max_ctas, options.is_high_priority_stream) == (8, True)
+    assert options._timeout == datetime.timedelta(seconds=77)
+    if device is None:
+        assert (name, given[0], given[2]) == ("new_group", [1, 3], "nccl")
+        assert more["use_local_synchronization"]  # ranks outside the group do not call it
+    else:
+        assert (name, given[:2]) == ("split_group", (group, [[0, 1]]))
+
+
+def test_an_nccl_without_limits_is_named(monkeypatch):
+    old = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", old, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    with pytest.raises(RuntimeError, match=r"the NCCL of torch .* has no max_ctas"):
+        collective_groups._has_nccl(None)
+
+
+# ---- under fully_shard
+
+
+def sharded_model(mesh: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(rank: int, model: nn.Module, tuned: Any = lambda step: step) -> list[float]:
+    """Return this rank's losses in six steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def step(x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), -x)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    step = tuned(step)
+    for number in range(6):
+        losses.append(step(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))))
+    return losses
+
+
+def test_a_sharded_model_trains_as_ever_while_its_limit_is_tuned():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        plain = train(rank, sharded_model(mesh))
+        with CollectiveGroups(mesh, max_ctas=LIMITS, make=copy_of) as limits:
+            model, bench, taken = sharded_model(mesh), Bench(), []
+            limit_sharding(model, limits)
+
+            def tuned(step: Any) -> Any:
+                def timed(x: torch.Tensor) -> float:
+                    loss = step(x)
+                    taken.append(limits.limit())
+                    bench.spend(ms_of(rank)[taken[-1]])
+                    return loss
+
+                return tune(bench, timed, mode="online")
+
+            return plain, train(rank, model, tuned), taken
+
+    (plain, limited, taken), (*_, others) = assert_all_ok(run_ranks(program, 2))
+    assert limited == plain
+    assert taken == others
+    assert set(taken) == {None, 4, 8}
+    assert taken[-1] == 8
+
+
+def test_limits_of_other_ranks_and_models_without_shards_are_refused():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with CollectiveGroups(mesh["tp"], max_ctas=(4,), make=copy_of) as limits:
+            model = sharded_model(mesh["dp"])
+            limit_sharding(model, limits)
+            plain = nn.Linear(2, 2)
+            return ending(lambda: model(torch.ones(1, 8))), ending(lambda: limit_sharding(plain, limits))
+
+    for rank, (other, plain) in enumerate(assert_all_ok(run_ranks(program, 4))):
+        ranks, limited = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert f"parameters are shared by ranks {ranks}, the limits are of {limited}" in other
+        assert plain.startswith("ValueError: limit_sharding: no module of the model is under fully_shard")
+
+
+# ---- the page
+
+
+def test_the_recipe_of_the_page_reduces_beside_a_product():
+    (recipe,) = blocks(page("docs/overlap.md"), "python")
+
+    def program(rank):
+        torch.manual_seed(rank)
+        given = {name: torch.randn(4, 4) for name in ("a", "b", "bucket")}
+        wanted = given["bucket"].clone()
+        dist.all_reduce(wanted)
+        exec(recipe, given)
+        product = given["product"]
+        return torch.equal(given["bucket"], wanted), torch.equal(product, given["a"] @ given["b"])
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, True)] * 2
+
+
+# ---- on GPUs
+
+
+def limited_on_gpus(rank, store):
+    """Sum with each limit, eagerly and in a graph; return the results and how long each limit takes."""
+    device = torch.device("cuda", rank)
+    if store is not None:  # a default group that is bound to its device
+        dist.destroy_process_group()
+        file = dist.FileStore(store, 2)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=file, rank=rank, world_size=2, device_id=device)
+    field, wrong, ms = torch.ones(1 << 25, device=device), [], {}
+    for _ in range(2):  # closed and opened again
+        with CollectiveGroups(max_ctas=(None, 1, 8)) as limits:
+            for limit in limits.max_ctas:
+                group = limits.communicator(limit)
+                for _ in range(3):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    dist.all_reduce(field.fill_(1.0), group=group)
+                    end.record()
+                    wrong.append(float((field - 2.0).abs().max()))
+                    end.synchronize()
+                ms[limit] = begin.elapsed_time(end)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                dist.all_reduce(field, group=limits.communicator(8))
+            field.fill_(1.0)
+            graph.replay()
+            wrong.append(float((field - 2.0).abs().max()))
+            del graph
+    return max(wrong), ms
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("is_bound", [False, True], ids=["lazy", "bound to a device"])
+def test_communicators_of_nccl_sum_and_fewer_ctas_take_longer(is_bound, tmp_path):
+    store = str(tmp_path / "store") if is_bound else None
+    for wrong, ms in values(limited_on_gpus, 2, store, timeout_s=240):
+        assert wrong == 0.0
+        assert ms[1] > 1.5 * ms[8]
