@@ -44,6 +44,7 @@ from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import preflight
 from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.epilogues import NO_ACTIVATION
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import Block, as_matrix, describe
 from dist_autotune.triton_api.launch import Launch, load
@@ -87,12 +88,10 @@ def launch_persistent_gemm(device: str) -> Arguments:
     counter = torch.zeros(2, dtype=torch.int32, device=device)
     parts = torch.empty(8, dtype=torch.float32, device=device)
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
-    names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16"}
-    return (*descriptors, counter, ROWS, COLUMNS, INNER, 1, 0, 0, 132, parts), {
-        "grid": (1,),
-        **constants,
-        **names,
-    }
+    names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16", "ACTIVATION": NO_ACTIVATION}
+    tuned_by = (0, 132, 128, 128, ROWS, COLUMNS)  # wanted, programs, alignments and classes
+    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, None, None)
+    return arguments, {"grid": (1,), **constants, **names}
 
 
 KERNELS = {
