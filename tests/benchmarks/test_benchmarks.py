@@ -215,7 +215,7 @@ def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     graphs = ("ours, graph", "ours, copied, graph")
-    nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL gather")
+    nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL + own GEMM", "NCCL + own GEMM, graph", "NCCL gather")
     for name in ("ours", "ours, copied", *graphs, *nccl, "GEMM", "copies"):
         assert 0 < arms[name]["ms"] < 50, arms[name]
 
