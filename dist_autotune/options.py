@@ -75,6 +75,9 @@ class Options:
         _is_a("name", self.name, str | None, "a string")
         _is_a("log_dir", self.log_dir, str | os.PathLike | None, "a directory, or None for no logs")
         _is_a("cache", self.cache, bool | str | os.PathLike, "True, False or a directory")
+        for name in ("log_dir", "cache"):
+            if getattr(self, name) == "":
+                raise InvalidOption(f"{name}='': give a directory; '.' is the current one")
         for method in ("start", "stop", "read_ms") if self.clock is not None else ():
             if not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")

@@ -7,7 +7,6 @@ import inspect
 import os
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -89,8 +88,8 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
 
 def _given(name: str, text: Any) -> Any:
     """Return an option's value; text that is none stays, for `Options` to name it."""
-    if name in OFF:
-        return OFF[name] if text == "off" else Path(text)
+    if name in OFF and text == "off":
+        return OFF[name]
     with contextlib.suppress(TypeError, ValueError):
         return KINDS[name](text)
     return text

@@ -1,10 +1,8 @@
-"""The hub without ranks: messages and ranks only, then its sockets."""
+"""The sockets of the hub: who is served, who is turned away, and that nobody holds up others."""
 
 import _thread
 import asyncio
-import itertools
 import os
-import random
 import signal
 import socket
 import threading
@@ -15,7 +13,7 @@ from rank_programs import wait_for
 
 from dist_autotune.ranks import hub as hub_module
 from dist_autotune.ranks.client import Client, HubLost
-from dist_autotune.ranks.hub import Hub, HubState
+from dist_autotune.ranks.hub import Hub
 from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
@@ -24,165 +22,6 @@ PARTS = (b"zero", b"one", b"two")
 
 def joined(payloads):
     return {"merged": b" ".join(payloads)}
-
-
-class Ranks:
-    """The messages of all ranks to the state of one hub, and what each was told."""
-
-    def __init__(self, size):
-        self.state = HubState(range(size))
-        self.told = {rank: [] for rank in range(size)}
-        self.replies = {rank: self.told[rank].append for rank in range(size)}
-
-    def send(self, rank, op, sequence=0, **fields):
-        asks = {} if op == "beat" else {"id": 1}
-        if op == "post":
-            fields = {"payload": b"x", **fields}
-            self.state.merges[sequence] = joined
-        message = {"op": op, "rank": rank, "sequence": sequence, **asks, **fields}
-        self.state.handle(message, self.replies[rank])
-
-    def give_up(self, rank, sequence=0, is_patient=True):
-        self.send(rank, "give up", sequence, end={"by": rank}, is_patient=is_patient)
-
-
-# ---- the state
-
-
-@pytest.mark.parametrize("last", [0, 2])
-def test_when_all_have_come_everybody_is_told_what_their_payloads_make(last):
-    ranks = Ranks(3)
-    order = [rank for rank in range(3) if rank != last]
-    for rank in order:
-        ranks.send(rank, "post", payload=b"%d" % rank)
-    assert not any(ranks.told.values())
-    ranks.send(last, "post", payload=b"%d" % last)
-    assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"0 1 2"}}]] * 3
-    assert len(ranks.state) == 0
-
-
-def test_the_first_end_stands_and_is_kept_until_everybody_knows():
-    ranks = Ranks(3)
-    ranks.send(2, "publish", end={"failed": 2})
-    ranks.send(1, "publish", end={"failed": 1})
-    assert ranks.told[1][-1]["end"] == ranks.told[2][-1]["end"] == {"failed": 2}
-    assert len(ranks.state) == 1
-    ranks.send(0, "post")
-    assert ranks.told[0] == [{"id": 1, "end": {"failed": 2}}]
-    assert len(ranks.state) == 0
-
-
-@pytest.mark.parametrize("end", [MERGED, {"failed": 0}], ids=["merged", "failed"])
-def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
-    # A rank may be interrupted, or give up, in the moment in which it is told.
-    ranks = Ranks(2)
-    ranks.send(1, "post")
-    ranks.send(0, "publish", end=end)
-    assert len(ranks.state) == 0
-    ranks.send(1, "publish", end={"failed": 1})
-    ranks.give_up(1)
-    ranks.send(0, "post")
-    ranks.send(1, "beat")
-    assert [told["end"] for told in ranks.told[0] + ranks.told[1]] == [end] * 5
-    assert len(ranks.state) == 0
-
-
-@pytest.mark.parametrize(("here", "missing"), [((0, 2), [1]), ((1, 2), [0]), ((), [0, 1, 2])], ids=str)
-def test_who_is_missing(here, missing):
-    ranks = Ranks(3)
-    for rank in here:
-        ranks.send(rank, "post")
-    ranks.give_up(2)
-    assert ranks.told[2][-1]["end"] == {"by": 2, "missing": missing}
-
-
-def test_beats_of_a_missing_rank_buy_patience_once_each():
-    ranks = Ranks(3)
-    ranks.send(0, "post")
-    ranks.send(2, "beat")
-    ranks.give_up(0)
-    assert ranks.told[0] == [{"id": 1, "wait": True}]
-    ranks.give_up(1)  # another rank has not seen that beat
-    assert ranks.told[1] == [{"id": 1, "wait": True}]
-    ranks.give_up(0)
-    assert ranks.told[0][-1]["end"]["missing"] == [1, 2]
-
-
-def test_patience_has_an_end_and_beats_of_those_present_buy_none():
-    ranks = Ranks(3)
-    ranks.send(2, "beat")
-    ranks.give_up(0, is_patient=False)
-    assert "end" in ranks.told[0][-1]
-    ranks.send(1, "beat", 1)
-    ranks.send(1, "post", 1)
-    ranks.give_up(0, 1)
-    assert ranks.told[0][-1]["end"]["missing"] == [0, 2]
-
-
-def test_a_rank_that_asks_anew_is_answered_by_its_latest_connection():
-    ranks = Ranks(3)
-    ranks.send(0, "post")
-    ranks.send(1, "post")
-    dead, ranks.told[1] = ranks.told[1], []
-    ranks.replies[1] = ranks.told[1].append
-    ranks.send(1, "post")
-    ranks.send(2, "post")
-    assert dead == []
-    assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"x x x"}}]] * 3
-
-
-def test_a_rank_whose_connection_was_lost_when_the_others_were_told_may_still_ask():
-    ranks = Ranks(2)
-    ranks.send(0, "post")
-    ranks.send(1, "post")  # answered, though nobody may have read it
-    ranks.send(0, "post", 1)
-    ranks.send(1, "post")
-    assert ranks.told[1] == [{"id": 1, "end": {"merged": b"x x"}}] * 2
-
-
-def test_any_order_of_messages_ends_the_same():
-    generator = random.Random(0)
-    for _ in range(200):
-        ranks = Ranks(7)
-        for rank in generator.sample(range(7), 7):
-            ranks.send(rank, "post", payload=b"%d" % rank)
-        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": b"0 1 2 3 4 5 6"}] * 7
-        assert len(ranks.state) == 0
-
-
-# ---- messages
-
-
-def test_messages_are_taken_apart_wherever_they_are_cut():
-    messages = [{"n": n, "text": "é" * n} for n in (0, 1, 300)]
-    data = b"".join(map(pack, messages))
-    for step in (1, 3, 4, 5, len(data)):
-        buffer, taken = bytearray(), []
-        for chunk in itertools.batched(data, step) if hasattr(itertools, "batched") else chunks(data, step):
-            buffer += bytes(chunk)
-            taken += unpack(buffer)
-        assert taken == messages
-        assert not buffer
-
-
-def chunks(data, step):
-    return (data[at : at + step] for at in range(0, len(data), step))
-
-
-def test_payloads_of_any_bytes_travel_as_they_are():
-    every = bytes(range(256))
-    message = {"id": 3, "payloads": [every, b"", every * 3], "end": {"merged": every, "by": [1, {"a": None}]}}
-    buffer = bytearray(pack(message))
-    assert list(unpack(buffer)) == [message]
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b'{"a":{"bytes":0}}', b"[]"])
-def test_a_malformed_frame_is_an_error(body):
-    with pytest.raises((ValueError, AttributeError)):
-        list(unpack(bytearray(LENGTH.pack(len(body)) + body)))
-
-
-# ---- the sockets
 
 
 def framed(body):

@@ -1,0 +1,185 @@
+"""What can be decorated, what a decorated function is to Python, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+
+import pytest
+import torch
+
+from dist_autotune import (
+    ContextualAutotuner,
+    TuningError,
+    contextual_autotune,
+)
+
+
+def thunk() -> str:
+    return "result"
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [contextual_autotune, contextual_autotune(), lambda fn: contextual_autotune(fn, False, 2, 1)],
+    ids=["bare", "called", "with the function"],
+)
+def test_the_decorator_works_bare_and_called(decorate):
+    decorated = decorate(thunk)
+    assert isinstance(decorated, ContextualAutotuner)
+    assert decorated() == "result"
+
+
+def test_what_functools_wraps_promises_holds():
+    def documented(x: int, *, y: int = 2) -> int:
+        """Say what it does."""
+        return x + y
+
+    decorated = contextual_autotune(documented)
+    assert decorated.__wrapped__ is documented
+    assert (decorated.__name__, decorated.__doc__) == ("documented", "Say what it does.")
+    assert inspect.signature(decorated) == inspect.signature(documented)
+    assert decorated(1, y=5) == 6
+
+
+class Layer:
+    scale = 3
+
+    @contextual_autotune
+    def method(self, x):
+        return self.scale * x
+
+    @classmethod
+    @contextual_autotune
+    def of_class(cls, x):
+        return cls.scale * x
+
+    @staticmethod
+    @contextual_autotune
+    def static(x):
+        return 3 * x
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Layer().method,
+        lambda x: Layer.method(Layer(), x),
+        Layer.of_class,
+        Layer().of_class,
+        Layer.static,
+        contextual_autotune(lambda x: 3 * x),
+        contextual_autotune(functools.partial(lambda factor, x: factor * x, 3)),
+    ],
+    ids=[
+        "method",
+        "by its class",
+        "classmethod",
+        "classmethod of an instance",
+        "staticmethod",
+        "lambda",
+        "partial",
+    ],
+)
+def test_methods_lambdas_and_partials_can_be_decorated(call):
+    assert call(2) == 6
+
+
+async def coroutine() -> None: ...
+
+
+async def async_generator():
+    yield 1
+
+
+class Asynchronous:
+    async def __call__(self):
+        pass
+
+
+@contextual_autotune
+def by_name(x):
+    return 3 * x
+
+
+def test_a_decorated_function_is_copied_and_pickled_as_functions_are():
+    for held in (by_name, contextual_autotune(lambda x: x), Layer.method):
+        assert copy.copy(held) is held
+        assert copy.deepcopy({"step": held})["step"] is held
+    assert pickle.loads(pickle.dumps(by_name)) is by_name
+    assert pickle.loads(pickle.dumps(Layer.method)) is Layer.method
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(contextual_autotune(lambda x: x))
+
+
+def test_a_module_that_holds_a_decorated_function_can_be_copied():
+    module = torch.nn.Linear(2, 2)
+    module.step = contextual_autotune(functools.partial(lambda factor, x: factor * x, 3))
+    assert copy.deepcopy(module).step(2) == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (3, "decorates a function, not 3"),
+        (coroutine, "is asynchronous"),
+        (async_generator, "is asynchronous"),
+        (functools.partial(coroutine), "is asynchronous"),
+        (Asynchronous(), "is asynchronous"),
+        (classmethod(thunk), "put @classmethod above @contextual_autotune"),
+        (staticmethod(thunk), "put @staticmethod above"),
+    ],
+    ids=[
+        "a number",
+        "async def",
+        "async generator",
+        "partial of async",
+        "async object",
+        "classmethod below",
+        "staticmethod below",
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_with_what_to_do(wrong, message):
+    with pytest.raises(TuningError, match=message):
+        contextual_autotune(wrong)
+
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.options = "its own attribute"
+        self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        """Scale x."""
+        return self.scale * x
+
+
+def test_a_module_can_be_decorated():
+    module = Module()
+    decorated = contextual_autotune(module)
+    assert decorated(2) == 6
+    assert decorated(2) == 6
+    assert module.options == "its own attribute"
+
+
+@pytest.mark.parametrize("value", [None, (), (1, "two"), 3.5], ids=["None", "()", "tuple", "float"])
+def test_any_result_is_passed_through(value):
+    assert contextual_autotune(lambda: value)() is value
+
+
+def test_any_argument_is_passed_on_whatever_its_name():
+    def keywords(**given):
+        return given
+
+    assert contextual_autotune(keywords)(self=1, fn=2, mode=3) == {"self": 1, "fn": 2, "mode": 3}
+
+
+def test_a_generator_is_passed_through_untouched():
+    def generator():
+        yield 1
+        yield 2
+
+    assert list(contextual_autotune(generator)()) == [1, 2]

@@ -1,0 +1,217 @@
+"""The environment: what its variables decide, behind arguments; what cannot be used is an error."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+from kernels_for_tests import launch, numbers
+from typer.testing import CliRunner
+
+import dist_autotune
+from dist_autotune import (
+    CacheWarning,
+    TuningError,
+    contextual_autotune,
+    settings,
+)
+from dist_autotune.cli import commands
+from dist_autotune.doctor import examination
+from dist_autotune.options import Options
+from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
+
+
+def thunk() -> str:
+    return "result"
+
+
+@pytest.mark.parametrize("name", ["DIST_AUTOTUNE_CACHE", "DIST_AUTOTUNE_mode", "DIST_AUTOTUNE_"])
+def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(TuningError, match=f"unknown environment variable {name}") as caught:
+        contextual_autotune(thunk)
+    assert all(known in str(caught.value) for known in KNOWN_VARIABLES)
+
+
+@pytest.mark.parametrize("mode", ["tune", "cached", "strict", "off"])
+def test_the_mode_is_read_at_every_call(monkeypatch, mode):
+    decorated = contextual_autotune(thunk)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    assert run_mode() == mode
+    assert decorated() == "result"
+
+
+def test_an_unknown_mode_is_an_error(monkeypatch):
+    decorated = contextual_autotune(thunk)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "fast")
+    with pytest.raises(
+        TuningError, match="DIST_AUTOTUNE_MODE='fast': expected one of tune, cached, strict, off"
+    ):
+        decorated()
+
+
+@pytest.mark.parametrize("value", ["", None], ids=["empty", "unset"])
+def test_without_a_mode_it_tunes(monkeypatch, value):
+    monkeypatch.delenv("DIST_AUTOTUNE_MODE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", value)
+    assert run_mode() == "tune"
+
+
+def test_arguments_come_before_variables_and_variables_before_defaults(monkeypatch, tmp_path):
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "from-variable"))
+    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "logs-from-variable"))
+    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", "7")
+    by_default = Options()
+    assert by_default.resolved_cache_dir() == tmp_path / "from-variable"
+    assert by_default.resolved_log_dir() == tmp_path / "logs-from-variable"
+    assert by_default.resolved_timeout_s() == 7
+    given = Options(cache=tmp_path / "given", log_dir=tmp_path / "logs", timeout_s=3)
+    assert given.resolved_cache_dir() == tmp_path / "given"
+    assert given.resolved_log_dir() == tmp_path / "logs"
+    assert given.resolved_timeout_s() == 3
+
+
+def test_a_cache_and_logs_can_be_left_out():
+    nothing = Options(cache=False, log_dir=None)
+    assert (nothing.resolved_cache_dir(), nothing.resolved_log_dir()) == (None, None)
+
+
+def test_arguments_at_their_defaults_win_over_variables_too(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "logs-from-variable"))
+    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", "7")
+    for seconds in (300, 300.0):
+        given = contextual_autotune(thunk, log_dir=".autotune_logs", timeout_s=seconds).options
+        assert given.resolved_log_dir() == tmp_path / ".autotune_logs"
+        assert given.resolved_timeout_s() == 300
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch):
+    ours = (*KNOWN_VARIABLES, "DIST_AUTOTUNE_TYPO", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+    def settings_now():
+        settings.check_variables()
+        waits = settings.timeout_s(), settings.compile_timeout_s()
+        places = settings.process_rank(), settings.place_on_host(1, 2)
+        directories = Options().resolved_cache_dir(), Options().resolved_log_dir()
+        return waits, places, directories, run_mode(), settings.variables()
+
+    for name in ours:
+        monkeypatch.delenv(name, raising=False)
+    unset = settings_now()
+    for name in ours:
+        monkeypatch.setenv(name, "")
+    assert settings_now() == unset
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """Run as a user without HOME and without an entry in the password database, as containers may."""
+
+    def nobody(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "DIST_AUTOTUNE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+
+def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_path, bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), log_dir=None)
+    with pytest.warns(
+        CacheWarning, match="no home directory. Set HOME, or DIST_AUTOTUNE_CACHE_DIR"
+    ) as caught:
+        tuned()
+    tuned()
+    assert len(caught) == 1
+    assert [context.status for context in tuned.report.contexts] == ["tuned"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
+    listed = CliRunner().invoke(commands.app, ["cache", "list"])
+    assert listed.exit_code == 2
+    assert "Set HOME, or DIST_AUTOTUNE_CACHE_DIR" in listed.output
+    assert examination.directories_in_force()[1] == settings.NO_HOME
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
+def test_a_timeout_that_is_no_time_is_an_error(monkeypatch, value):
+    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", value)
+    with pytest.raises(TuningError, match="DIST_AUTOTUNE_TIMEOUT_S"):
+        Options().resolved_timeout_s()
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan"])
+def test_a_compile_timeout_that_is_no_time_is_an_error(monkeypatch, value):
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
+    with pytest.raises(TuningError, match="DIST_AUTOTUNE_COMPILE_TIMEOUT_S"):
+        settings.compile_timeout_s()
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("7.5", 7.5), ("0", 0.0), (None, 120.0)])
+def test_a_compile_timeout_comes_from_its_variable(monkeypatch, value, seconds):
+    if value is not None:
+        monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
+    assert settings.compile_timeout_s() == seconds
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
+def test_jobs_that_are_no_number_of_processes_are_an_error(monkeypatch, value):
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_JOBS", value)
+    with pytest.raises(TuningError, match=f"DIST_AUTOTUNE_COMPILE_JOBS='{value}': expected an int"):
+        settings.check_variables()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "jobs"), [(None, None, None), (None, "", None), (None, "3", 3), (5, "3", 5)]
+)
+def test_jobs_are_the_argument_or_the_variable_or_as_the_cores_allow(monkeypatch, argument, value, jobs):
+    if value is not None:
+        monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_JOBS", value)
+    assert Options(compile_jobs=argument).resolved_compile_jobs() == jobs
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_ranks", "place"),
+    [("3", "4", (3, 4)), ("4", "4", (11, 16)), ("one", "4", (11, 16)), (None, None, (11, 16))],
+)
+def test_the_place_on_the_host_is_torchruns_or_that_in_the_group(monkeypatch, local_rank, local_ranks, place):
+    for name, value in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_ranks)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert settings.place_on_host(11, 16) == place
+
+
+def test_the_log_directory_is_resolved_when_the_function_is_decorated(tmp_path, monkeypatch):
+    decorated = contextual_autotune(thunk)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    decorated()
+    assert (tmp_path / ".autotune_logs" / "rank-0.log").exists()
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "rank"), [("3", 3), ("", 0), ("three", 0), (None, 0)])
+def test_the_rank_of_a_process_is_what_torchrun_says(monkeypatch, value, rank):
+    monkeypatch.delenv("RANK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RANK", value)
+    assert process_rank() == rank
+
+
+def test_the_environment_is_read_in_one_module_only():
+    package = Path(dist_autotune.__file__).parent
+    readers = [
+        path.relative_to(package).as_posix()
+        for path in sorted(package.rglob("*.py"))
+        if any(reading in path.read_text() for reading in ("os.environ", "getenv"))
+    ]
+    assert readers == ["settings.py"]
+    assert os.environ.get("DIST_AUTOTUNE_MODE") is None

@@ -1,0 +1,141 @@
+"""Options: what cannot be used is an error with the value given and what is needed. Exported names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+import dist_autotune
+from dist_autotune import (
+    TuningError,
+    WallClock,
+    contextual_autotune,
+)
+from dist_autotune.options import Options
+from dist_autotune.search.strategies import exhaustive
+
+
+def thunk() -> str:
+    return "result"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "batch"}, "mode='batch': expected one of 'replay', 'online'"),
+        ({"search": "random"}, "search='random': expected one of 'auto', 'exhaustive', 'racing'"),
+        ({"search": None}, "search=None"),
+        ({"objective": "latency"}, "objective='latency'"),
+        ({"statistic": "max"}, "statistic='max'"),
+        ({"rank_reduce": "min"}, "rank_reduce='min'"),
+        ({"agree": "name"}, "agree='name'"),
+        ({"on_stuck": "ignore"}, "on_stuck='ignore'"),
+        ({"n_repeat": 0}, "n_repeat=0: expected an int of at least 1"),
+        ({"n_repeat": 2.5}, "n_repeat=2.5"),
+        ({"n_repeat": True}, "n_repeat=True"),
+        ({"n_warmup": -1}, "n_warmup=-1: expected an int of at least 0"),
+        ({"max_runs": 0}, "max_runs=0"),
+        ({"timeout_s": 0}, "timeout_s=0: expected a positive number of seconds"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"timeout_s": "60"}, "timeout_s='60'"),
+        ({"timeout_s": None}, "timeout_s=None"),
+        ({"budget_s": -1.0}, "budget_s=-1.0"),
+        ({"budget_s": float("nan")}, "budget_s=nan"),
+        ({"clock": object()}, r"has no method start\(\)"),
+        ({"clock": WallClock}, r"give a clock, not its class: WallClock\(\)"),
+        ({"preserve": "weights"}, "preserve='weights': give a sequence"),
+        ({"preserve": torch.zeros(2)}, "give a sequence of tensors"),
+        ({"preserve": (torch.zeros(2),), "mode": "online"}, "preserve= belongs to mode='replay'"),
+        ({"preserve": (3,)}, "preserve= holds a builtins.int"),
+        ({"preserve": (torch.zeros(1).expand(3),)}, r"strides \(0,\): elements overlap"),
+        ({"cache": 3}, "cache=3"),
+        ({"cache": None}, "cache=None"),
+        ({"log_dir": 3}, "log_dir=3"),
+        ({"log_dir": ""}, "log_dir='': give a directory"),
+        ({"cache": ""}, "cache='': give a directory"),
+        ({"name": 3}, "name=3"),
+        ({"compile_jobs": 0}, "compile_jobs=0: expected an int of at least 1"),
+        ({"filler_ms": -1}, "filler_ms=-1: expected milliseconds, from 0 to 1000"),
+        ({"filler_ms": True}, "filler_ms=True"),
+        ({"filler_ms": float("nan")}, "filler_ms=nan"),
+        ({"progress": "yes"}, "progress='yes'"),
+        ({"share": "no"}, "share='no'"),
+        ({"watch": 1}, "watch=1"),
+        ({"is_dist": "yes"}, "is_dist='yes'"),
+    ],
+    ids=lambda value: str(value).partition(" at 0x")[0][:40] if isinstance(value, dict) else "",
+)
+def test_an_option_that_cannot_be_used_is_an_error_where_the_function_is_decorated(options, message):
+    with pytest.raises(TuningError, match=message) as caught:
+        contextual_autotune(thunk, **options)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_an_unknown_option_is_python_s_own_error():
+    with pytest.raises(TypeError, match="repeats"):
+        contextual_autotune(thunk, repeats=3)
+
+
+def test_tuning_parameters_after_n_warmup_are_keyword_only():
+    parameters = inspect.signature(contextual_autotune).parameters
+    by_position = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert by_position == ["fn", "is_dist", "n_repeat", "n_warmup"]
+
+
+def test_the_signature_is_the_documented_one():
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(contextual_autotune).parameters.items()
+    }
+    assert defaults == {
+        "fn": None, "is_dist": False, "n_repeat": None, "n_warmup": None, "mode": "replay", "search": "auto",
+        "objective": "kernel", "statistic": "median", "rank_reduce": "max", "agree": "key", "group": None,
+        "share": True, "name": None, "watch": True, "preserve": (), "cache": True,
+        "log_dir": ".autotune_logs", "clock": None, "timeout_s": 300, "on_stuck": "raise", "max_runs": None,
+        "budget_s": None, "compile_jobs": None, "filler_ms": None, "progress": None, "bits": "any",
+        "outputs": (),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "search"),
+    [
+        ({}, "racing"),
+        ({"n_repeat": 5}, "exhaustive"),
+        ({"n_warmup": 0}, "exhaustive"),
+        ({"search": "racing", "n_repeat": 5}, "racing"),
+        ({"search": "exhaustive"}, "exhaustive"),
+    ],
+    ids=["neither count", "n_repeat", "n_warmup", "racing", "exhaustive"],
+)
+def test_auto_is_exhaustive_when_a_count_is_given(options, search):
+    assert Options(**options).search_name == search
+
+
+def test_the_counts_default_to_five_and_three():
+    rules = Options().rules()
+    assert (rules["n_repeat"], rules["n_warmup"]) == (5, 3)
+
+
+def test_a_strategy_goes_by_its_name():
+    assert Options(search=exhaustive).search_name == "exhaustive"
+    assert Options(search=functools.partial(exhaustive)).search_name == "partial"
+
+
+def test_every_public_name_is_exported_once():
+    documented = {
+        "contextual_autotune", "ContextualAutotuner", "is_tuning", "TuningReport", "TunedContext", "Clock",
+        "EventClock", "WallClock", "tunable", "TuningError", "NoValidConfig", "RankMismatch",
+        "AgreementTimeout", "PeerFailed", "NotTuned", "CacheWarning", "StepTuner", "__version__",
+    }  # fmt: skip
+    assert set(dist_autotune.__all__) == documented
+    assert len(dist_autotune.__all__) == len(documented)
+    assert all(hasattr(dist_autotune, name) for name in documented)
+
+
+@pytest.mark.parametrize("error", ["NoValidConfig", "RankMismatch", "AgreementTimeout", "PeerFailed"])
+def test_every_error_is_a_tuning_error(error):
+    assert issubclass(getattr(dist_autotune, error), TuningError)
