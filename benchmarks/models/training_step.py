@@ -11,7 +11,13 @@ embedding and cross-entropy, all of them tuned kernels. All arms have one model 
     by launches        tuned in the step, objective="kernel", online
     by step            the same, objective="thunk"
     NCCL + cuBLAS      the kernels "by launches"; collectives and products of torch, without overlap
-    async TP           plain torch, compiled, with `_micro_pipeline_tp`; GPUs only
+    async TP           plain torch, compiled, with `_micro_pipeline_tp`; GPUs only, without --dp
+
+With --dp 2 the parameters are shared by FSDP2, whose collectives run beside the kernels. Then "by launches"
+and "by step" tune the kernels alone, and two arms more have limits of the collectives' CTAs:
+
+    collective alone   the limit tuned beside kernels tuned by their launches
+    both               limit and kernels tuned by the time of the step
 
 Told besides: on how many keys the ranks' stock picks disagree, and after how many steps a tuning was settled.
 Each arm's loss and gradients are checked against the plain model on all tokens.
@@ -24,28 +30,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # it registers torch.ops._c10d_functional
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.examples import load_example
 from benchmarks.common.launched import Held, autotuners, name_of
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.records import ROOT, add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
-from benchmarks.render import summary
+from benchmarks.models.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.configs import do_bench
 from dist_autotune.kernels.tp import layers
-from dist_autotune.kernels.tp.registry import size_of
+from dist_autotune.kernels.tp.collective_groups import copied_group
 from dist_autotune.triton_api.identity import key_text
 from dist_autotune.triton_api.interception import PROGRAM
 
@@ -53,20 +60,8 @@ LIMIT_S = 540.0
 MOST_STEPS = 600 if ON_GPU else 5  # of one tuning; then it is timed as it is
 LIMIT = 0.05 if ON_GPU else 1e-4  # of a gradient's relative error: bfloat16 is rounded after each product
 TUNINGS = {"by launches": "kernel", "by step": "thunk"}  # arm -> objective
-_ops = torch.ops._c10d_functional
+LIMITED = {"collective alone": "kernel", "both": "thunk"}  # the same with limits of FSDP2's collectives
 CHECKED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w2.weight", "norm.weight")
-
-
-def load_example() -> Any:
-    """Return the module of the example, whose step this measures."""
-    spec = importlib.util.spec_from_file_location(
-        "train_transformer", ROOT / "examples" / "train_transformer.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- the step
@@ -75,15 +70,24 @@ def load_example() -> Any:
 class Step:
     """One model, plain and parallel, and the tokens of a step; called, it computes loss and gradients."""
 
-    def __init__(self, length: int, ranks: Ranks) -> None:
-        self.example = load_example()
+    def __init__(self, length: int, ranks: Ranks, dp: int = 1) -> None:
+        self.example = load_example("train_transformer")
         self.ranks = ranks
-        mesh = dist.init_device_mesh(ranks.device.type, (1, ranks.world_size), mesh_dim_names=("dp", "tp"))
-        self.mesh = mesh["tp"]
+        shape = (dp, ranks.world_size // dp)
+        mesh = dist.init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp", "tp"))
+        self.mesh, self.sharing = mesh["tp"], mesh["dp"]
+        # On CPU ranks copies of the group stand for communicators with limits.
+        self.limits = tp.CollectiveGroups(mesh["dp"], make=None if ON_GPU else copied_group)
+        self.no_limits = tp.CollectiveGroups(mesh["dp"], max_ctas=(None,))
         self.plain, self.model = self.example.models(mesh, ranks.device)
         vocabulary = self.example.Shape().vocabulary
-        self.tokens = torch.zeros((2, length + 1), dtype=torch.int64, device=ranks.device)
+        self.tokens = torch.zeros((max(2, dp), length + 1), dtype=torch.int64, device=ranks.device)
         self.vocabulary, self.angles = vocabulary, self.example.angles_of(length, ranks.device)
+
+    def use_limits(self, limits: tp.CollectiveGroups) -> None:
+        """Let the collectives of FSDP2 have these limits, if there are any."""
+        if self.sharing.size() > 1:
+            tp.limit_sharding(self.model, limits)
 
     def refresh(self) -> None:
         """Draw other tokens, the same on all ranks."""
@@ -94,9 +98,10 @@ class Step:
         """Return this rank's part of the loss and of the gradients that are checked, one after the other."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        parts = (self.tokens[:, :-1], self.tokens[:, 1:])
-        mine = (each.chunk(self.ranks.world_size, 1)[self.ranks.rank] for each in parts)
-        loss = (model or self.model)(*mine, self.angles) / self.ranks.world_size
+        mine = self.tokens.chunk(self.sharing.size(), 0)[self.sharing.get_local_rank()]
+        parts = (mine[:, :-1], mine[:, 1:])
+        mine = (each.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()] for each in parts)
+        loss = (model or self.model)(*mine, self.angles) / self.mesh.size()
         loss.backward()
         gradients = [self.model.get_parameter(name).grad.to_local() for name in CHECKED]
         return torch.cat([loss.detach().reshape(1).float(), *(each.flatten().float() for each in gradients)])
@@ -113,15 +118,16 @@ class Step:
         loss, *gradients = self.wanted()
         losses = result[:1].clone()
         dist.all_reduce(losses)
-        errors = [abs(float(losses) / float(loss) - 1)]
+        errors = [abs(float(losses) / self.sharing.size() / float(loss) - 1)]
         left = result[1:]
         for name, gradient in zip(CHECKED, gradients, strict=True):
-            placement = self.model.get_parameter(name).placements[0]
-            if placement.is_shard():
-                gradient = gradient.chunk(self.ranks.world_size, placement.dim)[self.ranks.rank]
-            own, left = left[: gradient.numel()], left[gradient.numel() :]
-            expected = gradient.flatten().float()
-            errors.append(float((own - expected).norm() / expected.norm()))
+            parameter = self.model.get_parameter(name)
+            local, expected = parameter.to_local(), gradient.float()
+            own, left = left[: local.numel()].view_as(local), left[local.numel() :]
+            mesh, placements = parameter.device_mesh, parameter.placements
+            sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+            whole = DTensor.from_local(own, mesh, placements, **sizes).full_tensor()
+            errors.append(float((whole - expected).norm() / expected.norm()))
         return max(errors)
 
 
@@ -149,7 +155,7 @@ class Picks:
         return chosen if chosen in options else options[0]
 
 
-def tune(step: Step, tuners: list[Any], objective: str) -> tuple[Picks, Any, int]:
+def tune(step: Step, tuners: list[Any], name: str, objective: str) -> tuple[Picks, Any, int]:
     """Tune the step from nothing; return the picks, the report and how many steps it took."""
     tuned = contextual_autotune(
         lambda: step(),
@@ -157,7 +163,7 @@ def tune(step: Step, tuners: list[Any], objective: str) -> tuple[Picks, Any, int
         mode="online",
         objective=objective,
         share=False,
-        name=f"step by {objective}",
+        name=f"step, {name}",
     )
     clear(tuners)
     tuned.retune()
@@ -206,49 +212,6 @@ def clear(tuners: list[Any]) -> None:
 # ---- the layers of others
 
 
-class Gather(torch.autograd.Function):
-    """Rows [m, K] of all ranks; backward scatters their sums."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return _ops.wait_tensor(_ops.all_gather_into_tensor(rows.contiguous(), ranks, group))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        summed = _ops.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.ranks, ctx.group)
-        return _ops.wait_tensor(summed), None, None
-
-
-class Scatter(torch.autograd.Function):
-    """This rank's rows of the sum over all ranks; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(rows.contiguous(), "sum", ranks, group))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        gathered = _ops.all_gather_into_tensor(grad.contiguous(), ctx.ranks, ctx.group)
-        return _ops.wait_tensor(gathered), None, None
-
-
-def gather_and_multiply(
-    x: Tensor, weights: list[Tensor], group: str, *, bias: Any, gather_dim: int, save_gathered: bool
-) -> tuple[Tensor, ...]:
-    moved = x.movedim(gather_dim, 0)
-    rows = Gather.apply(moved.reshape(-1, x.shape[-1]), group, size_of(group))
-    sizes = (-1, *moved.shape[1:-1])
-    return tuple((rows @ weight.T).unflatten(0, sizes).movedim(0, gather_dim) for weight in weights)
-
-
-def multiply_and_scatter(x: Tensor, weight: Tensor, group: str, *, bias: Any, scatter_dim: int) -> Tensor:
-    moved = x.movedim(scatter_dim, 0)
-    rows = Scatter.apply(moved.reshape(-1, x.shape[-1]) @ weight.T, group, size_of(group))
-    return rows.unflatten(0, (-1, *moved.shape[1:-1])).movedim(0, scatter_dim)
-
-
 @contextlib.contextmanager
 def layers_of_torch() -> Iterator[None]:
     """Let the model's layers use torch's collectives and products."""
@@ -264,6 +227,8 @@ def compiled_step(step: Step) -> Callable[[], Tensor]:
     """Return the step with torch's asynchronous tensor parallelism, compiled."""
     if not ON_GPU:
         raise Unsupported("torch's symmetric memory needs GPUs")
+    if step.sharing.size() > 1:
+        raise Unsupported("it is compiled as one graph, which FSDP2 does not give")
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True
@@ -310,14 +275,14 @@ def arms_of(step: Step, picks: dict[str, Picks]) -> list[Arm]:
 
     return [
         *(arm(name, lambda chosen=chosen: with_picks(chosen)) for name, chosen in picks.items()),
-        arm("NCCL + cuBLAS" if ON_GPU else "gloo + torch", lambda: without_overlap),
+        arm(PLAIN, lambda: without_overlap),
         arm("async TP", lambda: compiled_step(step)),
     ]
 
 
 def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of the case."""
-    step = Step(options.tokens, ranks)
+    step = Step(options.tokens, ranks, options.dp)
     step.refresh()
     tuners = autotuners([step.example])
     if not ON_GPU:  # Triton's own benchmark needs a GPU
@@ -326,56 +291,49 @@ def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]
     stock, differing, keys = tune_with_stock(step, tuners)
     picks = {"first configs": first_configs(tuners, stock), "stock": stock}
     reports, steps = {}, {}
-    for name, objective in TUNINGS.items():
-        picks[name], reports[name], steps[name] = tune(step, tuners, objective)
-        ranks.say(f"{name}: {steps[name]} steps, {reports[name].seconds:.1f} s")
+    for tunings, limits in ((TUNINGS, step.no_limits), (LIMITED, step.limits))[: options.dp]:
+        step.use_limits(limits)
+        for name, objective in tunings.items():
+            picks[name], reports[name], steps[name] = tune(step, tuners, name, objective)
+            ranks.say(f"{name}: {steps[name]} steps, {reports[name].seconds:.1f} s")
     ranks.say(f"stock: the ranks disagree on {differing} of {keys} keys")
     measured = measure(arms_of(step, picks), ranks, step.refresh, plan)
     texts = [
         (context, f"{name}: {context.config}") for name, each in reports.items() for context in each.contexts
     ]
     tp.release(step.mesh)
-    return {
-        "case": f"{step.example.Shape().depth} layers, 2 x {options.tokens} tokens",
-        **measured,
-        "steps": steps,
-        "stock_disagrees_on": differing,
-        "keys": keys,
-        "tuned": tuned_record(list(reports.values()), texts),
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
+    step.limits.close()
+    return case_record(
+        f"{step.example.Shape().depth} layers, {len(step.tokens)} x {options.tokens} tokens, "
+        f"{options.dp} x {step.mesh.size()} ranks",
+        measured,
+        ranks,
+        tuned=tuned_record(list(reports.values()), texts),
+        steps=steps,
+        stock_disagrees_on=differing,
+        keys=keys,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=4096 if ON_GPU else 8, help="of a sequence")
+    parser.add_argument("--dp", type=int, choices=(1, 2), default=1, help="ranks that share parameters")
     add_run_options(parser, warm_ups=30)
     options = parser.parse_args()
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "A tensor-parallel training step"
-        record = describe_run(ranks, op="training_step", title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "layers, tokens"
-        record["ratios"] = [
-            {"name": f"{other} / by step", "of": other, "to": "by step"}
-            for other in ("first configs", "stock", "by launches", "NCCL + cuBLAS", "async TP")
-        ]
-        record["cases"] = [run(options, plan, ranks)]
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
-        ours = ("first configs", "stock", *TUNINGS)
-        return int(
-            any(
-                arm["name"] in ours and "unavailable" in arm
-                for case in record["cases"]
-                for arm in case["arms"]
-            )
+        limited = LIMITED if options.dp > 1 else ()
+        others = ("first configs", "stock", "by launches", *limited, PLAIN, "async TP")
+        benchmark = Benchmark(
+            op="training_step",
+            title="A tensor-parallel training step",
+            case_title="layers, tokens, DP x TP",
+            ratios=[Ratio(of=other, to="by step") for other in others],
+            limit_s=LIMIT_S,
+            needed=("first configs", "stock", *TUNINGS, *LIMITED),
         )
+        return benchmark.run(options, ranks, ["the step"], lambda _, plan: run(options, plan, ranks))
 
     run_on_ranks(body)
 

@@ -20,7 +20,6 @@ chance; the interpreter adds in one order, always.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -31,9 +30,9 @@ import triton
 import triton.language as tl
 
 from benchmarks.common.arms import Plan
+from benchmarks.common.options import add_record_options, new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
-from benchmarks.common.records import add_record_options, describe_run, write_json
-from benchmarks.render import summary
+from benchmarks.common.records import describe_run, leave_record
 
 from dist_autotune import TunedContext, TuningError, contextual_autotune  # isort: skip  after common
 from dist_autotune.kernels.ag_gemm import AllGatherGemm  # isort: skip
@@ -256,9 +255,7 @@ def examine(ranks: Ranks, name: str, make: Maker, sessions: int) -> tuple[list[l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--subjects", nargs="+", help="by name; all that run here when left out")
     parser.add_argument("--sessions", type=int, default=20 if ON_GPU else 1, help='with bits="same", of each')
     add_record_options(parser)
@@ -277,9 +274,7 @@ def main() -> None:
         title = "Classes of bits"
         record = describe_run(ranks, op="bit_classes", title=title, commit=options.commit, plan=plan)
         record["table"] = {"columns": COLUMNS, "rows": rows, "figures": COLUMNS[2:], "notes": notes}
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
+        leave_record(record, options, ranks)
         return 0
 
     run_on_ranks(body)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
-from ..exchange.products import halves, multiply, multiply_tma
+from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..launch import SettledLaunches, load
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
@@ -87,13 +87,13 @@ def all_gather_gemm(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_per_chunk = tiles_m * tiles_n
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
+    factors = Factors(a_ptr, K, b_ptr, stride_b, N, K)
+    a_desc = a_ptr
+    b_desc = b_ptr
     if USE_TMA:
         STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
-        a_desc = tl.make_tensor_descriptor(a_ptr, [slots * capacity, K], [K, 1], [BLOCK_M, BLOCK_K])
-        if BY_COLUMNS:
-            b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
-        else:
-            b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
+        a_desc = describe_rows(factors, slots * capacity, BLOCK_M, BLOCK_K)
+        b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
         chunk_stride = tl.cast(m, tl.int64) * stride_cm
@@ -113,11 +113,11 @@ def all_gather_gemm(
             arrived = wait_for_rows(chunk, needed, exchange, WORLD, FENCE and USE_TMA)
             here = chunk
         slot = slot_of(chunk, rank, pushed, WORLD)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = multiply_tile(
+            *(factors, a_desc, b_desc, slot * capacity, row, m, col),
+            *(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
+        )
         if USE_TMA:
-            acc = multiply_tma(
-                a_desc, b_desc, slot * capacity + row, col, K, acc, BLOCK_K, BY_COLUMNS, UPCAST
-            )
             if EPILOGUE_SUBTILE:
                 left, right = halves(acc)
                 c_desc.store([chunk, row, col], left.to(c_ptr.dtype.element_ty)[None, :, :])
@@ -127,18 +127,6 @@ def all_gather_gemm(
         else:
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
-            # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
-            a_rows = tl.cast(slot * capacity + tl.where(rows < m, rows, 0), tl.int64)
-            b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
-            acc = multiply(
-                a_ptr + a_rows * K,
-                b_ptr + b_rows * (1 if BY_COLUMNS else stride_b),
-                stride_b if BY_COLUMNS else 1,
-                K,
-                acc,
-                BLOCK_K,
-                UPCAST,
-            )
             c_rows = tl.cast(chunk * m + rows, tl.int64)
             mask = (rows < m)[:, None] & (cols < N)[None, :]
             c_ptrs = c_ptr + c_rows[:, None] * stride_cm + cols[None, :]

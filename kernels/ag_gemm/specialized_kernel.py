@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
+from ..gemm.epilogue import Pointwise
 from ..gemm.operands import Config
 from ..gemm.problem import last_start
 from ..gemm.roles import run
@@ -158,5 +159,6 @@ def specialized_all_gather_gemm(
         *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
         *(gl.cdiv(K, BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
     )
+    pointwise = Pointwise((None, None), M, N, "none")  # C is the sums
     # The flags are in place of a counter: the schedule is static.
-    run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, config)
+    run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, pointwise, config)

@@ -2,8 +2,76 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Factors(NamedTuple):
+    """A and B [N, K] of a product A @ B.T, as a kernel knows them."""
+
+    a_ptr: Any
+    a_pitch: Any  # between the rows of A
+    b_ptr: Any
+    b_pitch: Any  # between the rows of B, or BY_COLUMNS its columns
+    N: Any
+    K: Any
+
+
+@triton.jit
+def describe_rows(factors, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return a descriptor of the first rows of A."""
+    return tl.make_tensor_descriptor(
+        factors.a_ptr, [rows, factors.K], [factors.a_pitch, 1], [BLOCK_M, BLOCK_K]
+    )
+
+
+@triton.jit
+def describe_columns(factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    """Return a descriptor of B, or BY_COLUMNS of B.T."""
+    N, K, pitch = factors.N, factors.K, factors.b_pitch
+    if BY_COLUMNS:
+        return tl.make_tensor_descriptor(factors.b_ptr, [K, N], [pitch, 1], [BLOCK_K, BLOCK_N])
+    else:  # noqa: RET505  the compiler returns from both
+        return tl.make_tensor_descriptor(factors.b_ptr, [N, K], [pitch, 1], [BLOCK_N, BLOCK_K])
+
+
+@triton.jit
+def multiply_tile(
+    factors,
+    a_desc,  # these two as above, if USE_TMA
+    b_desc,
+    origin,  # of the chunk's rows in A
+    row,  # of the tile in the chunk
+    rows,  # of the chunk
+    col,
+    acc,  # float32 [BLOCK_M, BLOCK_N], to which the product is added
+    BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return acc + A @ B.T of the tile; what is beyond the chunk's rows or B's is there to be thrown away."""
+    if USE_TMA:
+        # A chunk's last tile also multiplies rows of the next one.
+        acc = multiply_tma(a_desc, b_desc, origin + row, col, factors.K, acc, BLOCK_K, BY_COLUMNS, UPCAST)
+    else:
+        # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
+        offs_m = row + tl.arange(0, acc.shape[0])
+        offs_n = col + tl.arange(0, acc.shape[1])
+        a_rows = tl.cast(origin + tl.where(offs_m < rows, offs_m, 0), tl.int64)
+        b_rows = tl.cast(tl.where(offs_n < factors.N, offs_n, 0), tl.int64)
+        acc = multiply(
+            factors.a_ptr + a_rows * factors.a_pitch,
+            factors.b_ptr + b_rows * (1 if BY_COLUMNS else factors.b_pitch),
+            factors.b_pitch if BY_COLUMNS else 1,
+            factors.K,
+            acc,
+            BLOCK_K,
+            UPCAST,
+        )
+    return acc
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate, partition_barrier
 from ..tiles import part_slot, stream_k_parts, stream_k_segment, stream_k_segments, stream_k_share
+from .epilogue import Pointwise
 from .operands import Config
 from .problem import Problem, last_start
 from .roles import run
@@ -193,6 +194,7 @@ class StreamK:
     do_not_specialize=[
         *("M", "N", "K", "wanted", "programs"),
         *("a_alignment", "b_alignment", "m_class", "n_class"),
+        *("row_bias_ptr", "column_bias_ptr"),
     ]
 )
 def gemm(
@@ -211,12 +213,15 @@ def gemm(
     m_class,  # as what M and N are tuned, see `configs`; for the tuner alone
     n_class,
     parts_ptr,  # float32 [2 * programs, BLOCK_M, WIDTH] with STREAM_K
+    row_bias_ptr,  # [M], or None
+    column_bias_ptr,  # [N], or None
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     SCHEDULE: gl.constexpr,
     OUT: gl.constexpr,  # the type of C, for the key of the tuning
     DTYPE: gl.constexpr,  # that of A and B
+    ACTIVATION: gl.constexpr,  # of `epilogues`
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -230,11 +235,12 @@ def gemm(
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
     SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `configs`
 ):
-    """Write C = A @ B."""
+    """Write C = activation(A @ B + bias)."""
     if SWAP_AB:
         gl.static_assert(JOINED, "only tiles of any width have been exchanged")
         a_desc, b_desc = b_desc, a_desc
         M, N = N, M
+        row_bias_ptr, column_bias_ptr = column_bias_ptr, row_bias_ptr
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
         *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED),
@@ -257,4 +263,5 @@ def gemm(
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
-    run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config)
+    pointwise = Pointwise((row_bias_ptr, column_bias_ptr), M, N, ACTIVATION)
+    run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config)

@@ -1,5 +1,7 @@
 """The epilogue parts: how an accumulator gets to C, through shared memory and TMA, while the next tile runs.
 
+Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`).
+
     OwnBuffers      buffers of its own, a piece of STORE_N columns each
     StolenBuffers   two slots of B's ring, which has one more than there are loads in flight: half a tile each
 
@@ -11,14 +13,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..compat import aggregate, reinterpret, tma_store
+from ..epilogues import apply_epilogue
 from ..rings import ring_slot
 from .any_width import piece_start
 from .operands import allocate_ring
 
 
 @aggregate
+class Pointwise:
+    """What becomes of the sums of C [M, N] before they are rounded, see `epilogues`."""
+
+    biases: gl.tuple  # pointers to [M] and [N], or None
+    M: gl.tensor
+    N: gl.tensor
+    ACTIVATION: gl.constexpr
+
+    @gluon.jit
+    def apply(self, sums, row, col, FIRST: gl.constexpr):
+        """Return what becomes of a piece that begins FIRST columns behind that row and column of C."""
+        layout: gl.constexpr = sums.type.layout
+        rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
+        columns = col + FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+        row_bias_ptr, column_bias_ptr = self.biases
+        return apply_epilogue(
+            *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N, self.ACTIVATION)
+        )
+
+
+@aggregate
 class OwnBuffers:
     c_desc: tma.tensor_descriptor
+    pointwise: Pointwise
     bufs: gl.shared_memory_descriptor  # [storing partitions * BUFFERS, BLOCK_M, STORE_N]
     BUFFERS: gl.constexpr
     WIDTH: gl.constexpr  # of a tile with its further columns
@@ -27,10 +52,12 @@ class OwnBuffers:
 
     @staticmethod
     @gluon.jit
-    def create(c_desc, config, STORERS: gl.constexpr):
+    def create(c_desc, pointwise, config, STORERS: gl.constexpr):
         bufs = allocate_ring(c_desc, STORERS * config.STORE_BUFFERS, c_desc.block_type.shape[0])
         width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
-        return OwnBuffers(c_desc, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C)
+        return OwnBuffers(
+            *(c_desc, pointwise, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C)
+        )
 
     @gluon.jit
     def store(self, accumulator, row, col, step, STORER: gl.constexpr):
@@ -43,7 +70,9 @@ class OwnBuffers:
         thread.
         """
         for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
-            piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
+            sums = accumulator.piece(i, self.STORE_N)
+            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH))
+            piece = sums.to(self.c_desc.dtype)
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             first = col + piece_start(i, self.STORE_N, self.WIDTH)
@@ -69,6 +98,7 @@ class OwnBuffers:
 @aggregate
 class StolenBuffers:
     c_desc: tma.tensor_descriptor
+    pointwise: Pointwise
     b_bufs: gl.shared_memory_descriptor
     B_SLOTS: gl.constexpr
     WIDTH: gl.constexpr
@@ -76,13 +106,13 @@ class StolenBuffers:
 
     @staticmethod
     @gluon.jit
-    def create(c_desc, operands):
+    def create(c_desc, pointwise, operands):
         config = operands.config
         width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
         gl.static_assert(width // config.STORE_N <= 2, "no more than two of B's slots are free")
         slot_bytes: gl.constexpr = 2 * config.BLOCK_N * config.BLOCK_K
         gl.static_assert(c_desc.block_type.nbytes <= slot_bytes, "a piece must fit one slot of B")
-        return StolenBuffers(c_desc, operands.b_bufs, operands.B_SLOTS, width, config.STORE_N)
+        return StolenBuffers(c_desc, pointwise, operands.b_bufs, operands.B_SLOTS, width, config.STORE_N)
 
     @gluon.jit
     def store(self, accumulator, row, col, step, STORER: gl.constexpr):
@@ -93,7 +123,8 @@ class StolenBuffers:
         they are never taken as one piece of memory, which the ring's end could cut in two.
         """
         for i in gl.static_range(self.WIDTH // self.STORE_N):
-            piece = accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype)
+            sums = accumulator.piece(i, self.STORE_N)
+            piece = self.pointwise.apply(sums, row, col, i * self.STORE_N).to(self.c_desc.dtype)
             slot = ring_slot(step + self.B_SLOTS - 2 + i, self.B_SLOTS)
             buf = reinterpret(
                 self.b_bufs.index(slot), self.c_desc.dtype, self.c_desc.block_type.shape, self.c_desc.layout

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ..epilogues import NO_EPILOGUE, EpilogueKind
 from ..launch import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
@@ -28,7 +29,7 @@ tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
     key=[
         *("m_class", "n_class", "K", "wanted", "programs", "a_alignment", "b_alignment"),
-        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE"),
+        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE", "ACTIVATION"),  # and the type of a bias, if any
     ],
     prune_configs_by={"early_config_prune": prune},
 )(gemm)
@@ -40,13 +41,17 @@ _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
 _COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
 
 
-def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
-    """Write C = A @ B on the current stream of the shape's device, which is the current device."""
+def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: torch.Tensor | None) -> None:
+    """Write C = A @ B on the current stream of the shape's device, which is the current device.
+
+    bias: of C's columns, or of its rows where the shape is exchanged.
+    """
+    biases = (bias, None) if shape.exchanged else (None, bias)
     settled = _SETTLED.find(shape)
     if settled is not None:
         counter, parts = scratch_of(shape, part_elements(settled.config))
         further = a if settled.config.kwargs["SWAP_AB"] else b
-        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts)
+        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts, *biases)
         return
     largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
     counter, parts = scratch_of(shape, largest)  # for any config
@@ -54,8 +59,9 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes().values(), shape.constants()
     with _TURN:
-        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, **constants)
-        _SETTLED.remember(shape, compiled, constants, (counter, parts))
+        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, *biases, **constants)
+        tensors = (counter, parts) if bias is None else (counter, parts, bias)
+        _SETTLED.remember(shape, compiled, constants, tensors)
 
 
 def part_elements(config: triton.Config) -> int:
@@ -125,6 +131,7 @@ def plan_launch(
     programs: int,
     *,
     tensor_memory: bool,
+    epilogue: EpilogueKind = NO_EPILOGUE,
 ) -> LaunchPlan | None:
     """Return how to launch out = a @ b; None if the plain body is to compute it.
 
@@ -155,6 +162,7 @@ def plan_launch(
         device=a.device,
         tensor_memory=tensor_memory,
         exchanged=exchanged,
+        epilogue=epilogue,
     )
     copies, copies_out = NOTHING, c is None
     if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
@@ -165,14 +173,20 @@ def plan_launch(
     return LaunchPlan(shape, exchanged, left, right, c, copies)
 
 
-def execute(plan: LaunchPlan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a @ b to `out`, for tensors in the places that the plan was made for."""
+def execute(
+    plan: LaunchPlan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Write a @ b, ended as planned, to `out`, for tensors in the places that the plan was made for."""
     shape, copies = plan.shape, plan.copies
     if copies == NOTHING:
         assert plan.a is not None
         assert plan.b is not None
         assert plan.out is not None
-        launch(plan.a, plan.b, plan.out, shape)
+        launch(plan.a, plan.b, plan.out, shape, bias)
         return
     if plan.exchanged:
         a, b, out = b.mT, a.mT, out.mT
@@ -188,6 +202,6 @@ def execute(plan: LaunchPlan, a: torch.Tensor, b: torch.Tensor, out: torch.Tenso
     assert left is not None
     assert right is not None
     assert c is not None
-    launch(left, right, c, shape)
+    launch(left, right, c, shape, bias)
     if copies.out:
         copy(room, out)

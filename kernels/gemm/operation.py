@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
+from ..epilogues import Epilogue, apply_epilogue
 from ..tensors import check_no_gradient, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
@@ -38,13 +39,18 @@ def persistent_matmul(
     variant: str = "auto",
     scheduler: str = "auto",
     *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Return a @ b for a [M, K] and b [K, N], fp16 or bf16, summed in float32; forward only.
+    """Return activation(a @ b + bias) for a [M, K] and b [K, N], fp16 or bf16; forward only.
+
+    Products are summed, `bias` [N] is added and `activation` ("relu", "gelu", "gelu_tanh" or "silu") applied
+    in float32; then the result is rounded, once. The bias is contiguous, in fp16, bf16 or fp32.
 
     The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
-    `out` shares no memory with a and b, which are read while it is written, in part twice.
+    `out` shares no memory with a, b and bias, which are read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
     share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
@@ -62,31 +68,33 @@ def persistent_matmul(
     of the call, and as large as the matrix would be with rows of whole 128 bytes.
     Raises TypeError or ValueError for arguments that cannot be multiplied.
     """
-    check_no_gradient("persistent_matmul", a=a, b=b, out=out)
+    check_no_gradient("persistent_matmul", a=a, b=b, out=out, bias=bias)
     check_choices(variant, scheduler, programs)
+    epilogue = Epilogue(bias, activation)
     if out is None:
         check_operands(a, b)
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
-    key = (key_of(a), key_of(b), key_of(out), variant, scheduler, programs)
+    key = (key_of(a), key_of(b), key_of(out), epilogue.key(), variant, scheduler, programs)
     plan = _PLANS.get(key)
     if plan is not None and out_dtype in (None, out.dtype):
         with _on(a.device):
-            execute(plan, a, b, out)
+            execute(plan, a, b, out, bias)
         return out
     check_operands(a, b)
     check_out(out, a, b, out_dtype)
+    epilogue.check(b.shape[1], a.device)
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
-        return out.zero_()
+        return out.copy_(epilogue.of(torch.zeros_like(out, dtype=torch.float32)))
     if _is_on_gpu(a):
         with _on(a.device):
-            plan = _multiply(a, b, out, variant, scheduler, programs)
+            plan = _multiply(a, b, out, epilogue, variant, scheduler, programs)
         if plan is not None:
             remember(_PLANS, key, plan)
     elif INTERPRETED:
-        _run_plain(a, b, out, scheduler, programs or INTERPRETED_PROGRAMS)
+        _run_plain(a, b, out, epilogue, scheduler, programs or INTERPRETED_PROGRAMS)
     else:
         raise ValueError(
             f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"
@@ -107,20 +115,22 @@ def _multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
+    epilogue: Epilogue,
     variant: str,
     scheduler: str,
     programs: int | None,
 ) -> LaunchPlan | None:
-    """Write a @ b to `out`; return the plan of the Gluon body, None after the plain one."""
+    """Write the result to `out`; return the plan of the Gluon body, None after the plain one."""
     capability, sms = _device(a.device)
     programs = programs or sms
     if capability in (9, 10):
         on_blackwell = capability == 10
-        plan = plan_launch(a, b, out, variant, scheduler, programs, tensor_memory=on_blackwell)
+        choices, kind = (variant, scheduler, programs), epilogue.kind()
+        plan = plan_launch(a, b, out, *choices, tensor_memory=on_blackwell, epilogue=kind)
         if plan is not None:
-            execute(plan, a, b, out)
+            execute(plan, a, b, out, epilogue.bias)
             return plan
-    _run_plain(a, b, out, scheduler, programs)
+    _run_plain(a, b, out, epilogue, scheduler, programs)
     return None
 
 
@@ -131,7 +141,14 @@ def _device(device: torch.device) -> tuple[int, int]:
     return (0 if torch.version.hip else properties.major), properties.multi_processor_count
 
 
-def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: str, programs: int) -> None:
+def _run_plain(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    scheduler: str,
+    programs: int,
+) -> None:
     rows, columns = out.shape
     if scheduler == "auto":
         scheduler = "chiplet" if torch.version.hip else "grouped"
@@ -143,7 +160,8 @@ def _run_plain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scheduler: s
     sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
     upcasts = INTERPRETED and a.dtype is torch.bfloat16
     constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
-    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), **constants)
+    constants["ACTIVATION"] = epilogue.kind().activation
+    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), epilogue.bias, **constants)
 
 
 # ---- what it says when it is called wrongly
@@ -217,7 +235,10 @@ def _texts(dtypes: tuple[torch.dtype, ...]) -> str:
 
 @triton.autotune(
     configs=PLAIN_CANDIDATES,
-    key=["m_class", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"],
+    key=[
+        *("m_class", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"),
+        "ACTIVATION",  # and the type of a bias, if any
+    ],
     prune_configs_by={"early_config_prune": prune_plain},
     do_bench=do_bench,
 )
@@ -238,15 +259,17 @@ def plain_gemm(
     stride_cn,
     programs,  # the most that run at once: what the best config depends on, no part of the code
     m_class,  # as what M is tuned, see `configs`; no part of the code either
+    bias_ptr,  # [N], or None
     SCHEDULE: tl.constexpr,
     CHIPLETS: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Write C = A @ B; each program takes tiles until the schedule has no more for it."""
+    """Write activation(A @ B + bias); each program takes tiles until the schedule has no more for it."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -273,6 +296,7 @@ def plain_gemm(
             acc = tl.dot(a, b, acc)
             a_ptrs += BLOCK_K * tl.cast(stride_ak, tl.int64)
             b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
+        acc = apply_epilogue(acc, rows, cols, None, bias_ptr, M, N, ACTIVATION)
         c_rows = tl.cast(rows, tl.int64)[:, None] * stride_cm
         c_ptrs = c_ptr + c_rows + tl.cast(cols, tl.int64)[None, :] * stride_cn
         tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])

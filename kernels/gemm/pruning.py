@@ -30,6 +30,7 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
+from ..epilogues import NO_EPILOGUE, EpilogueKind
 from ..tiles import on_host, stream_k_share
 from .configs import (
     CUT_SCHEDULES,
@@ -302,6 +303,7 @@ class Shape:
     device: torch.device
     tensor_memory: bool
     exchanged: bool = False  # columns are the rows of the caller's product: what changes from call to call
+    epilogue: EpilogueKind = NO_EPILOGUE
 
     def sizes(self) -> dict[str, int]:
         """Return the kernel's sizes, in the order of its parameters."""
@@ -326,6 +328,7 @@ class Shape:
             "SCHEDULE": self.schedule,
             "OUT": TYPE_NAMES[self.out_dtype],
             "DTYPE": TYPE_NAMES[self.dtype],
+            "ACTIVATION": self.epilogue.activation,
         }
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:

@@ -276,7 +276,7 @@ def _create_schedule(problem, counter_ptr, READERS: gl.constexpr, config):
 
 
 @gluon.jit
-def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
+def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config):
     """Multiply and store the tiles of the problem that are this program's."""
     _check(config)
     TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
@@ -288,9 +288,9 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, config):
     READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
     schedule = _create_schedule(problem, counter_ptr, READERS, config)
     if config.STORE_BUFFERS == 0:
-        epilogue = StolenBuffers.create(c_desc, operands)
+        epilogue = StolenBuffers.create(c_desc, pointwise, operands)
     else:
-        epilogue = OwnBuffers.create(c_desc, config, 2 if PINGPONG else 1)
+        epilogue = OwnBuffers.create(c_desc, pointwise, config, 2 if PINGPONG else 1)
     turn = operands.full
     if PINGPONG:
         turn = allocate_mbarriers(2)

@@ -16,7 +16,7 @@ from ..exchange.peers import (
     wait_for_all,
     wait_for_flag,
 )
-from ..exchange.products import halves, multiply, multiply_tma
+from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..signals import count_up, notify, record_failure
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 
@@ -105,12 +105,12 @@ def gemm_reduce_scatter(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_per_chunk = tiles_m * tiles_n
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
+    factors = Factors(a_ptr, stride_am, b_ptr, stride_b, N, K)
+    a_desc = a_ptr
+    b_desc = b_ptr
     if USE_TMA:
-        a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
-        if BY_COLUMNS:
-            b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
-        else:
-            b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
+        a_desc = describe_rows(factors, M, BLOCK_M, BLOCK_K)
+        b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
 
     waited = 0  # 1 once this program knows that the peers' sums are here
     claims_ptr = counts_ptr + WORLD
@@ -122,29 +122,13 @@ def gemm_reduce_scatter(
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
         row = pid_m * BLOCK_M
         col = pid_n * BLOCK_N
-        rows = row + tl.arange(0, BLOCK_M)
-        cols = col + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if HAS_ADDEND:  # before the loop, where it takes no registers beside the accumulator
-            mask = (rows < m)[:, None] & (cols < N)[None, :]
-            addend_rows = addend_ptr + tl.cast(chunk * m + rows, tl.int64) * N
-            acc = tl.load(addend_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        if USE_TMA:
-            # The last tile of a chunk also multiplies rows of the next one; they are not stored.
-            acc = multiply_tma(a_desc, b_desc, chunk * m + row, col, K, acc, BLOCK_K, BY_COLUMNS, UPCAST)
-        else:
-            # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
-            a_rows = tl.cast(chunk * m + tl.where(rows < m, rows, 0), tl.int64)
-            b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
-            acc = multiply(
-                a_ptr + a_rows * stride_am,
-                b_ptr + b_rows * (1 if BY_COLUMNS else stride_b),
-                stride_b if BY_COLUMNS else 1,
-                K,
-                acc,
-                BLOCK_K,
-                UPCAST,
-            )
+            acc = _load_addend(acc, addend_ptr, chunk * m, row, m, col, N)
+        acc = multiply_tile(
+            *(factors, a_desc, b_desc, chunk * m, row, m, col),
+            *(acc, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
+        )
         if chunk == rank:
             if waited == 0:
                 wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
@@ -168,6 +152,16 @@ def gemm_reduce_scatter(
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:
                 _part_from(peer, m, peers, WORLD)
+
+
+@triton.jit
+def _load_addend(tile, addend_ptr, origin, row, m, col, N):
+    """Return what is to be added to a product, in the shape and type of `tile`."""
+    rows = row + tl.arange(0, tile.shape[0])
+    cols = col + tl.arange(0, tile.shape[1])
+    mask = (rows < m)[:, None] & (cols < N)[None, :]
+    addend_rows = addend_ptr + tl.cast(origin + rows, tl.int64) * N
+    return tl.load(addend_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tile.dtype)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 from compiled import BLACKWELL, HOPPER, SHARED_BYTES, compile_for, resources
 from triton.experimental.gluon import language as gl
 
+from dist_autotune.kernels.epilogues import NO_ACTIVATION
 from dist_autotune.kernels.gemm.body import gemm
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
 from dist_autotune.kernels.gemm.pruning import fits
@@ -49,9 +50,15 @@ def compile_gemm(
     out: str = "bf16",
     trans_a: bool = False,
     trans_b: bool = True,
+    bias: str | None = None,
+    bias_along: str = "column",
+    activation: str = NO_ACTIVATION,
     sizes: dict[str, int] | None = None,
 ) -> Any:
-    """Return the compiled Gluon body of a candidate; for whole tiles, or for M and N of `sizes`."""
+    """Return the compiled Gluon body of a candidate; for whole tiles, or for M and N of `sizes`.
+
+    bias: its type; along the rows of a product that is computed transposed.
+    """
     constants = {
         "TRANS_A": trans_a,
         "TRANS_B": trans_b,
@@ -59,6 +66,9 @@ def compile_gemm(
         "SCHEDULE": schedule,
         "OUT": out,
         "DTYPE": dtype,
+        "ACTIVATION": activation,
+        "row_bias_ptr": None,
+        "column_bias_ptr": None,
         **config.kwargs,
     }
     kinds = {"a_desc": dtype, "b_desc": dtype, "extra_desc": dtype, "c_desc": out}
@@ -70,7 +80,10 @@ def compile_gemm(
     types |= dict.fromkeys(("wanted", "programs"), "i32")
     types |= dict.fromkeys(("a_alignment", "b_alignment", "m_class", "n_class"), "i32")
     types |= {"parts_ptr": "*fp32"}
-    descriptors_and_sizes = tuple(name for name in types if not name.endswith("_ptr"))
+    if bias is not None:
+        types[f"{bias_along}_bias_ptr"] = f"*{bias}"
+        del constants[f"{bias_along}_bias_ptr"]
+    descriptors_and_sizes = tuple(name for name in types if name not in ("counter_ptr", "parts_ptr"))
     return compile_for(
         target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
     )

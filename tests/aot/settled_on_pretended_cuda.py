@@ -100,11 +100,13 @@ class Case:
     k: int = 512
     scheduler: str = "auto"
     copies: bool = False
+    bias: torch.Tensor | None = None
 
 
 CASES = {
     "descriptors": Case(),
     "a counter": Case(scheduler="dynamic"),
+    "a bias": Case(bias=torch.zeros(513, dtype=torch.float32)[1:]),  # not at a multiple of 16 bytes
     "copies": Case(m=250, n=333, k=67, copies=True),
 }
 
@@ -162,7 +164,7 @@ def compare(cuda: PretendedCuda, case: Case) -> dict[str, Any]:
     )
 
     def call() -> None:
-        persistent_matmul(a, b.T, out, scheduler=case.scheduler)
+        persistent_matmul(a, b.T, out, scheduler=case.scheduler, bias=case.bias)
 
     found: dict[str, Any] = {}
     with taken_for_a_gpu(case):

@@ -41,6 +41,15 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
     "256 x 160": (candidate("cooperative", BLOCK_M=256, EXTRA_N=32), {"trans_b": False}),
     "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
+    "bias and GELU": (candidate("cooperative"), {"bias": "bf16", "activation": "gelu"}),
+    "bias of rows, stealing": (
+        candidate("persistent_pipelined", STORE_BUFFERS=0),
+        {"bias": "fp32", "bias_along": "row", "activation": "silu"},
+    ),
+    "pingpong, GELU by tanh": (
+        candidate("pingpong"),
+        {"out": "fp16", "activation": "gelu_tanh", "dtype": "fp16"},
+    ),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
     "few columns": (
         candidate("cooperative", BLOCK_M=64, EXTRA_N=64, STREAM_K=0),
@@ -51,6 +60,7 @@ BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
     "cooperative, dynamic": (candidate("cooperative", warps=4), {"schedule": "dynamic"}),
     "stream-K": (candidate("cooperative", STREAM_K=8), {}),
+    "bias and SiLU": (candidate("cooperative", warps=4), {"bias": "fp16", "activation": "silu"}),
 }
 
 
@@ -114,6 +124,12 @@ def test_on_blackwell_it_fits_and_accumulates_in_tensor_memory(kernels, kind):
     once_more = 2 if config.kwargs["STREAM_K"] else 1  # a tile is stored, or written as a part
     assert len(re.findall(r"tcgen05\.ld\.", ptx)) == once_more * pieces
     assert compiled.metadata.tmem_size == 2 * config.kwargs["BLOCK_N"]  # two accumulators
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOPPER_KERNELS if "stream-K" not in kind])
+def test_only_an_epilogue_reads_memory_without_tma(kernels, kind):
+    _config, options = HOPPER_KERNELS[kind]
+    assert ("ld.global" in kernels[f"Hopper: {kind}"].asm["ptx"]) == ("bias" in options)
 
 
 def test_the_machine_code_has_the_instructions_of_hopper(kernels):
@@ -220,7 +236,7 @@ def test_a_piece_is_fenced_and_complete_before_tma_reads_it(kernels, kind):
         assert before[-2:] == ["proxy fence", "all warps"]
         written = [i for i, step in enumerate(before) if step == "write"]
         assert written
-        assert "stores read" in before[: written[-1]] or kind == "stealing"
+        assert "stores read" in before[: written[-1]] or "stealing" in kind
     assert "stores read" in order[stores[-1] :] or "stores read" in order[: stores[0]]
 
 
@@ -235,7 +251,7 @@ PLAIN_TYPES = {
 
 
 def compile_plain(config: triton.Config, target: Any, schedule: str) -> Any:
-    constants = {"SCHEDULE": schedule, "CHIPLETS": 8, "UPCAST": False}
+    constants = {"SCHEDULE": schedule, "CHIPLETS": 8, "UPCAST": False, "ACTIVATION": "none", "bias_ptr": None}
     constants |= {"stride_ak": 1, "stride_bk": 1, "stride_cn": 1, **config.kwargs}
     return compile_for(
         target,

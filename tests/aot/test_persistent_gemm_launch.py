@@ -18,6 +18,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels import tensors
+from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
@@ -69,14 +70,14 @@ def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addre
 
 
 def test_nothing_keeps_the_callers_tensors(device):
-    tensors = [*operands(256, 192, 64)]
+    tensors = [*operands(256, 192, 64), zeros(1, 192)[0]]
     for _ in range(2):
-        multiply(*tensors)
+        multiply(*tensors[:3], epilogue=Epilogue(tensors[3]))
     kept = [weakref.ref(tensor) for tensor in tensors]
     device.launched.clear()
     tensors.clear()
     gc.collect()
-    assert [ref() for ref in kept] == [None, None, None]
+    assert [ref() for ref in kept] == [None] * 4
 
 
 def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
@@ -112,6 +113,29 @@ def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
     launched = arguments(device.launched[-1])
     assert [descriptor[0] for descriptor in launched[:4]] == [t.data_ptr() for t in (b, a, a, out)]
     assert launched[5:8] == [192, 256, 64]  # M, N, K of the product that runs
+
+
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+def test_a_bias_is_one_of_columns_or_of_the_rows_of_the_transposed_product(by_columns, device):
+    a, b, out = operands(256, 192, 64)
+    out = zeros(192, 256).T if by_columns else out
+    epilogue = Epilogue(zeros(1, 192)[0], "silu")
+    for _ in range(2):  # asked of the tuner, then the short way
+        multiply(a, b, out, epilogue=epilogue)
+    first, second = map(arguments, device.launched)
+    address = epilogue.bias.data_ptr()
+    assert first[15:17] == ([address, None] if by_columns else [None, address])
+    assert first == second
+
+
+def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch(device):
+    a, b, out = operands(256, 192, 64)
+    bias = zeros(1, 192)[0]
+    endings = [Epilogue(), Epilogue(bias), Epilogue(bias.float()), Epilogue(activation="relu")]
+    for epilogue in endings:
+        multiply(a, b, out, epilogue=epilogue)
+    assert len({shape.epilogue for shape in launching._SETTLED._of}) == len(endings)
+    assert len({settled.key for settled in launching._SETTLED._of.values()}) == len(endings)
 
 
 def test_strides_that_tma_cannot_take_are_left_to_the_plain_body(device):

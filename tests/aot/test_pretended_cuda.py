@@ -35,7 +35,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_settled_calls_hand_over_the_same_bytes(ends):
-    assert list(ends) == ["descriptors", "a counter", "copies"]
+    assert list(ends) == ["descriptors", "a counter", "a bias", "copies"]
     four_descriptors = 4 * 128
     for end in ends.values():
         assert end["prepared"]["written"] == end["own"]["written"]

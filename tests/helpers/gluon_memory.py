@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from gluon_machine import machine, now
@@ -139,11 +140,35 @@ class Tensor:
     def __getitem__(self, index: tuple[slice | None, ...]) -> Tensor:
         return Tensor(self.array[index])
 
-    def __add__(self, other: Tensor | int) -> Tensor:
-        return Tensor(self.array + (other.array if isinstance(other, Tensor) else other))
+    def __add__(self, other: Tensor | float) -> Tensor:
+        return Tensor(self.array + _array(other))
 
-    def __mul__(self, factor: int) -> Tensor:
-        return Tensor(self.array * factor)
+    def __mul__(self, factor: Tensor | float) -> Tensor:
+        return Tensor(self.array * _array(factor))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other: Tensor) -> Tensor:
+        return Tensor(self.array / other.array)
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.array)
+
+    def __abs__(self) -> Tensor:
+        return Tensor(abs(self.array))
+
+    def __lt__(self, other: Tensor | float) -> Tensor:
+        return Tensor(self.array < _array(other))
+
+
+def _array(value: Tensor | float) -> np.ndarray | float:
+    return value.array if isinstance(value, Tensor) else value
+
+
+def where(condition: Tensor | bool, a: Any, b: Any) -> Any:
+    if not isinstance(condition, Tensor):
+        return a if condition else b
+    return Tensor(np.where(condition.array, _array(a), _array(b)))
 
 
 class Descriptor:
@@ -209,10 +234,12 @@ class Pointers:
         clocks = machine().published
         self.published = clocks.setdefault(id(array), np.full(array.shape, -1.0))
 
-    def get(self) -> Tensor:
-        known = self.published[self.offsets] <= now().acquired_at
+    def get(self, mask: Tensor | None = None, other: float = 0) -> Tensor:
+        inside = np.full(self.offsets.shape, True) if mask is None else mask.array
+        offsets = np.where(inside, self.offsets, 0)
+        known = self.published[offsets] <= now().acquired_at
         assert known.all(), "what others have written is read before it is known to be there"
-        return Tensor(self.array[self.offsets])
+        return Tensor(np.where(inside, self.array[offsets], other))
 
     def set(self, value: Tensor) -> None:
         value.must_be_complete()

@@ -26,6 +26,7 @@ wrap around.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from gluon_memory import (
     Pointer,
     Tensor,
     TensorMemory,
+    where,
 )
 from gluon_ptx import inline_asm
 
@@ -136,10 +138,13 @@ def _fakes() -> dict[str, types.ModuleType]:
         convert_layout=lambda tensor, layout: tensor,
         atomic_add=instructions.atomic_add,
         atomic_xchg=instructions.atomic_xchg,
-        load=lambda pointer: pointer.get(),
+        load=lambda pointer, **masked: pointer.get(**masked),
         store=lambda pointer, value: pointer.set(value),
         arange=lambda start, end, layout: Tensor(np.arange(start, end)),
-        where=lambda condition, a, b: a if condition else b,
+        where=where,
+        exp=lambda tensor: Tensor(np.exp(tensor.array)),
+        erf=lambda tensor: Tensor(np.vectorize(math.erf)(tensor.array)),
+        abs=abs,
         cast=lambda value, dtype: value,
         inline_asm_elementwise=instructions.assembly,
     )

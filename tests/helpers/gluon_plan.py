@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
 
 
@@ -16,10 +17,12 @@ def multiply(
     programs: int = 132,
     *,
     tensor_memory: bool = False,
+    epilogue: Epilogue = Epilogue(),  # noqa: B008  a frozen one
 ) -> bool:
-    """Write a @ b to `out` by the Gluon body; return False, with nothing done, if it is not to."""
-    found = launching.plan_launch(a, b, out, variant, scheduler, programs, tensor_memory=tensor_memory)
+    """Write the result to `out` by the Gluon body; return False, with nothing done, if it is not to."""
+    choices, kind = (variant, scheduler, programs), epilogue.kind()
+    found = launching.plan_launch(a, b, out, *choices, tensor_memory=tensor_memory, epilogue=kind)
     if found is None:
         return False
-    launching.execute(found, a, b, out)
+    launching.execute(found, a, b, out, epilogue.bias)
     return True

@@ -8,8 +8,10 @@ from typing import Any
 import gluon_model
 import numpy as np
 import pytest
+import torch
 from gluon_model import Deadlock, Descriptor, Pointer
 
+from dist_autotune.kernels.epilogues import ACTIVATIONS, NO_ACTIVATION
 from dist_autotune.kernels.gemm.configs import box_of
 
 BODY = gluon_model.load_kernel_module("gemm.body")
@@ -32,19 +34,23 @@ def multiply(
     stream_k: int = 0,
     joined: bool = False,
     swap_ab: bool = False,
+    bias_along: str | None = None,
+    activation: str = NO_ACTIVATION,
     loaded: tuple[int, int, int] | None = None,
     warps: int = 4,
     seed: int = 0,
 ) -> None:
-    """Check one launch: that it ends, writes a @ b everywhere, and puts the counter back.
+    """Check one launch: that it ends, writes activation(a @ b + bias) everywhere, and puts the counter back.
 
-    loaded: how many rows of A, of B and of B's further columns come of a block, if not all.
+    bias_along: "column", or "row" as for a product that is computed transposed; None: there is none. loaded:
+    how many rows of A, of B and of B's further columns come of a block, if not all.
     """
     (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
     numbers = np.random.default_rng(seed)
     a = numbers.integers(-3, 4, (m, k)).astype(float)
     b = numbers.integers(-3, 4, (k, n)).astype(float)
     sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
+    bias = numbers.integers(-3, 4, m if bias_along == "row" else n).astype(float)
     c, counter = np.full((m, n), np.nan), np.zeros(2 + programs, dtype=int)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
@@ -87,6 +93,8 @@ def multiply(
         m,
         n,
         Pointer(parts),
+        Pointer(bias) if bias_along == "row" else None,
+        Pointer(bias) if bias_along == "column" else None,
         seed=seed,
         haste=(None, 0.05, 0.9)[seed % 3],
         warps=warps,
@@ -96,6 +104,7 @@ def multiply(
         SCHEDULE=schedule,
         OUT="fp16",
         DTYPE="fp16",
+        ACTIVATION=activation,
         VARIANT=variant,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -109,7 +118,14 @@ def multiply(
         JOINED=joined,
         SWAP_AB=swap_ab,
     )
-    np.testing.assert_array_equal(c, a @ b if k else np.full((m, n), np.nan))
+    expected = a @ b
+    if bias_along is not None:
+        expected += bias[:, None] if bias_along == "row" else bias
+    if activation != NO_ACTIVATION:
+        expected = ACTIVATIONS[activation](torch.from_numpy(expected)).numpy()
+    tolerance = 0 if activation in (NO_ACTIVATION, "relu") else 1e-9
+    expected = expected if k else np.full((m, n), np.nan)
+    np.testing.assert_allclose(c, expected, rtol=tolerance, atol=tolerance)
     writes = c_desc.writes
     most = 2 if (block_n + extra_n) % store_n else 1  # the last piece of a tile is moved back
     if not (stream_k or (sides[0] % block_m == sides[1] % (block_n + extra_n) == 0)):

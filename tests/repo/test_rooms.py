@@ -40,7 +40,9 @@ BENCHMARKS = ROOT / "benchmarks"
 KERNEL_LEVELS = (("tp",), ("ag_gemm", "gemm_rs", "moe", "elementwise_add"), ("gemm", "exchange"), ("symm",))
 KERNEL_LEVEL = {room: number for number, rooms in enumerate(KERNEL_LEVELS) for room in rooms}
 KERNEL_ENTRANCES = {"ag_moe", "moe_rs", "persistent_gemm"}  # import paths of operations that share a room
-KERNELS_BESIDE = {"compat", "configs", "launch", "matrices", "rings", "signals", "tensors", "tiles"}
+KERNELS_BESIDE = {
+    *("compat", "configs", "epilogues", "launch", "matrices", "rings", "signals", "tensors", "tiles"),
+}
 
 
 def imported(source: str, room: str, package: str = "dist_autotune") -> Iterator[str]:

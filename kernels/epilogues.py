@@ -1,0 +1,133 @@
+"""What becomes of a product's float32 sums before they are rounded and stored: activation(sums + bias).
+
+`Epilogue` is what a call asks for; in a kernel `apply_epilogue` does it with each piece of a tile, in
+registers. Without an epilogue it compiles to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .tensors import key_of
+
+BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+
+# As torch computes them; `activate` is the same in a kernel.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.nn.functional.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+NO_ACTIVATION = "none"  # as a kernel is told
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """What a call does to the sums of its product, [M, N]: adds bias [N], then applies the activation."""
+
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.bias is not None or self.activation is not None
+
+    def check(self, columns: int, device: torch.device) -> None:
+        """Raise TypeError or ValueError unless products of so many columns on that device can end so."""
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"there is no activation {self.activation!r}; there are {known}, and None")
+        bias = self.bias
+        if bias is None:
+            return
+        if not isinstance(bias, torch.Tensor):
+            raise TypeError(f"bias is a {type(bias).__name__}; it must be a tensor or None")
+        if bias.dtype not in BIAS_DTYPES:
+            raise TypeError(f"bias is {bias.dtype}; it must be one of {', '.join(map(str, BIAS_DTYPES))}")
+        if tuple(bias.shape) != (columns,):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; it must be ({columns},), an element for each column "
+                "of the product"
+            )
+        if bias.device != device:
+            raise ValueError(f"bias is on {bias.device}, the product is on {device}; move one of them")
+        if columns > 1 and bias.stride(0) != 1:
+            raise ValueError(f"bias has stride {bias.stride(0)}, not 1; call .contiguous()")
+
+    def key(self) -> Hashable:
+        """Return all that a call with this epilogue depends on but the elements of the bias."""
+        return key_of(self.bias), self.activation
+
+    def kind(self) -> EpilogueKind:
+        """Return what the code and its tuning depend on."""
+        return EpilogueKind(None if self.bias is None else self.bias.dtype, self.activation or NO_ACTIVATION)
+
+    def of(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return what becomes of the sums, computed by torch in their type."""
+        if self.bias is not None:
+            sums = sums + self.bias.to(sums.dtype)
+        return sums if self.activation is None else ACTIVATIONS[self.activation](sums)
+
+
+class EpilogueKind(NamedTuple):
+    """What epilogues with the same code have in common. Made in each call: no dataclass."""
+
+    bias_dtype: torch.dtype | None = None
+    activation: str = NO_ACTIVATION
+
+
+NO_EPILOGUE = EpilogueKind()
+
+
+# ---- in a kernel, of plain Triton or Gluon
+
+
+@triton.jit
+def apply_epilogue(
+    sums,
+    rows,  # of C, a vector; it may reach beyond C, and so may `columns`
+    columns,
+    row_bias_ptr,  # [M], for a product that is computed transposed; or None
+    column_bias_ptr,  # [N], or None
+    M,
+    N,
+    ACTIVATION: tl.constexpr,
+):
+    """Return what becomes of float32 sums at these rows and columns of C [M, N]."""
+    if row_bias_ptr is not None:
+        bias = tl.load(row_bias_ptr + rows, mask=rows < M, other=0.0)
+        sums += bias.to(tl.float32)[:, None]
+    if column_bias_ptr is not None:
+        bias = tl.load(column_bias_ptr + columns, mask=columns < N, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    return activate(sums, ACTIVATION)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Return the activation of float32 numbers; NaN stays NaN."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":  # as (1 + tanh(y)) / 2 = sigmoid(2 y)
+        x = x * _sigmoid(TWO_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "silu":
+        x = x * _sigmoid(x)
+    return x
+
+
+@triton.jit
+def _sigmoid(x):
+    """Return 1 / (1 + exp(-x)), without an exp that overflows: the interpreter would warn of it."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)

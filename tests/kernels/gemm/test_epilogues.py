@@ -1,0 +1,229 @@
+"""`persistent_matmul` with a bias and an activation: the plain body; the Gluon body, in the model."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from gluon_products import change, fails, multiply
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels.epilogues import ACTIVATIONS, BIAS_DTYPES, Epilogue
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
+from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
+from dist_autotune.kernels.gemm.pruning import fits
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
+
+ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+ENDINGS = [*itertools.product((None, *BIAS_DTYPES), (None, *ACTIVATIONS))][1:]
+
+
+@pytest.fixture(autouse=True)
+def one_plain_candidate(monkeypatch):
+    """Without tuning: each test chooses what it runs."""
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES[:1])
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) -> torch.Tensor:
+    """Compare one call with float64, in which the epilogue is computed by torch.
+
+    The result is rounded once, by eps of its type (the interpreter truncates bfloat16); sums of K products
+    are off by about sqrt(K) float32 eps of their sizes, and no activation has a slope above 1.13. 4 eps of
+    float32 are what exp, erf and a division cost.
+    """
+    result = persistent_matmul(a, b, bias=epilogue.bias, activation=epilogue.activation, **options)
+    sums = a.double() @ b.double()
+    wanted = epilogue.of(sums)
+    eps = torch.finfo(torch.float32).eps
+    largest = (a.double().abs() @ b.double().abs()).amax() + 3
+    tolerance = torch.finfo(result.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest
+    assert ((result.double() - wanted).abs() <= tolerance).all()
+    return result
+
+
+# ---- through the public function
+
+
+@pytest.mark.parametrize(("bias_dtype", "activation"), ENDINGS, ids=str)
+def test_every_bias_and_activation_ends_as_torch_has_it(bias_dtype, activation):
+    bias = None if bias_dtype is None else normal(45, dtype=bias_dtype)
+    for dtype, out_dtype in itertools.product((torch.float16, torch.bfloat16), OUT_DTYPES):
+        a, b = normal(37, 29, dtype=dtype), normal(29, 45, dtype=dtype)
+        check(a, b, Epilogue(bias, activation), out_dtype=out_dtype)
+
+
+def test_a_result_by_columns_and_any_strides():
+    bias = normal(45)
+    a, b = normal(70, 66)[::2, ::3], normal(44, 90)[::2, 1::2]
+    for out in (normal(45, 35).T, normal(70, 135)[::2, ::3]):
+        check(a, b, Epilogue(bias, "gelu"), out=out)
+
+
+def test_the_sums_are_rounded_once_behind_the_epilogue():
+    a, bias = torch.full((32, 1), 256.0, device=DEVICE).half(), torch.full((32,), -65535.0, device=DEVICE)
+    assert (persistent_matmul(a, a.T, bias=bias) == 1).all()  # 65536 alone is no float16
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_huge_sums_are_what_torch_makes_of_them(activation):
+    values = torch.tensor([[math.nan, 1e30, -1e30, 100.0, -100.0, -0.0]], device=DEVICE)
+    one, row = torch.ones(1, 1, device=DEVICE).half(), torch.zeros(1, 6, device=DEVICE).half()
+    result = persistent_matmul(one, row, bias=values[0], activation=activation, out_dtype=torch.float32)
+    torch.testing.assert_close(result, ACTIVATIONS[activation](values), equal_nan=True)
+
+
+def test_an_empty_inner_dimension_leaves_the_bias():
+    bias = normal(3)
+    out = torch.full((5, 3), math.nan, dtype=torch.float16, device=DEVICE)
+    persistent_matmul(normal(5, 0), normal(0, 3), out, bias=bias, activation="relu")
+    assert torch.equal(out, bias.relu().expand(5, 3))
+
+
+def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    a, b = normal(33, 65), normal(65, 48)
+    endings = [Epilogue(), Epilogue(normal(48)), Epilogue(normal(48).float()), Epilogue(activation="silu")]
+
+    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
+    def call():
+        for epilogue in endings:
+            check(a, b, epilogue)
+
+    call()
+    assert len({context.key for context in call.report.contexts}) == len(endings)
+
+
+def zeros(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16, device=DEVICE, **options)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "activation": (
+        {"activation": "swish"},
+        ValueError,
+        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', and None",
+    ),
+    "shape": ({"bias": zeros(4)}, ValueError, r"bias has shape \(4,\); it must be \(5,\)"),
+    "a row": ({"bias": zeros(1, 5)}, ValueError, r"bias has shape \(1, 5\)"),
+    "type": (
+        {"bias": zeros(5).double()},
+        TypeError,
+        "bias is torch.float64; it must be one of torch.float16",
+    ),
+    "stride": ({"bias": zeros(10)[::2]}, ValueError, "bias has stride 2, not 1; call .contiguous()"),
+    "device": ({"bias": zeros(5).to("meta")}, ValueError, "bias is on meta, the product is on"),
+    "a list": ({"bias": [0.0] * 5}, TypeError, "bias is a list"),
+    "gradient": ({"bias": zeros(5, requires_grad=True)}, RuntimeError, "no backward, .* required by bias"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_epilogue_is_told_with_its_values(name):
+    options, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        persistent_matmul(zeros(2, 3), zeros(3, 5), **options)
+
+
+# ---- the Gluon body, in the model
+
+MODELLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipelined": ("pipelined", {}),
+    "stealing": ("persistent_pipelined", {"blocks": (2, 8, 2), "store": (4, 0)}),
+    "two widths": ("cooperative", {"extra_n": 4}),
+    "pingpong": ("pingpong", {}),
+    "stream-K": ("cooperative", {"programs": 5, "stream_k": 1}),
+    "Blackwell": ("cooperative", {"tensor_memory": True}),
+}
+
+
+@pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+@pytest.mark.parametrize("kind", MODELLED)
+@settings(max_examples=6)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
+    bias_along=st.sampled_from(["row", "column"]),
+    activation=st.sampled_from(["none", *ACTIVATIONS]),
+    seed=st.integers(0, 10**6),
+)
+def test_every_variant_meets_the_bias_of_its_columns(kind, sizes, bias_along, activation, seed):
+    variant, options = MODELLED[kind]
+    multiply(variant, *sizes, bias_along=bias_along, activation=activation, seed=seed, **options)
+
+
+WIDE = {"blocks": (64, 64, 64), "extra_n": 8, "transposed": (False, True), "store": (32, 2), "joined": True}
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("swap_ab", [False, True], ids=["as it is", "swapped"])
+@pytest.mark.parametrize("bias_along", ["row", "column"])
+def test_tiles_of_any_width_meet_it_where_pieces_overlap(bias_along, swap_ab):
+    sizes = (150, 130, 100)
+    multiply("cooperative", *sizes, bias_along=bias_along, activation="relu", swap_ab=swap_ab, **WIDE)
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("bias_along", ["row", "column"])
+def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
+    epilogue = importlib.import_module("kernels_in_the_model.gemm.epilogue")
+    apply = epilogue.Pointwise.apply
+    change(monkeypatch, "epilogue", "Pointwise.apply", lambda self, sums, *place: apply(self, sums, 0, 0, 0))
+    assert "not equal" in fails(variant="cooperative", bias_along=bias_along).lower()
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
+def test_every_candidate_ends_with_its_epilogue_on_a_gpu(out_dtype, by_columns, monkeypatch):
+    major = torch.cuda.get_device_capability()[0]
+    a, b, bias = normal(1000, 520), normal(520, 1304), normal(1304)
+    for config in GLUON_CANDIDATES:
+        if not fits(config, out_dtype.itemsize, 232448, tensor_memory=major == 10):
+            continue
+        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
+        shape = (1304, 1000) if by_columns else (1000, 1304)
+        out = torch.full(shape, math.nan, dtype=out_dtype, device=DEVICE)
+        for _ in range(2):  # asked of the tuner, then the short way
+            check(a, b, Epilogue(bias, "gelu"), out=out.T if by_columns else out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bias_dtype", "activation"), ENDINGS, ids=str)
+@pytest.mark.parametrize("sizes", [(1000, 1304, 520), (999, 333, 501)], ids=["TMA", "copies or plain"])
+def test_every_epilogue_on_a_gpu(bias_dtype, activation, sizes, monkeypatch):
+    monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
+    m, n, k = sizes
+    bias = None if bias_dtype is None else normal(n, dtype=bias_dtype)
+    check(normal(m, k), normal(k, n), Epilogue(bias, activation))
+
+
+@pytest.mark.gpu
+def test_a_captured_call_reads_its_bias_in_each_replay(monkeypatch):
+    monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
+    a, b, bias = normal(512, 256), normal(256, 512), normal(512)
+    out = persistent_matmul(a, b, bias=bias, activation="silu")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        persistent_matmul(a, b, out, bias=bias, activation="silu")
+    bias.normal_()
+    graph.replay()
+    torch.testing.assert_close(out, torch.nn.functional.silu(a.float() @ b.float() + bias).half())
