@@ -1,13 +1,11 @@
-"""That a call is made by a collective on all ranks or on none, right either way, and that every wait ends.
+"""That a call is made by a collective on all ranks or on none, right either way.
 
 Under pytest the ranks are CPU processes, whose collectives are gloo's; tests marked `gpu` repeat on GPUs.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 
 import ag_gemm_runs
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ag_gemm_graphs import Captured, errors_of, graph_of
 from ag_gemm_runs import call_pushed, gathered_by_torch, tensors
+from collective_runs import HALF, PATIENCE_S, begin, launches_of, note_agreements, prefer
 from gemm_rs_runs import graph_call
 from gpu_cases import kept_from_replays_among_eager_calls
 from operation_runs import (
@@ -25,8 +24,6 @@ from operation_runs import (
     assert_right,
     device,
     left_as_before,
-    message_of,
-    results,
     run_cases,
     values,
 )
@@ -34,95 +31,11 @@ from operation_runs import (
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.exchange import collective
-from dist_autotune.kernels.exchange.ballots import NUMBERS, RING, Ballots
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from dist_autotune.launch.tunable import CHOICES
-from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
-HALF = torch.float16
-PATIENCE_S = 60.0  # less than a test has
-SHORT_S = 1.5
-
-
-def begin(rank, candidate=None):
-    ag_gemm_runs.begin(rank, candidate)
-    gemm_rs_runs.begin(rank, candidate)
-
-
-def launches_of(op):
-    """Return a list that grows with each launch of the operation's own kernel."""
-    launch, launched = op._launch, []
-
-    def counted(*args, **kwargs):
-        launched.append(1)
-        launch(*args, **kwargs)
-
-    op._launch = counted
-    return launched
-
-
-def prefer(op, choose):
-    """Have this rank want a collective where `choose()` says so, whatever its peers want."""
-    op._collective.wants = lambda rows, key: choose()
-
-
-def note_agreements(op, made):
-    """Append what the ranks agree on in each call."""
-    agree = op._collective.agree
-
-    def noted(*args, **given):
-        made.append(agree(*args, **given))
-        return made[-1]
-
-    op._collective.agree = noted
-
-
-# ---- ballots
-
-
-def in_step(rank, first, calls):
-    """Ask at random, for rows that may differ, and late at random; return the calls decided wrongly."""
-    box, order, late = Ballots("test", None, PATIENCE_S), random.Random(first), random.Random(rank)
-    box._call, box._rings[rank][first % RING] = first, first << 32
-    dist.barrier()
-    wrong = []
-    for call in range(calls):
-        asked = [order.choice((0, 8, 8, 8)) for _ in range(dist.get_world_size())]
-        if order.random() < 0.7:
-            asked = [8 * (asked[0] > 0)] * len(asked)
-        if late.random() < 0.01:
-            time.sleep(late.random() / 100)
-        if box.agree(asked[rank]) != (set(asked) == {8}):
-            wrong.append(call)
-    return wrong
-
-
-@pytest.mark.parametrize(("world", "first"), [(2, 0), (3, NUMBERS - RING)])
-def test_all_ranks_decide_alike_around_the_ring_and_where_numbers_begin_anew(world, first):
-    assert values(in_step, world, first, 3 * RING) == [[]] * world
-
-
-def far_ahead(rank):
-    """Let rank 0, which asks for nothing, run as far ahead as it can while rank 1 stands still."""
-    box = Ballots("test", None, SHORT_S)
-    if rank == 1:
-        meet()
-        return [box.agree(8) for _ in range(3)]
-    message = message_of(lambda: [box.agree(0) for _ in range(10 * RING)])
-    meet()
-    return box._call, message
-
-
-def test_a_rank_that_asks_for_nothing_is_less_than_a_ring_ahead():
-    (calls, message), decided = values(far_ahead, 2)
-    assert calls == RING
-    text = (
-        f"PeerTimeout: test, rank 0: rank 1 did not come to eager call {RING // 2} within 1.5 s; its last is"
-    )
-    assert message.startswith(text)
-    assert decided == [False] * 3
 
 
 # ---- every call by the collective
@@ -365,116 +278,6 @@ def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
         assert made.wants(collective.MOST_ROWS, ("k",))
         assert not made.wants(collective.MOST_ROWS + 1, ("k",))
     assert asked == [(collective.MOST_ROWS, 1, "k")]
-
-
-# ---- what goes wrong
-
-
-def opened_differently(rank):
-    return [
-        message_of(lambda: AllGatherGemm(8, 16, HALF, collective=(True, None)[rank])),
-        message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=(False, None)[rank])),
-    ]
-
-
-def test_ranks_that_fix_it_differently_are_told_so_when_they_open():
-    for first, second in values(opened_differently, 2):
-        text = "ValueError: the ranks pass different values of collective: rank 0: {!r}; rank 1: 'None'."
-        assert first.startswith(text.format("True"))
-        assert second.startswith(text.format("False"))
-
-
-def without_nccl(rank, backends):
-    dist.get_backend_config = lambda group: backends
-    message = message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S))
-    with GemmReduceScatter(8, 16, HALF, timeout_s=PATIENCE_S) as op:
-        return message, op._collective.wants(8, ()), gemm_rs_runs.call_and_compare(op, 8, 16)
-
-
-def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed():
-    for message, wants, error in values(without_nccl, 2, "cuda:nccl,xcpu:gloo"):
-        assert message == (
-            "ValueError: collective=True needs a backend on cpu; the group has cuda:nccl,xcpu:gloo"
-        )
-        assert not wants
-        assert error < 1
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"collective": "auto"}, "collective is 'auto'; it is True, False, or None, which tunes it"),
-        ({"collective": True, "consumer": "plain"}, "consumer is 'plain', but collective=True leaves the"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(given, text):
-    with pytest.raises(ValueError, match=text):
-        AllGatherGemm(8, 16, HALF, backend="shm", **given)
-
-
-def different_rows(rank):
-    gather = AllGatherGemm(8, 16, HALF, collective=True)
-    scatter = GemmReduceScatter(8, 16, HALF, collective=True)
-    return (
-        message_of(lambda: gather(*tensors(4 if rank == 0 else 7, 16, 16, HALF))),
-        message_of(lambda: scatter(*gemm_rs_runs.operands(4 if rank == 0 else 8, 16, 16, HALF))),
-    )
-
-
-def test_different_rows_raise_on_every_rank():
-    for rank, (gather, scatter) in enumerate(values(different_rows, 2)):
-        peer = 1 - rank
-        rows, parts = (4, 7)[peer], (2, 4)[peer]
-        assert gather.startswith(
-            f"ValueError: AllGatherGemm, rank {rank}: in call 1 rank {peer} passed {rows}"
-        )
-        assert scatter.startswith(f"ValueError: GemmReduceScatter, rank {rank}: rank {peer} has {parts} rows")
-
-
-def peer_that_does_not_come(rank, how):
-    """Leave rank 0 alone in the second call: rank 1 makes none, dies, or fails behind its ballot."""
-    gather = AllGatherGemm(8, 16, HALF, collective=True, timeout_s=SHORT_S)
-    scatter = GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=SHORT_S)
-    errors = [ag_gemm_runs.call_and_compare(gather, 8, 16), gemm_rs_runs.call_and_compare(scatter, 8, 16)]
-    assert max(errors) < 1
-    meet()
-    operands = tensors(8, 16, 16, HALF)
-    calls = [lambda: gather(*operands), lambda: scatter(*operands)]
-    if rank == 1:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "fails behind its ballot":
-            for op in (gather, scatter):
-                op._collective._make = None
-            messages = [message_of(call) for call in calls]
-            meet()
-            return messages
-        meet()
-        return []
-    found = [(message_of(call), message_of(call)) for call in calls]
-    if how != "dies":
-        meet()
-    return found
-
-
-@pytest.mark.parametrize("how", ["makes none", "dies", "fails behind its ballot"])
-def test_a_peer_that_does_not_come_is_named_and_the_wait_ends(how):
-    waiting, other = results(peer_that_does_not_come, 2, how)
-    if how == "dies":
-        assert_killed(other)
-        other = waiting
-    (gather, scatter), _ = assert_all_ok([waiting, other])
-    for (first, again), name in ((gather, "AllGatherGemm"), (scatter, "GemmReduceScatter")):
-        if how == "fails behind its ballot":
-            text = f"PeerTimeout: {name}: all ranks agreed on a collective, and one did not take part"
-        else:
-            text = (
-                f"PeerTimeout: {name}, rank 0: rank 1 did not come to eager call 2 within 1.5 s; its last is"
-            )
-        assert first.startswith(text)
-        assert again.startswith(f"RuntimeError: {name}, rank 0: ")
-        assert "was not carried out: PeerTimeout" in again
 
 
 # ---- on GPUs
