@@ -1,6 +1,6 @@
 """Draws the record of a benchmark (its --json file): a group of bars for each shape, the bound across them.
 
-python -m benchmarks.plot RECORD.json PICTURE.svg
+    python -m benchmarks.plot RECORD.json PICTURE.svg
 
 Bars are times over the time of the product alone, so that shapes of different size stand side by side.
 Needs matplotlib (the extra `plots`).
@@ -8,12 +8,13 @@ Needs matplotlib (the extra `plots`).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.options import new_parser
 
 PIECES = 4  # of a chunk, for the bound: finer parts than copy engines are worth starting for
 INCHES_PER_CASE, INCHES_HIGH = 1.9, 4.2
@@ -120,11 +121,9 @@ def _times_ms(case: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("record", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser = new_parser(__doc__)
+    parser.add_argument("record", type=Path, help="a --json file")
+    parser.add_argument("picture", type=Path, help="its type is its ending")
     options = parser.parse_args()
     draw(json.loads(options.record.read_text()), options.picture)
 

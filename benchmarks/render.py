@@ -1,14 +1,13 @@
 """Turns the record of a benchmark (its --json file) into tables: one for the terminal, a page in Markdown.
 
-python -m benchmarks.render RECORD.json                              # print the page
-python -m benchmarks.render RECORD.json --directory docs/benchmarks  # write it there, the record beside it
+    python -m benchmarks.render RECORD.json                              # print the page
+    python -m benchmarks.render RECORD.json --directory docs/benchmarks  # write it and the record there
 
 A page has a picture too where plot.py has one of the operation; that needs matplotlib.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot
+from benchmarks.common.options import new_parser
 from dist_autotune.formatting import align
 
 Row = tuple[str, ...]
@@ -35,7 +35,7 @@ def summary(record: dict[str, Any]) -> str:
         lines.append(without_multicast(record))
     turned = list(zip(columns, *rows, strict=True))  # cases side by side: arms are too many for one line
     lines += align(turned[0], turned[1:], right=set(turned[0][1:]))
-    return "\n".join([*lines, *_reasons(record)])
+    return "\n".join([*lines, *_reasons(record), *_means(record)])
 
 
 def page(record: dict[str, Any], picture: str = "") -> str:
@@ -66,7 +66,7 @@ def page(record: dict[str, Any], picture: str = "") -> str:
         "Protocol and traps: `benchmarks/common/arms.py`.",
         _markdown(*_summary(record)),
         f"![{record['title']}: times over that of the product alone]({picture})" if picture else "",
-        "\n".join(f"* {reason}" for reason in _reasons(record)),
+        "\n".join(f"* {reason}" for reason in (*_reasons(record), *_means(record))),
         "## Each arm",
         _markdown(*_details(record)),
         "host: what the call takes on the host. Error: of the result against float32, relative norm.",
@@ -164,6 +164,15 @@ def _reasons(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _means(record: dict[str, Any]) -> list[str]:
+    """Return a line for each ratio that several cases have."""
+    return [
+        f"{name}: {found['mean']:.3f} in the geometric mean of {found['cases']}, least {found['least']:.3f}"
+        for name, found in record.get("geometric_means", {}).items()
+        if found["cases"] > 1
+    ]
+
+
 def _arm_names(record: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(arm["name"] for case in record["cases"] for arm in case["arms"]))
 
@@ -184,11 +193,9 @@ def _markdown(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("record", type=Path)
-    parser.add_argument("--directory", type=Path)
+    parser = new_parser(__doc__)
+    parser.add_argument("record", type=Path, help="a --json file")
+    parser.add_argument("--directory", type=Path, help="for page, record and picture")
     options = parser.parse_args()
     text = options.record.read_text()
     record = json.loads(text)

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 import triton
 
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
+COLLECTIVES = "NCCL" if ON_GPU else "gloo"
 COLLECTIVE_LIMIT_S = 120
 
 
@@ -34,7 +35,6 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
-        self.collectives = "NCCL" if ON_GPU else "gloo"
         torch.manual_seed(
             1000 + self.rank
         )  # torch's own start is equal on all ranks, and hides mixed-up shards

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from benchmarks.common.arms import QUANTILES, Plan
+from benchmarks.common.options import NOT_MEASURED, add_record_options
 from benchmarks.common.processes import ROOT
 from benchmarks.common.ranks import ON_GPU, Ranks
+from benchmarks.render import summary
 from dist_autotune.doctor.examination import versions
 from dist_autotune.settings import variables
 from dist_autotune.storage.device import Device
 
 SCHEMA_VERSION = 1
-NOT_MEASURED = ("--json", "--commit")  # options, each with a value, that a record's command leaves out
 INTERPRETER_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
 
 
@@ -31,12 +32,6 @@ def add_run_options(parser: argparse.ArgumentParser, *, warm_ups: int) -> None:
     parser.add_argument("--warm-ups", type=int, default=launches, help="launches of all arms")
     parser.add_argument("--iterations", type=int, default=calls, help="timed calls of each arm")
     add_record_options(parser)
-
-
-def add_record_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the record that a run leaves."""
-    parser.add_argument("--json", type=Path, help="the record; `benchmarks.render` makes its page")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
 
 
 def describe_run(ranks: Ranks, *, op: str, title: str, commit: str | None, plan: Plan) -> dict[str, Any]:
@@ -77,6 +72,16 @@ def clocks_seen(ranks: Ranks) -> dict[str, str]:
     query = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     said = _output(query)
     return dict(zip(fields, map(str.strip, said.split(",")), strict=False)) if said else {}
+
+
+def leave_record(
+    record: dict[str, Any], options: argparse.Namespace, ranks: Ranks, *, shows: bool = True
+) -> None:
+    """Write the record where the options say so, and show its table; on rank 0."""
+    if options.json is not None and ranks.rank == 0:
+        write_json(options.json, record)
+    if shows:
+        ranks.say(f"\n{summary(record)}")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

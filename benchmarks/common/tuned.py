@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from benchmarks.common.ranks import ON_GPU, Unsupported
 from dist_autotune import TunedContext, TuningReport, contextual_autotune
+
+Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
 
 
 class Tuned:
@@ -33,13 +35,17 @@ class Tuned:
         return lambda: self.call(*args)
 
     def graph(self, *args: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Capture one call, if the driver lets us; return the replay.
+        """Return the replay of a settled call: the candidate that eager calls run, its binary loaded."""
+        return in_graph(lambda: self.eager(*args))()
 
-        The capture is of a settled call: the candidate that the eager calls run, its binary loaded.
-        """
-        if ON_GPU:
-            self.eager(*args)  # nothing is compiled or loaded during the capture
-        return capture(lambda: self.call(*args))
+    def then(self, call: Callable[[], torch.Tensor]) -> Prepare:
+        """Return what prepares another call of the same kernels, once this one has settled them."""
+
+        def prepare() -> Callable[[], torch.Tensor]:
+            self.eager()
+            return call
+
+        return prepare
 
     def record(self) -> dict[str, Any]:
         """Return what the record of a case says of the tuning."""
@@ -50,10 +56,26 @@ class Tuned:
         )
 
 
+def in_graph(prepare: Prepare) -> Prepare:
+    """Return what prepares the same call as a CUDA graph of it, if the driver lets us capture it."""
+
+    def prepared() -> Callable[[], torch.Tensor]:
+        if not ON_GPU:
+            raise Unsupported("CUDA graphs need a GPU")
+        call = prepare()
+        call()  # what is set up at a first call is no part of the graph
+        return capture(call)
+
+    return prepared
+
+
+def in_both_ways(name: str, prepare: Prepare) -> list[tuple[str, Prepare]]:
+    """Return name and preparation of an arm, eager and as a CUDA graph."""
+    return [(name, prepare), (f"{name}, graph", in_graph(prepare))]
+
+
 def capture(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Capture a call that has been made before, if the driver lets us; return the replay."""
-    if not ON_GPU:
-        raise Unsupported("CUDA graphs need a GPU")
+    """Capture a call that has been made before; return the replay. Raises Unsupported if it is refused."""
     graph, refusal, result = torch.cuda.CUDAGraph(), None, None
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

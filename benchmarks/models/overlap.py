@@ -22,9 +22,7 @@ Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU rank
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +31,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.examples import load_example
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
-from benchmarks.common.records import ROOT, add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
-from benchmarks.render import summary
 
 LIMIT_S = 600.0  # for everything about one case, tuning and compiling included
 PICKS = ("alone", "kernel", "run")  # the kernel's three tunings of the example, in its order
@@ -58,42 +58,34 @@ PUBLISHED = (Case(8192, 3584, 8192, 256), Case(8192, 8192, 4096, 512), Case(4096
 DEFAULT = PUBLISHED[0] if ON_GPU else Case(48, 40, 32, 0.25)
 
 
-def load_example() -> Any:
-    """Return the module of the example, whose step this measures."""
-    spec = importlib.util.spec_from_file_location("overlap_example", ROOT / "examples" / "overlap.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
-    """Return the arms: each pick in the step and without it, cuBLAS in the step, the all-reduce."""
+def product(step: Any, name: str, call: Callable[[], object]) -> Arm:
+    """Return the arm of a call that leaves the product in the step's `c`."""
     m, n, k = *step.c.shape, step.a.shape[1]
     explained = torch.finfo(step.c.dtype).eps + k**0.5 * torch.finfo(torch.float32).eps
-    reduced = step.bucket.numel() * step.bucket.element_size()
 
     def error(result: torch.Tensor) -> float:
         expected = step.a.float() @ step.b.float().T
         return float((result.float() - expected).norm() / expected.norm())
 
-    def product(name: str, call: Callable[[], object]) -> Arm:
-        def run() -> torch.Tensor:
-            call()
-            return step.c
+    def run() -> torch.Tensor:
+        call()
+        return step.c
 
-        return Arm(
-            name=name,
-            prepare=lambda: run,
-            error=error,
-            limit=explained,
-            work=2e-9 * m * n * k,
-            rate="TFLOP/s",
-            poison=lambda: step.c.fill_(math.nan),
-        )
+    return Arm(
+        name=name,
+        prepare=lambda: run,
+        error=error,
+        limit=explained,
+        work=2e-9 * m * n * k,
+        rate="TFLOP/s",
+        poison=lambda: step.c.fill_(math.nan),
+    )
 
-    def reduction() -> torch.Tensor:
+
+def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
+    """Return the arms: each pick in the step and without it, cuBLAS in the step, the all-reduce."""
+
+    def all_reduce() -> torch.Tensor:
         dist.all_reduce(step.bucket, op=dist.ReduceOp.MAX)
         return step.bucket
 
@@ -104,21 +96,21 @@ def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
 
     return [
         *(
-            product(f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
+            product(step, f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
             for name, pick in picks.items()
         ),
         *(
-            product(f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
+            product(step, f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
             for name, pick in picks.items()
             if name != "collective"  # the GEMM is that of "alone"
         ),
-        product("cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
+        product(step, "cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
         Arm(
             name="all-reduce",
-            prepare=lambda: reduction,
+            prepare=lambda: all_reduce,
             error=lambda result: float(result.isnan().any()),
             limit=0.0,
-            work=1e-6 * reduced,
+            work=1e-6 * step.bucket.numel() * step.bucket.element_size(),
             rate="GB/s",
         ),
     ]
@@ -141,19 +133,11 @@ def run_case(case: Case, example: Any, plan: Plan, ranks: Ranks) -> dict[str, An
         for context in report.contexts
     ]
     step.limits.close()
-    return {
-        "case": str(case),
-        **measured,
-        "tuned": tuned_record(list(reports.values()), texts),
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
+    return case_record(case, measured, ranks, tuned=tuned_record(list(reports.values()), texts))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     for name, text in (("m", "rows of the product"), ("n", "its columns"), ("k", "inner dimension")):
         parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
     parser.add_argument("--mib", type=float, default=DEFAULT.mib, help="of the all-reduce on each rank")
@@ -170,25 +154,23 @@ def main() -> None:
     options = parse()
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "A GEMM beside an all-reduce"
-        record = describe_run(ranks, op="overlap", title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "M x N x K, all-reduce"
-        record["ratios"] = [
-            {"name": "step: alone / run", "of": "alone, step", "to": "run, step"},
-            {"name": "step: kernel / run", "of": "kernel, step", "to": "run, step"},
-            {"name": "step: alone / collective", "of": "alone, step", "to": "collective, step"},
-            {"name": "step: alone / both", "of": "alone, step", "to": "both, step"},
-            {"name": "GEMM: run / alone", "of": "run, GEMM", "to": "alone, GEMM"},
-        ]
-        record["cases"] = []
-        example = load_example()
-        for case in options.cases:
-            record["cases"].append(run_case(case, example, plan, ranks))
-            if options.json is not None and ranks.rank == 0:
-                write_json(options.json, record)
-        ranks.say(summary(record))
-        return int(any("unavailable" in arm for case in record["cases"] for arm in case["arms"]))
+        benchmark = Benchmark(
+            op="overlap",
+            title="A GEMM beside an all-reduce",
+            case_title="M x N x K, all-reduce",
+            ratios=[
+                Ratio(name="step: alone / run", of="alone, step", to="run, step"),
+                Ratio(name="step: kernel / run", of="kernel, step", to="run, step"),
+                Ratio(name="step: alone / collective", of="alone, step", to="collective, step"),
+                Ratio(name="step: alone / both", of="alone, step", to="both, step"),
+                Ratio(name="GEMM: run / alone", of="run, GEMM", to="alone, GEMM"),
+            ],
+            limit_s=LIMIT_S,
+        )
+        example = load_example("overlap")
+        return benchmark.run(
+            options, ranks, options.cases, lambda case, plan: run_case(case, example, plan, ranks)
+        )
 
     run_on_ranks(body)
 

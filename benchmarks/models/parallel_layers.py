@@ -1,15 +1,15 @@
 """Pairs of tensor-parallel layers, forward and backward, against NCCL + cuBLAS and torch's asynchronous TP.
 
-    ./launch.sh -m benchmarks.models.parallel_layers [--shapes 8B 70B] [--tokens 4096 8192 16384]
-                                                     [--json FILE]
+    ./launch.sh -m benchmarks.models.parallel_layers [--shapes few|public|wide] [--forward] [--json FILE]
+    ./launch.sh -m benchmarks.models.parallel_layers --models 8B 70B --tokens 4096 8192 16384
 
 A pair is gate and up behind one gather, then down, or q, k and v, then the output; between them elementwise
-torch, in all arms the same. A call computes the result and all gradients.
+torch, in all arms the same. A call computes the result and all gradients, with --forward the result alone.
 
-    ours               the overlapped products, tuned in the call
-    ours, graph        the same, captured and replayed
-    NCCL + cuBLAS      a gather, products, a scatter
-    async TP           the same, compiled with `_micro_pipeline_tp`; GPUs only
+    ours               the overlapped products, tuned in the call; and as a CUDA graph
+    NCCL + cuBLAS      a gather, products, a scatter; and as a CUDA graph
+    NCCL + own GEMM    the same with `persistent_matmul`, tuned in the call; and as a CUDA graph
+    async TP           as NCCL + cuBLAS, compiled with `_micro_pipeline_tp`; GPUs only
 
 Checked: result and every gradient against float32. Protocol and traps: `common/arms.py`. Without GPUs a
 tiny pair runs on CPU ranks in Triton's interpreter.
@@ -17,7 +17,8 @@ tiny pair runs on CPU ranks in Triton's interpreter.
 
 from __future__ import annotations
 
-import argparse
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,25 +28,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
-from benchmarks.common.tuned import Tuned
-from benchmarks.models.training_step import gather_and_multiply, multiply_and_scatter
-from benchmarks.render import summary
+from benchmarks.common.records import add_run_options
+from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.models.sequences import (
+    OWN_GEMM,
+    PLAIN,
+    Product,
+    gather_and_multiply,
+    multiply_and_scatter,
+    own_product,
+    torch_product,
+)
 from dist_autotune.kernels import tp
 
 LIMIT_S = 300.0  # of a case, tuning and compiling included
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-LIMIT = 0.02 if ON_GPU else 1e-4  # of a relative error: three products, each rounded to DTYPE
-WIDTHS = {"8B": (4096, 14336, 1024), "70B": (8192, 28672, 1024)} if ON_GPU else {"tiny": (32, 64, 16)}
-TOKENS = (4096, 8192, 16384) if ON_GPU else (16,)
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+LIMIT = 0.02 if ON_GPU else 0.005  # of a relative error: three products, each rounded to DTYPE
+WIDTHS = {"8B": (4096, 14336, 1024), "70B": (8192, 28672, 1024), "405B": (16384, 53248, 1024)}
+if not ON_GPU:
+    WIDTHS = {"tiny": (32, 64, 16)}
+LAYERS = ("mlp", "attention")
+LISTS = {  # models, and tokens of all ranks
+    "few": (("8B",), (16, 32, 64, 128, 256, 512, 1024)),
+    "public": (("8B", "70B"), (4096, 8192, 16384)),
+    "wide": (("8B", "70B", "405B"), (16, 128, 1024, 4096, 16384)),
+}
+DEFAULT = LISTS["public"] if ON_GPU else (("tiny",), (16,))
 
 
 @dataclass(frozen=True)
 class Case:
     """Shapes of a public model: features, hidden features, features of k and of v; tokens of all ranks."""
 
-    layer: str  # "mlp" or "attention"
+    layer: str  # of LAYERS
     shape: str
     tokens: int
 
@@ -64,14 +82,17 @@ class Case:
 class Pair:
     """The tensors of a case, and a call that computes result and gradients with given products."""
 
-    def __init__(self, case: Case, ranks: Ranks) -> None:
+    def __init__(self, case: Case, ranks: Ranks, *, has_gradients: bool) -> None:
         self.case, self.ranks, self.group = case, ranks, dist.group.WORLD.group_name
+        self.has_gradients = has_gradients
         sizes = case.sizes(ranks.world_size)
         place = {"dtype": DTYPE, "device": ranks.device}
         self.x = torch.zeros(case.tokens // ranks.world_size, sizes[0][1], **place).requires_grad_()
         self.weights = [torch.zeros(size, **place).requires_grad_() for size in sizes]
         self.grad = torch.zeros(self.x.shape, **place)
-        self.flops = 6.0 * case.tokens * sum(weight.numel() for weight in self.weights)
+        self.flops = (
+            (6.0 if has_gradients else 2.0) * case.tokens * sum(weight.numel() for weight in self.weights)
+        )
 
     def refresh(self) -> None:
         with torch.no_grad():
@@ -93,45 +114,59 @@ class Pair:
         return scatter(hidden, weights[-1])
 
     def call(self, forward: Callable[..., Tensor]) -> list[Tensor]:
-        """Return the result and all gradients."""
+        """Return the result and, where they are wanted, all gradients."""
         leaves = [self.x, *self.weights]
-        result = forward(*leaves)
-        return [result.detach(), *torch.autograd.grad(result, leaves, self.grad)]
+        return self._call(forward, leaves, self.grad)
+
+    def _call(self, forward: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(self.has_gradients):
+            result = forward(*leaves)
+        gradients = torch.autograd.grad(result, leaves, grad) if self.has_gradients else ()
+        return [result.detach(), *gradients]
 
     def error(self, got: list[Tensor]) -> float:
         """Return the largest relative error of result and gradients."""
         leaves = [each.detach().float().requires_grad_() for each in (self.x, *self.weights)]
-        wanted = self.forward(self.gather_of_torch, self.scatter_of_torch, *leaves)
-        expected = [wanted.detach(), *torch.autograd.grad(wanted, leaves, self.grad.float())]
+        expected = self._call(self.in_sequence, leaves, self.grad.float())
         pairs = zip(got, expected, strict=True)
         return max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
 
-    def gather_of_torch(self, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-        return gather_and_multiply(x, weights, self.group, bias=None, gather_dim=0, save_gathered=True)
+    def in_sequence(self, *leaves: Tensor, product: Product = torch_product) -> Tensor:
+        """Return the result without overlap."""
 
-    def scatter_of_torch(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return multiply_and_scatter(hidden, weight, self.group, bias=None, scatter_dim=0)
+        def gather(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+            return gather_and_multiply(x, weights, self.group, gather_dim=0, product=product)
 
+        def scatter(hidden: Tensor, weight: Tensor) -> Tensor:
+            return multiply_and_scatter(hidden, weight, self.group, scatter_dim=0, product=product)
 
-def arms_of(pair: Pair, tuned: Tuned) -> list[Arm]:
-    def plain(*tensors: Tensor) -> Tensor:
-        return pair.forward(pair.gather_of_torch, pair.scatter_of_torch, *tensors)
+        return self.forward(gather, scatter, *leaves)
 
-    def compiled() -> Callable[[], list[Tensor]]:
+    def overlapped(self, *leaves: Tensor) -> Tensor:
+        return self.forward(tp.all_gather_matmul, tp.matmul_reduce_scatter, *leaves)
+
+    def compiled(self) -> Callable[[], list[Tensor]]:
+        """Return the call as torch's asynchronous tensor parallelism compiles it."""
         if not ON_GPU:
             raise Unsupported("torch's symmetric memory needs GPUs")
         import torch._inductor.config as inductor
 
         inductor._micro_pipeline_tp = True
-        forward = torch.compile(plain, fullgraph=True)
-        return lambda: pair.call(forward)
+        forward = torch.compile(self.in_sequence, fullgraph=True)
+        return lambda: self.call(forward)
 
-    prepared = {
-        "ours": tuned.eager,
-        "ours, graph": tuned.graph,
-        "NCCL + cuBLAS" if ON_GPU else "gloo + torch": lambda: lambda: pair.call(plain),
-        "async TP": compiled,
-    }
+    def tuned(self, name: str, forward: Callable[..., Tensor]) -> Tuned:
+        call = functools.partial(self.call, forward)
+        return Tuned(call, check=lambda: None, name=f"pair {self.case}, {name}", retune=True)
+
+
+def arms_of(pair: Pair, ours: Tuned, own: Tuned) -> list[Arm]:
+    prepared = [
+        *in_both_ways("ours", ours.eager),
+        *in_both_ways(PLAIN, lambda: lambda: pair.call(pair.in_sequence)),
+        *in_both_ways(OWN_GEMM, own.eager),
+        ("async TP", pair.compiled),
+    ]
     return [
         Arm(
             name=name,
@@ -141,53 +176,55 @@ def arms_of(pair: Pair, tuned: Tuned) -> list[Arm]:
             work=1e-9 * pair.flops,
             rate="TFLOP/s",
         )
-        for name, prepare in prepared.items()
+        for name, prepare in prepared
     ]
 
 
-def run_case(case: Case, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+def run_case(case: Case, plan: Plan, ranks: Ranks, *, has_gradients: bool) -> dict[str, Any]:
     """Return the record of one case."""
-    pair = Pair(case, ranks)
+    pair = Pair(case, ranks, has_gradients=has_gradients)
     pair.refresh()
-
-    def ours(*tensors: Tensor) -> Tensor:
-        return pair.forward(tp.all_gather_matmul, tp.matmul_reduce_scatter, *tensors)
-
-    tuned = Tuned(lambda: pair.call(ours), check=lambda: None, name=f"pair {case}", retune=True)
-    measured = measure(arms_of(pair, tuned), ranks, pair.refresh, plan)
-    record = {"case": str(case), **measured, "tuned": tuned.record(), "clocks": clocks_seen(ranks)}
+    ours = pair.tuned("ours", pair.overlapped)
+    own = pair.tuned(OWN_GEMM, functools.partial(pair.in_sequence, product=own_product))
+    measured = measure(arms_of(pair, ours, own), ranks, pair.refresh, plan)
+    record = case_record(case, measured, ranks, tuned=ours.record(), tuned_own_gemm=own.record())
     tp.release()
-    return record | {"trouble_at_closing": []}
+    return record
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", nargs="+", choices=WIDTHS, default=[*WIDTHS])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[*TOKENS], help="of all ranks")
+    parser = new_parser(__doc__)
+    parser.add_argument("--shapes", choices=LISTS, help="few tokens, public models or a wide grid")
+    parser.add_argument("--models", nargs="+", choices=WIDTHS, default=DEFAULT[0], help="whose layers")
+    parser.add_argument("--tokens", nargs="+", type=int, default=DEFAULT[1], help="of all ranks")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS, help="pairs of them")
+    parser.add_argument("--forward", action="store_true", help="without gradients")
     add_run_options(parser, warm_ups=40)
     options = parser.parse_args()
+    if options.shapes and not ON_GPU:
+        parser.error(f"--shapes {options.shapes} needs GPUs: the interpreter would take days")
+    models, tokens = LISTS[options.shapes] if options.shapes else (options.models, options.tokens)
+    cases = [Case(*each) for each in itertools.product(options.layers, models, tokens)]
+    way = "forward" if options.forward else "forward and backward"
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "Pairs of tensor-parallel layers, forward and backward"
-        record = describe_run(ranks, op="parallel_layers", title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "layer, tokens"
-        record["ratios"] = [
-            {"name": f"{other} / ours", "of": other, "to": "ours"} for other in ("NCCL + cuBLAS", "async TP")
-        ]
-        record["cases"] = [
-            run_case(Case(layer, shape, tokens), plan, ranks)
-            for shape in options.shapes
-            for layer in ("mlp", "attention")
-            for tokens in options.tokens
-        ]
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
-        arms = [arm for case in record["cases"] for arm in case["arms"]]
-        return int(any(arm["name"] == "ours" and "unavailable" in arm for arm in arms))
+        benchmark = Benchmark(
+            op="parallel_layers",
+            title=f"Pairs of tensor-parallel layers, {way}",
+            case_title="layer, tokens",
+            ratios=[
+                *(Ratio(of=other, to="ours") for other in (PLAIN, OWN_GEMM, "async TP")),
+                Ratio(of=f"{PLAIN}, graph", to="ours, graph", name=f"graph: {PLAIN} / ours"),
+            ],
+            limit_s=LIMIT_S,
+            needed=("ours",),
+        )
+        return benchmark.run(
+            options,
+            ranks,
+            cases,
+            lambda case, plan: run_case(case, plan, ranks, has_gradients=not options.forward),
+        )
 
     run_on_ranks(body)
 

@@ -30,30 +30,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # it registers torch.ops._c10d_functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.examples import load_example
 from benchmarks.common.launched import Held, autotuners, name_of
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.records import ROOT, add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
-from benchmarks.render import summary
+from benchmarks.models.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.configs import do_bench
 from dist_autotune.kernels.tp import layers
 from dist_autotune.kernels.tp.collective_groups import copied_group
-from dist_autotune.kernels.tp.registry import size_of
 from dist_autotune.triton_api.identity import key_text
 from dist_autotune.triton_api.interception import PROGRAM
 
@@ -62,20 +61,7 @@ MOST_STEPS = 600 if ON_GPU else 5  # of one tuning; then it is timed as it is
 LIMIT = 0.05 if ON_GPU else 1e-4  # of a gradient's relative error: bfloat16 is rounded after each product
 TUNINGS = {"by launches": "kernel", "by step": "thunk"}  # arm -> objective
 LIMITED = {"collective alone": "kernel", "both": "thunk"}  # the same with limits of FSDP2's collectives
-_ops = torch.ops._c10d_functional
 CHECKED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w2.weight", "norm.weight")
-
-
-def load_example() -> Any:
-    """Return the module of the example, whose step this measures."""
-    spec = importlib.util.spec_from_file_location(
-        "train_transformer", ROOT / "examples" / "train_transformer.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- the step
@@ -85,7 +71,7 @@ class Step:
     """One model, plain and parallel, and the tokens of a step; called, it computes loss and gradients."""
 
     def __init__(self, length: int, ranks: Ranks, dp: int = 1) -> None:
-        self.example = load_example()
+        self.example = load_example("train_transformer")
         self.ranks = ranks
         shape = (dp, ranks.world_size // dp)
         mesh = dist.init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp", "tp"))
@@ -226,49 +212,6 @@ def clear(tuners: list[Any]) -> None:
 # ---- the layers of others
 
 
-class Gather(torch.autograd.Function):
-    """Rows [m, K] of all ranks; backward scatters their sums."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return _ops.wait_tensor(_ops.all_gather_into_tensor(rows.contiguous(), ranks, group))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        summed = _ops.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.ranks, ctx.group)
-        return _ops.wait_tensor(summed), None, None
-
-
-class Scatter(torch.autograd.Function):
-    """This rank's rows of the sum over all ranks; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: str, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(rows.contiguous(), "sum", ranks, group))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        gathered = _ops.all_gather_into_tensor(grad.contiguous(), ctx.ranks, ctx.group)
-        return _ops.wait_tensor(gathered), None, None
-
-
-def gather_and_multiply(
-    x: Tensor, weights: list[Tensor], group: str, *, bias: Any, gather_dim: int, save_gathered: bool
-) -> tuple[Tensor, ...]:
-    moved = x.movedim(gather_dim, 0)
-    rows = Gather.apply(moved.reshape(-1, x.shape[-1]), group, size_of(group))
-    sizes = (-1, *moved.shape[1:-1])
-    return tuple((rows @ weight.T).unflatten(0, sizes).movedim(0, gather_dim) for weight in weights)
-
-
-def multiply_and_scatter(x: Tensor, weight: Tensor, group: str, *, bias: Any, scatter_dim: int) -> Tensor:
-    moved = x.movedim(scatter_dim, 0)
-    rows = Scatter.apply(moved.reshape(-1, x.shape[-1]) @ weight.T, group, size_of(group))
-    return rows.unflatten(0, (-1, *moved.shape[1:-1])).movedim(0, scatter_dim)
-
-
 @contextlib.contextmanager
 def layers_of_torch() -> Iterator[None]:
     """Let the model's layers use torch's collectives and products."""
@@ -332,7 +275,7 @@ def arms_of(step: Step, picks: dict[str, Picks]) -> list[Arm]:
 
     return [
         *(arm(name, lambda chosen=chosen: with_picks(chosen)) for name, chosen in picks.items()),
-        arm("NCCL + cuBLAS" if ON_GPU else "gloo + torch", lambda: without_overlap),
+        arm(PLAIN, lambda: without_overlap),
         arm("async TP", lambda: compiled_step(step)),
     ]
 
@@ -360,49 +303,37 @@ def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]
     ]
     tp.release(step.mesh)
     step.limits.close()
-    return {
-        "case": f"{step.example.Shape().depth} layers, {len(step.tokens)} x {options.tokens} tokens, "
+    return case_record(
+        f"{step.example.Shape().depth} layers, {len(step.tokens)} x {options.tokens} tokens, "
         f"{options.dp} x {step.mesh.size()} ranks",
-        **measured,
-        "steps": steps,
-        "stock_disagrees_on": differing,
-        "keys": keys,
-        "tuned": tuned_record(list(reports.values()), texts),
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
+        measured,
+        ranks,
+        tuned=tuned_record(list(reports.values()), texts),
+        steps=steps,
+        stock_disagrees_on=differing,
+        keys=keys,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=4096 if ON_GPU else 8, help="of a sequence")
     parser.add_argument("--dp", type=int, choices=(1, 2), default=1, help="ranks that share parameters")
     add_run_options(parser, warm_ups=30)
     options = parser.parse_args()
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "A tensor-parallel training step"
-        record = describe_run(ranks, op="training_step", title=title, commit=options.commit, plan=plan)
-        record["case_title"], limited = "layers, tokens, DP x TP", LIMITED if options.dp > 1 else ()
-        record["ratios"] = [
-            {"name": f"{other} / by step", "of": other, "to": "by step"}
-            for other in ("first configs", "stock", "by launches", *limited, "NCCL + cuBLAS", "async TP")
-        ]
-        record["cases"] = [run(options, plan, ranks)]
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
-        ours = ("first configs", "stock", *TUNINGS, *LIMITED)
-        return int(
-            any(
-                arm["name"] in ours and "unavailable" in arm
-                for case in record["cases"]
-                for arm in case["arms"]
-            )
+        limited = LIMITED if options.dp > 1 else ()
+        others = ("first configs", "stock", "by launches", *limited, PLAIN, "async TP")
+        benchmark = Benchmark(
+            op="training_step",
+            title="A tensor-parallel training step",
+            case_title="layers, tokens, DP x TP",
+            ratios=[Ratio(of=other, to="by step") for other in others],
+            limit_s=LIMIT_S,
+            needed=("first configs", "stock", *TUNINGS, *LIMITED),
         )
+        return benchmark.run(options, ranks, ["the step"], lambda _, plan: run(options, plan, ranks))
 
     run_on_ranks(body)
 

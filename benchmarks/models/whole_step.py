@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.examples import load_example
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
-from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
-from benchmarks.models.overlap import load_example
-from benchmarks.render import summary
 from dist_autotune import contextual_autotune
 
 LIMIT_S = 300.0
@@ -45,7 +46,7 @@ class Step:
     """Layers that multiply, each followed by an all-reduce of its own bucket."""
 
     def __init__(self, layers: int, mib: float, device: torch.device) -> None:
-        self.example = load_example()
+        self.example = load_example("overlap")
         shapes = [(ROWS, COLUMNS + WIDER * layer, INNER) for layer in range(layers)]
         self.layers = [self.example.Step(*shape, mib, device) for shape in shapes]
 
@@ -102,7 +103,7 @@ def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
     return configs, report, calls - held
 
 
-def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of the case."""
     step = Step(options.layers, options.mib, ranks.device)
     step.refresh()
@@ -132,40 +133,33 @@ def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]
         for name, report in reports.items()
         for context in report.contexts
     ]
-    return {
-        "case": f"{options.layers} layers, {options.mib:g} MiB each",
-        **measured,
-        "steps": steps,
-        "candidates": sum(len(step.example.persistent_gemm.configs) for _ in step.layers),
-        "tuned": tuned_record(list(reports.values()), texts),
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
+    return case_record(
+        case,
+        measured,
+        ranks,
+        tuned=tuned_record(list(reports.values()), texts),
+        steps=steps,
+        candidates=len(step.layers) * len(step.example.persistent_gemm.configs),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=24 if ON_GPU else 3)
+    parser = new_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=24 if ON_GPU else 3, help="of the step")
     parser.add_argument("--mib", type=float, default=32 if ON_GPU else 0.01, help="of each all-reduce")
     add_run_options(parser, warm_ups=60)
     options = parser.parse_args()
 
     def body(ranks: Ranks) -> int:
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        title = "A step of many kernels beside all-reduces"
-        record = describe_run(ranks, op="whole_step", title=title, commit=options.commit, plan=plan)
-        record["case_title"] = "layers, all-reduce"
-        record["ratios"] = [
-            {"name": "default / run", "of": "default", "to": "run"},
-            {"name": "launches / run", "of": "launches", "to": "run"},
-        ]
-        record["cases"] = [run(options, plan, ranks)]
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
-        return int(any("unavailable" in arm for case in record["cases"] for arm in case["arms"]))
+        benchmark = Benchmark(
+            op="whole_step",
+            title="A step of many kernels beside all-reduces",
+            case_title="layers, all-reduce",
+            ratios=[Ratio(of="default", to="run"), Ratio(of="launches", to="run")],
+            limit_s=LIMIT_S,
+        )
+        name = f"{options.layers} layers, {options.mib:g} MiB each"
+        return benchmark.run(options, ranks, [name], lambda case, plan: run(case, options, plan, ranks))
 
     run_on_ranks(body)
 

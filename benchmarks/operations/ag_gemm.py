@@ -1,6 +1,7 @@
 """All-gather + GEMM: ours against NCCL and cuBLAS in sequence, torch's fused operation, and the parts alone.
 
-    ./launch.sh -m benchmarks.operations.ag_gemm [--m M] [--n N] [--k K] [--shapes public] [--json FILE]
+    ./launch.sh -m benchmarks.operations.ag_gemm [--m M] [--n N] [--k K] [--shapes few|public|wide]
+                                                [--json FILE]
 
 M is the number of rows of all ranks together, N that of columns on each rank. Ours is `AllGatherGemm`, tuned
 first, inside `contextual_autotune(is_dist=True)`, with what the host may choose: `ours` may have found that
@@ -11,8 +12,11 @@ no overlap is best. In place means that the caller has written `op.shard`.
     ours, push           in place, eager, chunks pushed by their owners
     ours, no overlap     in place, eager: our exchange, then torch.matmul
     ours, graph          in place, as a CUDA graph; and copied
-    NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks); and as a CUDA graph
+    NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
+    NCCL + own GEMM      the same with `persistent_matmul`, tuned in this sequence
     torch fused          torch.ops.symm_mem.fused_all_gather_matmul
+    QuACK                its AllGatherRunner with the fastest of its tiles, where quack-kernels is installed
+    ..., graph           the last four as CUDA graphs
     GEMM                 torch.matmul on data that is gathered already
     copies               the all-gather by copy engines alone: no signals between the ranks
     NCCL gather          all_gather_into_tensor alone
@@ -26,28 +30,19 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.common.arms import Arm
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.tuned import Tuned, capture
-from benchmarks.operations.harness import (
-    DTYPES,
-    OURS,
-    PATIENCE_S,
-    all_gather,
-    measured_case,
-    new_record,
-    parse,
-    run_shapes,
-)
+from benchmarks.common.arms import Arm, Plan
+from benchmarks.common.cases import Benchmark, Ratio
+from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.tuned import Prepare, Tuned, in_both_ways
+from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
+from benchmarks.operations.peers import QUACK, all_gather, fused_by_torch, quack_all_gather_gemm
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
-
-Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,30 @@ PUBLIC = (
     Shape(2048, 3584, 8192),
     Shape(512, 3584, 8192),
 )
+FEW = tuple(Shape(m, 3584, 8192) for m in (16, 32, 64, 128, 256, 512, 1024))
+WIDE = tuple(Shape(m, n, 8192) for m in (16, 128, 1024, 4096, 16384) for n in (1024, 3584, 14336))
+LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = Shape(8192, 3584, 8192) if ON_GPU else Shape(64, 48, 32)
+SEQUENCE, OWN_GEMM = f"{COLLECTIVES} + GEMM", f"{COLLECTIVES} + own GEMM"
 SIZES = {"m": "rows of all ranks", "n": "columns of each rank", "k": "inner dimension"}
+
+BENCHMARK = Benchmark(
+    op="ag_gemm",
+    title="All-gather + GEMM",
+    case_title="M x N x K",
+    ratios=[
+        Ratio(of=SEQUENCE, to=OURS),
+        Ratio(of=f"{SEQUENCE}, graph", to="ours, graph", name=f"graph: {SEQUENCE} / ours"),
+        Ratio(of=OWN_GEMM, to=OURS),
+        Ratio(of="torch fused", to=OURS, name="fused / ours"),
+        Ratio(of=QUACK, to=OURS),
+        Ratio(of=f"{QUACK}, graph", to="ours, graph", name=f"graph: {QUACK} / ours"),
+        Ratio(of=OURS, to="GEMM"),
+        Ratio(of="ours, graph", to="GEMM", name="graph / GEMM"),
+    ],
+    limit_s=LIMIT_S,
+    needed=(OURS,),
+)
 
 
 class Problem:
@@ -212,26 +229,34 @@ def gather_then_matmul(problem: Problem) -> Callable[[], torch.Tensor]:
     return call
 
 
-def gather_then_matmul_in_graph(problem: Problem) -> Callable[[], torch.Tensor]:
-    call = gather_then_matmul(problem)
-    call()  # what is set up at a first call is no part of the graph
-    return capture(call)
+def gather_then_own_matmul(problem: Problem, *, retune: bool) -> Tuned:
+    def call() -> torch.Tensor:
+        all_gather(problem.gathered, problem.a)
+        return persistent_matmul(problem.gathered, problem.weight.T, problem.out)
+
+    return Tuned(call, check=lambda: None, name="ag_gemm benchmark, own GEMM", retune=retune)
 
 
 def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
-    if not ON_GPU:
-        raise Unsupported("torch's symmetric memory needs GPUs")
-    import torch.distributed._symmetric_memory  # registers the operation
-
-    group = dist.group.WORLD
-    assert group is not None
-    fused, columns = torch.ops.symm_mem.fused_all_gather_matmul, problem.weight.T
+    fused, group_name = fused_by_torch("fused_all_gather_matmul")
+    columns = problem.weight.T
 
     def call() -> torch.Tensor:
-        _, (product,) = fused(problem.a, [columns], gather_dim=0, group_name=group.group_name)
+        _, (product,) = fused(problem.a, [columns], gather_dim=0, group_name=group_name)
         return product
 
     return call
+
+
+def baselines_of(problem: Problem, own: Tuned, ranks: Ranks) -> list[tuple[str, Prepare]]:
+    """Return names and preparations of what computes the same, eager and as graphs."""
+    baselines = {
+        SEQUENCE: lambda: gather_then_matmul(problem),
+        OWN_GEMM: own.eager,
+        "torch fused": lambda: torch_fused(problem),
+        QUACK: lambda: quack_all_gather_gemm(problem.a, problem.weight, problem.out, ranks),
+    }
+    return [way for baseline in baselines.items() for way in in_both_ways(*baseline)]
 
 
 def matmul_alone(problem: Problem) -> Callable[[], torch.Tensor]:
@@ -250,7 +275,7 @@ def gather_alone(problem: Problem) -> Callable[[], torch.Tensor]:
 
 
 def run_shape(
-    shape: Shape, options: argparse.Namespace, engines: CopyEngines, ranks: Ranks
+    shape: Shape, options: argparse.Namespace, plan: Plan, engines: CopyEngines, ranks: Ranks
 ) -> dict[str, Any]:
     """Return the record of one shape."""
     problem = Problem(shape, DTYPES[options.dtype], ranks)
@@ -259,7 +284,7 @@ def run_shape(
     waiting = Ours(problem, engines.backend, retune=options.retune, consumer="matmul")
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False, graphs=True) if ON_GPU else ours
-    gathers = ranks.collectives
+    own = gather_then_own_matmul(problem, retune=options.retune)
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),
         problem.product("ours, copied", lambda: ours.eager(problem.a)),
@@ -267,48 +292,41 @@ def run_shape(
         problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
         problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
-        problem.product(f"{gathers} + GEMM", lambda: gather_then_matmul(problem)),
-        problem.product(f"{gathers} + GEMM, graph", lambda: gather_then_matmul_in_graph(problem)),
-        problem.product("torch fused", lambda: torch_fused(problem)),
+        *(problem.product(*way) for way in baselines_of(problem, own, ranks)),
         problem.product("GEMM", lambda: matmul_alone(problem)),
         engines.gather(problem),
         problem.gather(
-            f"{gathers} gather", lambda: gather_alone(problem), lambda: problem.gathered.fill_(math.nan)
+            f"{COLLECTIVES} gather", lambda: gather_alone(problem), lambda: problem.gathered.fill_(math.nan)
         ),
     ]
     return measured_case(
         shape,
-        options,
+        plan,
         ranks,
         arms,
         refresh=problem.refresh,
-        tuned={"tuned": ours},
+        tuned={"tuned": ours, "tuned_own_gemm": own},
         operations=[each.op for each in (captured, waiting, pushing, ours)],
+        dtype=options.dtype,
         rows_per_rank=problem.rows,
     )
 
 
 def main() -> None:
-    options = parse(__doc__, SIZES, public=PUBLIC, default=DEFAULT, shared=("m",))
+    options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m",))
 
     def body(ranks: Ranks) -> int:
-        sequence = f"{ranks.collectives} + GEMM"
-        ratios = [
-            (f"{sequence} / ours", sequence, OURS),
-            (f"graph: {sequence} / ours", f"{sequence}, graph", "ours, graph"),
-            ("fused / ours", "torch fused", OURS),
-            ("ours / GEMM", OURS, "GEMM"),
-            ("graph / GEMM", "ours, graph", "GEMM"),
-        ]
-        record = new_record(
-            options, ranks, op="ag_gemm", title="All-gather + GEMM", case_title="M x N x K", ratios=ratios
-        )
         elements = max(shape.m * shape.k for shape in options.shapes)
         # Open as long as the program runs, so that NVSHMEM is set up once.
         with open_symmetric_memory(None, options.backend, ranks.device, timeout_s=PATIENCE_S) as memory:
-            record["symmetric_memory"] = {"backend": memory.name, "reason": memory.reason}
             engines = CopyEngines(memory, elements, DTYPES[options.dtype])
-            return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, engines, ranks))
+            return BENCHMARK.run(
+                options,
+                ranks,
+                options.shapes,
+                lambda shape, plan: run_shape(shape, options, plan, engines, ranks),
+                symmetric_memory={"backend": memory.name, "reason": memory.reason},
+            )
 
     run_on_ranks(body)
 

@@ -15,7 +15,6 @@ the medians of five parts is taken. Calls without an exchange come last: no peer
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -26,6 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.options import add_record_options, new_parser
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "0"  # before triton is imported: kernels are compiled here, not interpreted
@@ -34,8 +35,7 @@ if not torch.cuda.is_available():
 from benchmarks.common.arms import Plan
 from benchmarks.common.pretended_device import DeviceUnderTriton
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
-from benchmarks.common.records import add_record_options, clocks_seen, describe_run, write_json
-from benchmarks.render import summary
+from benchmarks.common.records import clocks_seen, describe_run, leave_record
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, plain, specialized
 from dist_autotune.kernels.symm.base import SymmetricMemory, SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory
@@ -220,9 +220,7 @@ _PYTHON_ONLY = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add_record_options(parser)
     options = parser.parse_args()
 
@@ -237,9 +235,7 @@ def main() -> None:
         consumers = CONSUMERS[1:] if ON_GPU and torch.cuda.get_device_capability()[0] < 9 else CONSUMERS
         costs = [cost for consumer in consumers for cost in costs_of(consumer, ranks)]
         record["table"], record["clocks"] = table(costs), clocks_seen(ranks)
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
+        leave_record(record, options, ranks)
         return 0
 
     run_on_ranks(body)

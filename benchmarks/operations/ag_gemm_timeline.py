@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.arms import GpuClock, Plan
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
-from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
+from benchmarks.common.records import add_run_options, clocks_seen, describe_run, leave_record
 from benchmarks.operations.timeline import read, table
-from benchmarks.render import summary
 
 import triton  # isort: skip  after common, which chooses the interpreter where there is no GPU
 import triton.language as tl  # isort: skip
@@ -41,9 +41,7 @@ LEAD_MS = 5.0  # of the device's sleep before the traced call
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     for name, size, text in (
         *(("m", 8192, "rows of all ranks"), ("n", 1792, "columns of each rank")),
         *(("k", 4096, "inner dimension"), ("pieces", 1, "in which each chunk is copied")),
@@ -170,9 +168,7 @@ def main() -> None:
         record["shape"] = f"{options.m} x {options.n} x {options.k}, chunks in {options.pieces} pieces"
         with time_limit(LIMIT_S):
             run(options, ranks, record)
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
+        leave_record(record, options, ranks)
         return 0
 
     run_on_ranks(body)

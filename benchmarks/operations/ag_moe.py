@@ -1,13 +1,16 @@
 """All-gather + grouped GEMM over experts: ours, NCCL and torch's grouped_mm in sequence, the parts alone.
 
     ./launch.sh -m benchmarks.operations.ag_moe [--tokens T] [--hidden K] [--ffn N] [--experts E] [--topk J]
-                                     [--shapes public] [--json FILE]
+                                     [--shapes few|public|wide]
+                                               [--zipf S] [--empty-ranks R] [--json FILE]
 
 Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned
 first, inside `contextual_autotune(is_dist=True)`.
 
     ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
-    NCCL + grouped_mm      all-gathers of tokens and choices, then sort, gather rows, grouped_mm, put in place
+    NCCL + grouped_mm      all-gathers of tokens and choices, then sort, gather rows, grouped_mm, put in
+                           place; and as a CUDA graph
+    NCCL + own GEMM        the same with our grouped GEMM, tuned alone; and as a CUDA graph
     grouped_mm             the same without the all-gathers
     grouped GEMM, ours     `AllGatherMoE` over a single rank, tuned by itself, all tokens being there
     NCCL gather            the all-gathers alone
@@ -25,30 +28,38 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arms import Arm
-from benchmarks.common.ranks import Ranks
-from benchmarks.operations.harness import DTYPES, OURS, all_gather, collective_arm
+from benchmarks.common.arms import Arm, Plan
+from benchmarks.common.ranks import COLLECTIVES, Ranks
+from benchmarks.common.tuned import Prepare, in_both_ways
+from benchmarks.operations.harness import DTYPES, OURS, collective_arm
 from benchmarks.operations.moe_problem import (
+    EVEN,
     GROUPED,
     GROUPED_OURS,
     Choices,
     Ours,
+    Routing,
     Shape,
     TorchGrouped,
     products,
+    routing_of,
     run_benchmark,
 )
+from benchmarks.operations.peers import all_gather
 from dist_autotune.kernels.ag_moe import AllGatherMoE
+
+SEQUENCE, OWN_SEQUENCE = f"{COLLECTIVES} + {GROUPED}", f"{COLLECTIVES} + own GEMM"
 
 
 class Problem:
     """The tensors of one shape on this rank, and what the right results are."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks, routing: Routing = EVEN) -> None:
         options = {"dtype": dtype, "device": ranks.device}
-        self.choices, self.dtype = Choices(shape, ranks), dtype
-        self.x = torch.empty(self.choices.own, shape.hidden, **options)
-        self.all_x = torch.empty(shape.tokens, shape.hidden, **options)
+        self.choices, self.dtype = Choices(shape, ranks, routing), dtype
+        self._x = torch.empty(self.choices.capacity, shape.hidden, **options)
+        self._all_x = torch.empty(self.choices.rows, shape.hidden, **options)
+        self.x, self.all_x = self._x[: self.choices.own], self._all_x[: shape.tokens]
         self.weight = torch.randn(shape.experts, shape.ffn // ranks.world_size, shape.hidden, **options)
         self.out = torch.empty(shape.tokens * shape.topk, self.weight.shape[1], **options)
         self.limit = torch.finfo(dtype).eps + shape.hidden**0.5 * torch.finfo(torch.float32).eps
@@ -57,9 +68,9 @@ class Problem:
 
     def refresh(self) -> None:
         """Take new random inputs."""
-        self.x.normal_()
+        self._x.normal_()
         self.choices.refresh(self.dtype)
-        all_gather(self.all_x, self.x)
+        self.gather_rows(self._all_x)
 
     def error(self, result: torch.Tensor) -> float:
         topk = self.choices.shape.topk
@@ -69,7 +80,11 @@ class Problem:
         found = result.unflatten(0, (-1, topk))[tokens].flatten(0, 1).float()
         return float((found - right).norm() / right.norm())
 
-    def arm(self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]]) -> Arm:
+    def arm(self, name: str, prepare: Prepare, *poisoned: torch.Tensor) -> Arm:
+        def poison() -> None:
+            for tensor in (self.out, *poisoned):
+                tensor.fill_(math.nan)
+
         return Arm(
             name=name,
             prepare=prepare,
@@ -77,14 +92,18 @@ class Problem:
             limit=self.limit,
             work=self.gigaflop,
             rate="TFLOP/s",
-            poison=lambda: self.out.fill_(math.nan),
+            poison=poison,
         )
 
     # ---- baselines
 
+    def gather_rows(self, rows: torch.Tensor) -> None:
+        """Gather the tokens of all ranks; behind them are as many rows as empty ranks would have."""
+        all_gather(rows, self._x)
+
     def gather(self) -> torch.Tensor:
-        all_gather(self.choices.all_ids, self.choices.ids)
-        all_gather(self.all_x, self.x)
+        self.choices.gather_ids()
+        self.gather_rows(self._all_x)
         return self.all_x
 
     def torch_alone(self) -> Callable[[], torch.Tensor]:
@@ -101,45 +120,44 @@ class Problem:
         return call
 
 
-def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one shape."""
-    problem = Problem(shape, DTYPES[options.dtype], ranks)
+    problem = Problem(shape, DTYPES[options.dtype], ranks, routing_of(options))
     choices, x, weight, out = problem.choices, problem.x, problem.weight, problem.out
     both = Ours(AllGatherMoE, shape, shape.hidden, options, ranks, "ag_moe")
     op, single = both.op, both.single
+
+    def own_in_sequence() -> torch.Tensor:
+        choices.gather_ids()
+        problem.gather_rows(single.shard)
+        return single(single.shard[: shape.tokens], weight, choices.all_ids, out)
+
     ours, ours_alone = both.tune(
         lambda: op(x, weight, choices.ids, out, tokens=choices.tokens),
-        lambda: single(single.shard, weight, choices.all_ids, out),
+        lambda: single(single.shard[: shape.tokens], weight, choices.all_ids, out),
     )
 
     def refresh() -> None:
         problem.refresh()
-        single.shard.copy_(problem.all_x)
+        single.shard[: shape.tokens].copy_(problem.all_x)
 
-    def asking() -> Callable[[], torch.Tensor]:
-        ours.eager()
-        return lambda: op(x, weight, choices.ids, out)
-
-    collectives = ranks.collectives
+    own = in_both_ways(OWN_SEQUENCE, ours_alone.then(own_in_sequence))
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
-        problem.arm("ours, tokens not given", asking),
-        problem.arm(sequence(collectives), problem.torch_in_sequence),
+        problem.arm("ours, tokens not given", ours.then(lambda: op(x, weight, choices.ids, out))),
+        *(problem.arm(*way) for way in in_both_ways(SEQUENCE, problem.torch_in_sequence)),
+        *(problem.arm(*way, single.shard) for way in own),
         problem.arm(GROUPED, problem.torch_alone),
         problem.arm(GROUPED_OURS, ours_alone.eager),
         collective_arm(
-            f"{collectives} gather",
+            f"{COLLECTIVES} gather",
             problem.gather,
             megabytes=problem.received_mb,
             poison=lambda: problem.all_x.fill_(math.nan),
         ),
     ]
-    return both.measured(arms, refresh)
-
-
-def sequence(collectives: str) -> str:
-    return f"{collectives} + {GROUPED}"
+    return both.measured(arms, refresh, plan)
 
 
 if __name__ == "__main__":
@@ -147,6 +165,7 @@ if __name__ == "__main__":
         __doc__,
         op="ag_moe",
         title="All-gather + grouped GEMM over experts",
-        sequence=sequence,
+        sequence=SEQUENCE,
+        own_sequence=OWN_SEQUENCE,
         run_shape=run_shape,
     )

@@ -18,15 +18,17 @@ from typing import Any
 import torch
 
 from benchmarks.common.arms import Arm, Plan, measure
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
-from benchmarks.render import summary
+from benchmarks.common.records import add_run_options
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.elementwise_add import VARIANTS, elementwise_add
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LIMIT_S = 600.0
 COPY, TORCH = "copy", "torch.add"
+OURS = tuple(name for name in VARIANTS if name != "auto")
 
 
 def bits_differ(result: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -65,26 +67,20 @@ def arms_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Arm]:
 
     arms = [arm(COPY, lambda: out.copy_(a), lambda: a, 2)]
     arms.append(arm(TORCH, lambda: torch.add(a, b, out=out), lambda: a + b, 3))
-    return arms + [arm(name, ours(name), lambda: a + b, 3) for name in VARIANTS if name != "auto"]
+    return arms + [arm(name, ours(name), lambda: a + b, 3) for name in OURS]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=32768 if ON_GPU else 8)
-    parser.add_argument("--columns", type=int, default=32768 if ON_GPU else 64)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser = new_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=32768 if ON_GPU else 8, help="of the tensors")
+    parser.add_argument("--columns", type=int, default=32768 if ON_GPU else 64, help="of the tensors")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the tensors")
     add_run_options(parser, warm_ups=40)
     return parser.parse_args()
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Return the record."""
-    plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-    record = describe_run(
-        ranks, op="elementwise_add", title="Elementwise add", commit=options.commit, plan=plan
-    )
+def run_case(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+    """Return the record of the case."""
     tensors = {"dtype": DTYPES[options.dtype], "device": ranks.device}
     a, b, out = (torch.empty(options.rows, options.columns, **tensors) for _ in range(3))
 
@@ -92,27 +88,25 @@ def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         a.normal_()
         b.normal_()
 
-    case = {
-        "case": f"{options.rows} x {options.columns}",
-        "dtype": options.dtype,
-        **measure(arms_of(a, b, out), ranks, refresh, plan),
-        "tuned": {"contexts": [], "runs": 0, "seconds": 0.0},
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
-    ratios = [{"name": f"{TORCH} / {name}", "of": TORCH, "to": name} for name in VARIANTS[1:]]
-    return {**record, "case_title": "shape", "ratios": ratios, "cases": [case]}
+    measured = measure(arms_of(a, b, out), ranks, refresh, plan)
+    nothing = {"contexts": [], "runs": 0, "seconds": 0.0}
+    return case_record(case, measured, ranks, tuned=nothing, dtype=options.dtype)
 
 
 def main() -> None:
     options = parse()
 
     def body(ranks: Ranks) -> int:
-        record = run(options, ranks)
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
-        return 1 if any("wrong" in arm.get("unavailable", "") for arm in record["cases"][0]["arms"]) else 0
+        benchmark = Benchmark(
+            op="elementwise_add",
+            title="Elementwise add",
+            case_title="shape",
+            ratios=[Ratio(of=TORCH, to=name) for name in OURS],
+            limit_s=LIMIT_S,
+            needed=OURS if ON_GPU else OURS[:1],
+        )
+        name = f"{options.rows} x {options.columns}"
+        return benchmark.run(options, ranks, [name], lambda case, plan: run_case(case, options, plan, ranks))
 
     run_on_ranks(body)
 

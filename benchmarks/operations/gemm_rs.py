@@ -1,13 +1,17 @@
 """GEMM + reduce-scatter: ours against cuBLAS and NCCL in sequence, torch's fused operation, the parts alone.
 
-    ./launch.sh -m benchmarks.operations.gemm_rs [--m M] [--n N] [--k K] [--shapes public] [--json FILE]
+    ./launch.sh -m benchmarks.operations.gemm_rs [--m M] [--n N] [--k K] [--shapes few|public|wide]
+                                                [--json FILE]
 
 M is the number of rows, K the inner dimension of all ranks together: each multiplies [M, K / W] by
 [K / W, N]. Ours is `GemmReduceScatter`, tuned first, inside `contextual_autotune(is_dist=True)`.
 
     ours                 eager; and as a CUDA graph
-    GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks); and as a CUDA graph
+    GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
+    own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
+    QuACK + NCCL         the same with QuACK's tuned GEMM, where quack-kernels is installed
     torch fused          torch.ops.symm_mem.fused_matmul_reduce_scatter
+    ..., graph           the last four as CUDA graphs
     GEMM                 torch.matmul alone
     NCCL scatter         reduce_scatter_tensor alone
 
@@ -23,23 +27,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.common.arms import Arm
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.tuned import Tuned, capture
+from benchmarks.common.arms import Arm, Plan
+from benchmarks.common.cases import Benchmark, Ratio
+from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.tuned import Tuned, in_both_ways
 from benchmarks.operations.harness import (
     DTYPES,
+    LIMIT_S,
     OURS,
     PATIENCE_S,
     collective_arm,
     measured_case,
-    new_record,
     parse,
-    reduce_scatter,
-    run_shapes,
 )
+from benchmarks.operations.peers import QUACK, fused_by_torch, quack_gemm, reduce_scatter
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,29 @@ PUBLIC = (
     Shape(2048, 8192, 28672),
     Shape(512, 8192, 28672),
 )
+FEW = tuple(Shape(m, 8192, 28672) for m in (16, 32, 64, 128, 256, 512, 1024))
+MODELS = ((4096, 14336), (8192, 28672), (16384, 53248))  # N and K
+WIDE = tuple(Shape(m, n, k) for m in (16, 128, 1024, 4096, 16384) for n, k in MODELS)
+LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
+SEQUENCE, OWN_GEMM, WITH_QUACK = (f"{gemm} + {COLLECTIVES}" for gemm in ("GEMM", "own GEMM", QUACK))
 SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
+
+BENCHMARK = Benchmark(
+    op="gemm_rs",
+    title="GEMM + reduce-scatter",
+    case_title="M x N x K",
+    ratios=[
+        Ratio(of=SEQUENCE, to=OURS),
+        Ratio(of=f"{SEQUENCE}, graph", to="ours, graph", name=f"graph: {SEQUENCE} / ours"),
+        Ratio(of=OWN_GEMM, to=OURS),
+        Ratio(of=WITH_QUACK, to=OURS),
+        Ratio(of="torch fused", to=OURS, name="fused / ours"),
+        Ratio(of=OURS, to="GEMM"),
+    ],
+    limit_s=LIMIT_S,
+    needed=(OURS,),
+)
 
 
 class Problem:
@@ -121,19 +146,22 @@ def matmul_alone(problem: Problem) -> Callable[[], torch.Tensor]:
     return lambda: torch.matmul(problem.a, problem.weight.T, out=problem.product)
 
 
-def matmul_then_scatter(problem: Problem) -> Callable[[], torch.Tensor]:
+def then_scatter(problem: Problem, multiply: Callable[[], object]) -> Callable[[], torch.Tensor]:
     def call() -> torch.Tensor:
-        torch.matmul(problem.a, problem.weight.T, out=problem.product)
+        multiply()
         reduce_scatter(problem.out, problem.product)
         return problem.out
 
     return call
 
 
-def matmul_then_scatter_in_graph(problem: Problem) -> Callable[[], torch.Tensor]:
-    call = matmul_then_scatter(problem)
-    call()  # what is set up at a first call is no part of the graph
-    return capture(call)
+def quack_then_scatter(problem: Problem) -> Callable[[], torch.Tensor]:
+    return then_scatter(problem, quack_gemm(problem.a, problem.weight.T, problem.product))
+
+
+def own_then_scatter(problem: Problem, *, retune: bool) -> Tuned:
+    call = then_scatter(problem, lambda: persistent_matmul(problem.a, problem.weight.T, problem.product))
+    return Tuned(call, check=lambda: None, name="gemm_rs benchmark, own GEMM", retune=retune)
 
 
 def scatter_alone(problem: Problem) -> torch.Tensor:
@@ -143,20 +171,15 @@ def scatter_alone(problem: Problem) -> torch.Tensor:
 
 
 def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
-    if not ON_GPU:
-        raise Unsupported("torch's symmetric memory needs GPUs")
-    import torch.distributed._symmetric_memory  # registers the operation
-
-    group = dist.group.WORLD
-    assert group is not None
-    fused, columns = torch.ops.symm_mem.fused_matmul_reduce_scatter, problem.weight.T
-    return lambda: fused(problem.a, columns, "sum", 0, group.group_name)
+    fused, group_name = fused_by_torch("fused_matmul_reduce_scatter")
+    columns = problem.weight.T
+    return lambda: fused(problem.a, columns, "sum", 0, group_name)
 
 
 # ---- the program
 
 
-def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one shape."""
     dtype = DTYPES[options.dtype]
     problem = Problem(shape, dtype, ranks)
@@ -166,16 +189,20 @@ def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[s
         return op(problem.a, problem.weight, problem.out)
 
     ours = Tuned(call, check=op.check, name="gemm_rs benchmark", retune=options.retune)
-    collectives = ranks.collectives
+    own = own_then_scatter(problem, retune=options.retune)
+    baselines = {
+        SEQUENCE: lambda: then_scatter(problem, matmul_alone(problem)),
+        OWN_GEMM: own.eager,
+        WITH_QUACK: lambda: quack_then_scatter(problem),
+        "torch fused": lambda: torch_fused(problem),
+    }
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
-        problem.arm(f"GEMM + {collectives}", lambda: matmul_then_scatter(problem)),
-        problem.arm(f"GEMM + {collectives}, graph", lambda: matmul_then_scatter_in_graph(problem)),
-        problem.arm("torch fused", lambda: torch_fused(problem)),
+        *(problem.arm(*way) for baseline in baselines.items() for way in in_both_ways(*baseline)),
         problem.arm("GEMM", lambda: matmul_alone(problem), of_product=True),
         collective_arm(
-            f"{collectives} scatter",
+            f"{COLLECTIVES} scatter",
             lambda: scatter_alone(problem),
             megabytes=problem.sent_mb,
             poison=lambda: torch.matmul(problem.a, problem.weight.T, out=problem.product),
@@ -183,31 +210,24 @@ def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[s
     ]
     return measured_case(
         shape,
-        options,
+        plan,
         ranks,
         arms,
         refresh=problem.refresh,
-        tuned={"tuned": ours},
+        tuned={"tuned": ours, "tuned_own_gemm": own},
         operations=[op],
+        dtype=options.dtype,
         symmetric_memory=op.backend,
     )
 
 
 def main() -> None:
-    options = parse(__doc__, SIZES, public=PUBLIC, default=DEFAULT, shared=("m", "k"))
+    options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m", "k"))
 
     def body(ranks: Ranks) -> int:
-        sequence = f"GEMM + {ranks.collectives}"
-        ratios = [
-            (f"{sequence} / ours", sequence, OURS),
-            (f"graph: {sequence} / ours", f"{sequence}, graph", "ours, graph"),
-            ("fused / ours", "torch fused", OURS),
-            ("ours / GEMM", OURS, "GEMM"),
-        ]
-        record = new_record(
-            options, ranks, op="gemm_rs", title="GEMM + reduce-scatter", case_title="M x N x K", ratios=ratios
+        return BENCHMARK.run(
+            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
         )
-        return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, ranks))
 
     run_on_ranks(body)
 

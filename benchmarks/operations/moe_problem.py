@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.arms import Arm
+from benchmarks.common.arms import Arm, Plan
+from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
 from benchmarks.common.tuned import Tuned
-from benchmarks.operations.harness import (
-    DTYPES,
-    OURS,
-    PATIENCE_S,
-    all_gather,
-    measured_case,
-    new_record,
-    parse,
-    run_shapes,
-)
+from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
+from benchmarks.operations.peers import all_gather
+from dist_autotune.formatting import counted
 
 GROUPED, GROUPED_OURS = "grouped_mm", "grouped GEMM, ours"
 SAMPLE = 64  # tokens of each rank whose results are checked
@@ -45,6 +41,10 @@ PUBLIC = (
     Shape(8192, 2048, 1408, 60, 4),
     Shape(8192, 8192, 8192, 32, 4),
 )
+FEW = tuple(Shape(tokens, 4096, 14336, 8, 2) for tokens in (16, 32, 64, 128, 256, 512))
+MODELS = tuple((shape.hidden, shape.ffn, shape.experts, shape.topk) for shape in PUBLIC)
+WIDE = tuple(Shape(tokens, *model) for tokens in (16, 128, 1024, 4096, 16384) for model in MODELS)
+LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(24, 32, 64, 4, 2)
 SIZES = {
     "tokens": "tokens of all ranks together",
@@ -55,31 +55,62 @@ SIZES = {
 }
 
 
-class Choices:
-    """The choices of all ranks' tokens, new at every refresh; equal numbers of tokens on all ranks."""
+@dataclass(frozen=True)
+class Routing:
+    """How tokens lie and choose. The ranks from the last on that are `empty` hold no tokens."""
 
-    def __init__(self, shape: Shape, ranks: Ranks) -> None:
-        world, device = ranks.world_size, ranks.device
-        self.shape, self.own = shape, shape.tokens // world
-        self.tokens = [self.own] * world
-        self.ids = torch.zeros(self.own, shape.topk, dtype=torch.int64, device=device)
-        self.weights = torch.zeros(self.own, shape.topk, device=device)
-        self.all_ids = torch.zeros(shape.tokens, shape.topk, dtype=torch.int64, device=device)
-        self.all_weights = torch.zeros(shape.tokens, shape.topk, device=device)
+    zipf: float = 0.0  # expert e is chosen in proportion to (e + 1) ** -zipf; 0: all alike
+    empty: int = 0
+
+    def __str__(self) -> str:
+        zipf = f", Zipf {self.zipf:g}" if self.zipf else ""
+        return zipf + (f", {counted(self.empty, 'empty rank')}" if self.empty else "")
+
+
+EVEN = Routing()
+
+
+class Choices:
+    """The choices of all ranks' tokens, new at every refresh; as many tokens on each rank that is not empty.
+
+    Collectives want as many rows of every rank: an empty one adds rows that nobody reads, behind the others.
+    """
+
+    def __init__(self, shape: Shape, ranks: Ranks, routing: Routing) -> None:
+        self.filled = ranks.world_size - routing.empty
+        self.shape, self.capacity = shape, shape.tokens // self.filled
+        self.tokens = [self.capacity] * self.filled + [0] * routing.empty
+        self.own, self.rows = self.tokens[ranks.rank], self.capacity * ranks.world_size
+        place = {"device": ranks.device}
+        numbers = torch.arange(1, shape.experts + 1, **place)
+        self._popularity = -routing.zipf * numbers.log()
+        self._ids = torch.zeros(self.capacity, shape.topk, dtype=torch.int64, **place)
+        self._weights = torch.zeros(self.capacity, shape.topk, **place)
+        self._all_ids = torch.zeros(self.rows, shape.topk, dtype=torch.int64, **place)
+        self._all_weights = torch.zeros(self.rows, shape.topk, **place)
+        self.ids, self.weights = self._ids[: self.own], self._weights[: self.own]
+        self.all_ids, self.all_weights = self._all_ids[: shape.tokens], self._all_weights[: shape.tokens]
 
     def refresh(self, dtype: torch.dtype) -> None:
         """Choose the experts of random scores; the weights are numbers that `dtype` can hold."""
-        scores = torch.randn(self.own, self.shape.experts, device=self.ids.device)
+        exponential = torch.empty_like(self._popularity.expand(self.capacity, -1)).exponential_()
+        scores = self._popularity - exponential.log()
         best, ids = scores.softmax(dim=1).topk(self.shape.topk, dim=1)
-        self.ids.copy_(ids)
-        self.weights.copy_(best.to(dtype))
-        all_gather(self.all_ids, self.ids)
-        all_gather(self.all_weights, self.weights)
+        self._ids.copy_(ids)
+        self._weights.copy_(best.to(dtype))
+        self.gather_ids()
+        self.gather_weights()
+
+    def gather_ids(self) -> None:
+        all_gather(self._all_ids, self._ids)
+
+    def gather_weights(self) -> None:
+        all_gather(self._all_weights, self._weights)
 
     def sample(self) -> torch.Tensor:
-        """Return some tokens of each rank, as numbers among those of all."""
-        count = min(SAMPLE, self.own)
-        return torch.cat([torch.arange(count) + rank * self.own for rank in range(len(self.tokens))])
+        """Return some tokens of each rank that has any, as numbers among those of all."""
+        count = min(SAMPLE, self.capacity)
+        return torch.cat([torch.arange(count) + rank * self.capacity for rank in range(self.filled)])
 
 
 def products(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -119,7 +150,10 @@ class TorchGrouped:
 
 
 class Ours:
-    """One of our operations over all ranks and, with all tokens there, over this rank alone; each tuned."""
+    """One of our operations over all ranks and, with all tokens there, over this rank alone; each tuned.
+
+    Few tokens may be one key for both: then the latter runs with the pick of the former.
+    """
 
     def __init__(
         self,
@@ -130,14 +164,14 @@ class Ours:
         ranks: Ranks,
         name: str,
     ) -> None:
-        dtype, own = DTYPES[options.dtype], shape.tokens // ranks.world_size
+        dtype, capacity = DTYPES[options.dtype], shape.tokens // (ranks.world_size - options.empty_ranks)
         settings = {"timeout_s": PATIENCE_S, "max_topk": shape.topk}
         groups = [dist.new_group([rank]) for rank in range(ranks.world_size)]
         # For a single rank symmetric memory is plain memory.
         backend = "torch" if ON_GPU else "shm"
-        self.op = operation(own, size, dtype, backend=options.backend, **settings)
+        self.op = operation(capacity, size, dtype, backend=options.backend, **settings)
         self.single = operation(
-            shape.tokens, size, dtype, group=groups[ranks.rank], backend=backend, **settings
+            capacity * ranks.world_size, size, dtype, group=groups[ranks.rank], backend=backend, **settings
         )
         self._shape, self._options, self._ranks, self._name = shape, options, ranks, name
 
@@ -150,18 +184,30 @@ class Ours:
         self.alone = Tuned(alone, check=self.single.check, name=f"{name}, alone", retune=retune)
         return self.all_ranks, self.alone
 
-    def measured(self, arms: Sequence[Arm], refresh: Callable[[], None]) -> dict[str, Any]:
+    def measured(self, arms: Sequence[Arm], refresh: Callable[[], None], plan: Plan) -> dict[str, Any]:
         """Time the arms, close both operations and return the record of this shape."""
         return measured_case(
-            self._shape,
-            self._options,
+            f"{self._shape}{routing_of(self._options)}",
+            plan,
             self._ranks,
             arms,
             refresh=refresh,
             tuned={"tuned": self.all_ranks, "tuned_alone": self.alone},
             operations=[self.op, self.single],
+            dtype=self._options.dtype,
             symmetric_memory=self.op.backend,
         )
+
+
+def routing_of(options: argparse.Namespace) -> Routing:
+    return Routing(options.zipf, options.empty_ranks)
+
+
+def add_routing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--zipf", type=float, default=0.0, help="exponent of the experts' popularity; 0: alike"
+    )
+    parser.add_argument("--empty-ranks", type=int, default=0, help="ranks, the last ones, without tokens")
 
 
 def run_benchmark(
@@ -169,25 +215,38 @@ def run_benchmark(
     *,
     op: str,
     title: str,
-    sequence: Callable[[str], str],
-    run_shape: Callable[[Shape, argparse.Namespace, Ranks], dict[str, Any]],
+    sequence: str,
+    own_sequence: str,
+    run_shape: Callable[[Shape, argparse.Namespace, Plan, Ranks], dict[str, Any]],
 ) -> None:
     """Run all shapes, show the table and leave the record.
 
-    `sequence` gets the name of the collectives and returns that of the arm of torch's grouped GEMM with them.
+    The sequences are the arms of torch's and of our grouped GEMM with collectives.
     """
-    options = parse(description, SIZES, public=PUBLIC, default=DEFAULT, shared=("tokens", "ffn"))
+    options = parse(
+        description, SIZES, lists=LISTS, default=DEFAULT, shared=("tokens", "ffn"), add_more=add_routing
+    )
+    filled = int(os.environ.get("WORLD_SIZE", "1")) - options.empty_ranks
+    if options.empty_ranks < 0 or filled < 1 or any(shape.tokens % filled for shape in options.shapes):
+        sys.exit(f"--empty-ranks {options.empty_ranks}: the tokens are shared by {filled} ranks, evenly")
+    benchmark = Benchmark(
+        op=op,
+        title=title,
+        case_title="tokens x hidden x ffn, experts",
+        ratios=[
+            Ratio(of=sequence, to=OURS),
+            Ratio(of=f"{sequence}, graph", to="ours, graph", name=f"graph: {sequence} / ours"),
+            Ratio(of=own_sequence, to=OURS),
+            Ratio(of=OURS, to=GROUPED_OURS),
+            Ratio(of=GROUPED, to=GROUPED_OURS),
+        ],
+        limit_s=LIMIT_S,
+        needed=(OURS,),
+    )
 
     def body(ranks: Ranks) -> int:
-        pairs = [(sequence(ranks.collectives), OURS), (OURS, GROUPED_OURS), (GROUPED, GROUPED_OURS)]
-        record = new_record(
-            options,
-            ranks,
-            op=op,
-            title=title,
-            case_title="tokens x hidden x ffn, experts",
-            ratios=[(f"{of} / {to}", of, to) for of, to in pairs],
+        return benchmark.run(
+            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
         )
-        return run_shapes(record, options, ranks, lambda shape: run_shape(shape, options, ranks))
 
     run_on_ranks(body)

@@ -1,14 +1,17 @@
 """Grouped GEMM over experts + reduce-scatter: ours, torch's grouped_mm and NCCL in sequence, the parts alone.
 
     ./launch.sh -m benchmarks.operations.moe_rs [--tokens T] [--hidden N] [--ffn K] [--experts E] [--topk J]
-                                     [--shapes public] [--json FILE]
+                                     [--shapes few|public|wide]
+                                               [--zipf S] [--empty-ranks R] [--json FILE]
 
 Each rank has K / W elements of the rows of all T * J choices, and of each expert. Ours is `MoEReduceScatter`,
 tuned first, inside `contextual_autotune(is_dist=True)`.
 
     ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
     grouped_mm + NCCL      all-gathers of choices and weights, then sort, gather rows, grouped_mm,
-                           put in place, weigh and add by a batched product, reduce-scatter
+                           put in place, weigh and add by a batched product, reduce-scatter; and as a
+                           CUDA graph
+    own GEMM + NCCL        the same with our grouped GEMM, tuned alone; and as a CUDA graph
     grouped_mm             the same without collectives
     grouped GEMM, ours     `MoEReduceScatter` over a single rank, tuned by itself: no exchange
     NCCL scatter           the reduce-scatter alone
@@ -26,40 +29,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.arms import Arm
-from benchmarks.common.ranks import Ranks
-from benchmarks.operations.harness import DTYPES, OURS, all_gather, collective_arm, reduce_scatter
+from benchmarks.common.arms import Arm, Plan
+from benchmarks.common.ranks import COLLECTIVES, Ranks
+from benchmarks.common.tuned import in_both_ways
+from benchmarks.operations.harness import DTYPES, OURS, collective_arm
 from benchmarks.operations.moe_problem import (
+    EVEN,
     GROUPED,
     GROUPED_OURS,
     Choices,
     Ours,
+    Routing,
     Shape,
     TorchGrouped,
     products,
+    routing_of,
     run_benchmark,
 )
+from benchmarks.operations.peers import reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
+
+SEQUENCE, OWN_SEQUENCE = f"{GROUPED} + {COLLECTIVES}", f"own GEMM + {COLLECTIVES}"
 
 
 class Problem:
     """The tensors of one shape on this rank, and what the right results are."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks, routing: Routing = EVEN) -> None:
         options = {"dtype": dtype, "device": ranks.device}
-        self.choices, self.dtype, self.ranks = Choices(shape, ranks), dtype, ranks
+        self.choices, self.dtype, self.ranks = Choices(shape, ranks, routing), dtype, ranks
         inner, choices = shape.ffn // ranks.world_size, shape.tokens * shape.topk
         self.y = torch.empty(choices, inner, **options)
         self.weight = torch.randn(shape.experts, shape.hidden, inner, **options)
         self.products = torch.empty(choices, shape.hidden, **options)
-        self.combined = torch.empty(shape.tokens, 1, shape.hidden, **options)
-        self.out = torch.empty(self.choices.own, shape.hidden, **options)
+        self._combined = torch.zeros(self.choices.rows, 1, shape.hidden, **options)
+        self._out = torch.empty(self.choices.capacity, shape.hidden, **options)
+        self.combined, self.out = self._combined[: shape.tokens], self._out[: self.choices.own]
         # A product, a rank's part and the sum are rounded once each; a ring rounds its sum at every hop.
         roundings = 2 + max(1, ranks.world_size - 1)
         explained = (shape.ffn * shape.topk) ** 0.5 * torch.finfo(torch.float32).eps
         self.limit = roundings * torch.finfo(dtype).eps + explained
         self.gigaflop = 2e-9 * self.products.numel() * inner
-        self.sent_mb = 1e-6 * (self.combined.numel() - self.out.numel()) * dtype.itemsize
+        self.sent_mb = 1e-6 * (self._combined.numel() - self._out.numel()) * dtype.itemsize
 
     def refresh(self) -> None:
         """Take new random inputs."""
@@ -79,7 +90,9 @@ class Problem:
     def sum_error(self, result: torch.Tensor) -> float:
         right = self.part()
         dist.all_reduce(right)
-        right = right.chunk(self.ranks.world_size)[self.ranks.rank]
+        if not self.choices.own:
+            return 0.0
+        right = right.chunk(self.choices.filled)[self.ranks.rank]
         found = result[: len(right)].float()
         return float((found - right).norm() / right.norm())
 
@@ -120,53 +133,60 @@ class Problem:
         multiply = self.torch_alone()
 
         def call() -> torch.Tensor:
-            all_gather(self.choices.all_ids, self.choices.ids)
-            all_gather(self.choices.all_weights, self.choices.weights)
+            self.gather_choices()
             multiply()
             return self.scatter()
 
         return call
 
+    def gather_choices(self) -> None:
+        self.choices.gather_ids()
+        self.choices.gather_weights()
+
     def scatter(self) -> torch.Tensor:
-        reduce_scatter(self.out, self.combined[:, 0])
+        reduce_scatter(self._out, self._combined[:, 0])
         return self.out
 
 
-def run_shape(shape: Shape, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one shape."""
-    problem = Problem(shape, DTYPES[options.dtype], ranks)
+    problem = Problem(shape, DTYPES[options.dtype], ranks, routing_of(options))
     choices, y, weight, out = problem.choices, problem.y, problem.weight, problem.out
     both = Ours(MoEReduceScatter, shape, shape.hidden, options, ranks, "moe_rs")
     op, single = both.op, both.single
+
+    def alone() -> torch.Tensor:
+        return single(y, weight, choices.all_ids, choices.all_weights, problem.combined[:, 0])
+
+    def own_in_sequence() -> torch.Tensor:
+        problem.gather_choices()
+        alone()
+        return problem.scatter()
+
     ours, ours_alone = both.tune(
         lambda: op(y, weight, choices.ids, choices.weights, out, tokens=choices.tokens),
-        lambda: single(y, weight, choices.all_ids, choices.all_weights, problem.combined[:, 0]),
+        alone,
     )
 
-    def asking() -> Callable[[], torch.Tensor]:
-        ours.eager()
-        return lambda: op(y, weight, choices.ids, choices.weights, out)
+    def asking() -> torch.Tensor:
+        return op(y, weight, choices.ids, choices.weights, out)
 
-    collectives = ranks.collectives
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
-        problem.arm("ours, tokens not given", asking),
-        problem.arm(sequence(collectives), problem.torch_in_sequence),
+        problem.arm("ours, tokens not given", ours.then(asking)),
+        *(problem.arm(*way) for way in in_both_ways(SEQUENCE, problem.torch_in_sequence)),
+        *(problem.arm(*way) for way in in_both_ways(OWN_SEQUENCE, ours_alone.then(own_in_sequence))),
         problem.arm(GROUPED, problem.torch_alone, of_part=True),
         problem.arm(GROUPED_OURS, ours_alone.eager, of_part=True),
         collective_arm(
-            f"{collectives} scatter",
+            f"{COLLECTIVES} scatter",
             problem.scatter,
             megabytes=problem.sent_mb,
             poison=lambda: problem.combined.normal_(),
         ),
     ]
-    return both.measured(arms, problem.refresh)
-
-
-def sequence(collectives: str) -> str:
-    return f"{GROUPED} + {collectives}"
+    return both.measured(arms, problem.refresh, plan)
 
 
 if __name__ == "__main__":
@@ -174,6 +194,7 @@ if __name__ == "__main__":
         __doc__,
         op="moe_rs",
         title="Grouped GEMM over experts + reduce-scatter",
-        sequence=sequence,
+        sequence=SEQUENCE,
+        own_sequence=OWN_SEQUENCE,
         run_shape=run_shape,
     )

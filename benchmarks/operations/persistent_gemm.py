@@ -7,6 +7,7 @@
     ours                  variant="auto", tuned first, by one session of contextual_autotune for each shape
     pipelined, ...        one variant, tuned among its own candidates
     ..., graph            the same as a CUDA graph of one call
+    QuACK                 its tuned GEMM, where quack-kernels is installed; and as a graph
     --parts               schedulers, stealing and not, cooperative, ping-pong, stream-K as arms of their own
 
 a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
@@ -25,9 +26,12 @@ from typing import Any
 import torch
 
 from benchmarks.common.arms import Arm, Plan, measure
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.records import add_run_options, clocks_seen, describe_run, write_json
-from benchmarks.render import summary
+from benchmarks.common.cases import Benchmark, Ratio, case_record
+from benchmarks.common.options import new_parser
+from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.records import add_run_options
+from benchmarks.common.tuned import in_both_ways, in_graph
+from benchmarks.operations.peers import QUACK, quack_gemm
 from dist_autotune import ContextualAutotuner, contextual_autotune
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
@@ -35,7 +39,7 @@ from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_ma
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT_S = 1800.0  # for everything about one shape, tuning and compiling included
-CUBLAS, OURS = "cuBLAS", "ours"
+CUBLAS, OURS, WAYS = "cuBLAS", "ours", ("", ", graph")
 BLOCK_ROWS = 1024  # of the float32 reference at a time
 
 Call = Callable[[], torch.Tensor]
@@ -145,21 +149,6 @@ class Problem:
         self.tuned.append(tune)
         return call
 
-    def graph(self, prepare: Callable[[], Call]) -> Call:
-        """Return the replay of a CUDA graph of one call, which has run before: nothing is loaded in it."""
-        if not ON_GPU:
-            raise Unsupported("CUDA graphs need a GPU")
-        call, graph = prepare(), torch.cuda.CUDAGraph()
-        call()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads ask for events
-            call()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return self.out
-
-        return replay
-
 
 def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
     """Return what is timed for one shape."""
@@ -174,8 +163,10 @@ def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
     if options.parts:
         schedulers = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
         arms += [problem.arm(f"{OURS}, {name}", ours(scheduler=name)) for name in schedulers]
-    arms.append(problem.arm(f"{CUBLAS}, graph", lambda: problem.graph(problem.cublas)))
-    arms.append(problem.arm(f"{OURS}, graph", lambda: problem.graph(ours())))
+    arms.append(problem.arm(f"{CUBLAS}, graph", in_graph(problem.cublas)))
+    arms.append(problem.arm(f"{OURS}, graph", in_graph(ours())))
+    quack = in_both_ways(QUACK, lambda: quack_gemm(problem.a, problem.b, problem.out))
+    arms += [problem.arm(name, prepare) for name, prepare in quack]
     return arms
 
 
@@ -217,41 +208,23 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     """Return the record of one shape."""
     problem = Problem(shape, DTYPES[options.dtype], ranks.device, b_rows=options.b_rows)
     measured = measure(arms_of(problem, options), ranks, problem.refresh, plan)
-    return {
-        "case": str(shape),
-        "dtype": options.dtype,
-        "b": "rows" if options.b_rows else "columns",
-        **measured,
-        "tuned": what_was_tuned(problem),
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
-
-
-def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return, of cuBLAS's time over ours, eager and graph: the geometric mean and the least of all cases."""
-    means = {}
-    for suffix in ("", ", graph"):
-        ratios = []
-        for case in cases:
-            ms = {arm["name"]: arm.get("ms") for arm in case["arms"]}
-            if ms.get(CUBLAS + suffix) and ms.get(OURS + suffix):
-                ratios.append(ms[CUBLAS + suffix] / ms[OURS + suffix])
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            means[f"{CUBLAS} / {OURS}{suffix}"] = {"mean": mean, "least": min(ratios), "cases": len(ratios)}
-    return means
+    return case_record(
+        shape,
+        measured,
+        ranks,
+        tuned=what_was_tuned(problem),
+        dtype=options.dtype,
+        b="rows" if options.b_rows else "columns",
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name in ("m", "n", "k"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name))
+    parser = new_parser(__doc__)
+    for name, text in (("m", "rows of a"), ("n", "columns of b"), ("k", "inner dimension")):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
     parser.add_argument("--shapes", choices=LISTS, help="a list of shapes, instead of one")
     parser.add_argument("--parts", action="store_true", help="time schedulers and parts of variants")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the operands")
     parser.add_argument("--b-rows", action="store_true", help="b contiguous by rows, not by columns")
     parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
     add_run_options(parser, warm_ups=120)
@@ -269,30 +242,17 @@ def main() -> None:
         if ranks.world_size > 1:
             ranks.say(f"this benchmark is for one GPU, not {ranks.world_size}: ./launch.sh --nproc 1 ...")
             return 2
-        plan = Plan(warm_ups=options.warm_ups, iterations=options.iterations, limit_s=LIMIT_S)
-        record = describe_run(
-            ranks, op="persistent_gemm", title="Persistent GEMM", commit=options.commit, plan=plan
+        benchmark = Benchmark(
+            op="persistent_gemm",
+            title="Persistent GEMM",
+            case_title="M x N x K",
+            ratios=[Ratio(of=f"{of}{way}", to=f"{OURS}{way}") for of in (CUBLAS, QUACK) for way in WAYS],
+            limit_s=LIMIT_S,
+            needed=(OURS,),
         )
-        record["case_title"] = "M x N x K"
-        record["ratios"] = [
-            {"name": f"{CUBLAS} / {OURS}{suffix}", "of": CUBLAS + suffix, "to": OURS + suffix}
-            for suffix in ("", ", graph")
-        ]
-        record["cases"] = []
-        for shape in options.shapes:
-            record["cases"].append(run_shape(shape, options, plan, ranks))
-            record["geometric_means"] = geometric_means(record["cases"])
-            ranks.say(f"{shape}: done")
-            if options.json is not None:
-                write_json(options.json, record)
-        ranks.say(f"\n{summary(record)}")
-        for name, found in record["geometric_means"].items():
-            text = (
-                f"{found['mean']:.3f} in the geometric mean of {found['cases']}, least {found['least']:.3f}"
-            )
-            ranks.say(f"{name}: {text}")
-        arms = [arm for case in record["cases"] for arm in case["arms"] if arm["name"] == OURS]
-        return 1 if any("unavailable" in arm for arm in arms) else 0
+        return benchmark.run(
+            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
+        )
 
     run_on_ranks(body)
 

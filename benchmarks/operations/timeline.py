@@ -10,7 +10,6 @@ behind it is the origin of the other: to about 2 us.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
@@ -18,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.options import new_parser
 
 WAITED_US = 1.0  # from here on a wait is counted: a poll that finds its rows takes about as long
 INCHES_WIDE, INCHES_HIGH = 11.0, 4.0  # of one rank's picture
@@ -166,11 +167,9 @@ def _draw_tiles(axes: Any, timeline: Timeline) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("record", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser = new_parser(__doc__)
+    parser.add_argument("record", type=Path, help="a --json file")
+    parser.add_argument("picture", type=Path, help="its type is its ending")
     options = parser.parse_args()
     record = json.loads(options.record.read_text())
     timelines = [read(of_rank, record["hardware"]["world_size"]) for of_rank in record["timelines"]]

@@ -44,6 +44,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.common.options import add_record_options, new_parser
 from benchmarks.common.processes import end, environment_without_torchrun, run_limited, with_benchmarks
 from benchmarks.regret.sessions import Sessions, torchrun
 
@@ -59,16 +60,14 @@ OF_THE_PARENT = (
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--op", choices=OPERATIONS, required=True)
+    parser = new_parser(__doc__)
+    parser.add_argument("--op", choices=OPERATIONS, required=True, help="what is tuned")
     parser.add_argument("--nproc", type=int, default=2, help="ranks of each session")
-    parser.add_argument("--sessions", type=int, default=10)
+    parser.add_argument("--sessions", type=int, default=10, help="fresh ones")
     parser.add_argument(
         "--shapes", default="default", help="default, public, or such as 2048x3584x8192,512x3584x8192"
     )
-    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="of the operands")
     parser.add_argument(
         "--backend", default="auto", help="symmetric memory of ours: auto, torch, nvshmem, shm"
     )
@@ -83,8 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape-limit-s", type=float, default=300.0, help="for the timing of one shape")
     parser.add_argument("--warm-ups", type=int, help="launches of all arms")
     parser.add_argument("--iterations", type=int, help="timed calls of each arm")
-    parser.add_argument("--json", type=Path, help="the record; `benchmarks.render` makes its page")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    add_record_options(parser)
     for name in ("--session", "--timing", "--ran-as"):  # what the program passes to itself
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()

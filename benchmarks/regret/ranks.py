@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arms import Plan, measure
+from benchmarks.common.examples import load_example
 from benchmarks.common.launched import Launched, Observer, autotuners
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
 from benchmarks.common.records import INTERPRETER_NOTE, clocks_seen, describe_run, write_json
@@ -115,7 +116,7 @@ def picks_of(shape: Any, options: argparse.Namespace, ranks: Ranks) -> dict[str,
 
 
 def _picks_of_overlap(case: overlap.Case, ranks: Ranks) -> dict[str, Pick]:
-    example = overlap.load_example()
+    example = load_example("overlap")
     step = example.Step(case.m, case.n, case.k, case.mib, ranks.device)
     reports = dict(zip(overlap.PICKS, example.tuned_three_ways(step).values(), strict=True))
     picks = {}
@@ -213,7 +214,7 @@ def answers(measured: dict[str, Any], contest: Contest, base: Contender | None) 
 
 def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, own: Path) -> dict[str, Any]:
     """Time every config of the example, in the step and alone; return the record."""
-    example = overlap.load_example()
+    example = load_example("overlap")
     step = example.Step(case.m, case.n, case.k, case.mib, ranks.device)
     configs = {example.label(config): config for config in example.persistent_gemm.configs}
     observer, trouble = Observer([example.persistent_gemm]), []

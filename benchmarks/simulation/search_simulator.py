@@ -1,5 +1,8 @@
 """What a search costs and how good its picks are, under noise as it is on machines. No GPU needed.
 
+    python -m benchmarks.simulation.search_simulator --sessions 400 --candidates 8 16 48 200
+    python -m benchmarks.simulation.search_simulator --ties --steps --sessions 60
+
 Protocol: candidates have true times drawn from 1 + gamma(1.2, 0.25); a sample of one rank is the true time
 times lognormal jitter (2 %), a per-rank offset (1 %), a spike (3 % of samples, x1.5), the clock's drift
 (x1.00 to x1.11, time constant 30 runs) and x1.3 in a candidate's first run. The statistic of a rank is the
@@ -13,9 +16,6 @@ The same near tie again and again (`--ties`): the share of sessions that end wit
 steps (`--steps`: `simulated_steps`): runs and regret of objective="thunk" where configs act on each other.
 
 Traps: regret is of true times, not of measured ones; the drift favours whoever is measured early.
-
-    python -m benchmarks.simulation.search_simulator --sessions 400 --candidates 8 16 48 200
-    python -m benchmarks.simulation.search_simulator --ties --steps --sessions 60
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.common.options import new_parser
 from benchmarks.simulation.simulated_steps import STEPS, settle
 from dist_autotune.search.strategies import STRATEGIES, Strategy, Warmup
 
@@ -250,17 +251,15 @@ def show(chosen: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--candidates", type=int, nargs="*", default=[8, 16, 48, 200])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--sessions", type=int, default=400)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--racing-only", action="store_true")
+    parser = new_parser(__doc__)
+    parser.add_argument("--candidates", type=int, nargs="*", default=[8, 16, 48, 200], help="how many")
+    parser.add_argument("--ranks", type=int, default=8, help="of each session")
+    parser.add_argument("--sessions", type=int, default=400, help="of each row")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one row for each")
+    parser.add_argument("--racing-only", action="store_true", help="no other search")
     parser.add_argument("--ties", action="store_true", help="near ties again and again, instead")
     parser.add_argument("--steps", action="store_true", help="whole steps, instead")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     if chosen.ties or chosen.steps:
         found = show(chosen)

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.arms import CYCLES_PER_MS, Plan
+from benchmarks.common.options import add_record_options, new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
-from benchmarks.common.records import add_record_options, clocks_seen, describe_run, write_json
-from benchmarks.render import summary
+from benchmarks.common.records import clocks_seen, describe_run, leave_record
 
 import triton  # isort: skip  after common, which chooses the interpreter where there is no GPU
 import triton.language as tl  # isort: skip
@@ -220,9 +220,7 @@ def measure(durations_us: Sequence[float], repeats: int) -> tuple[list[Row], flo
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--microseconds", type=float, nargs="+", default=DURATIONS_US, help="of the kernels")
     parser.add_argument(
         "--iterations", type=int, default=15, help="samples of each config, and profiled calls"
@@ -246,9 +244,7 @@ def main() -> None:
         record["clocks"] = clocks_seen(ranks)
         record["measured"] = [{**asdict(row), "error_percent": row.error_percent} for row in rows]
         record["table"] = table(rows, nothing_us)
-        if options.json is not None and ranks.rank == 0:
-            write_json(options.json, record)
-        ranks.say(summary(record))
+        leave_record(record, options, ranks)
         return int(any(row.verdict == "MISSED" for row in rows))
 
     run_on_ranks(body)

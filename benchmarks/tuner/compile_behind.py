@@ -1,17 +1,17 @@
 """What the first step of a training loop, and the steps after it, cost while candidates are compiled.
 
+    python -m benchmarks.tuner.compile_behind [--rounds 3] [--step-ms 50] [--jobs N] [--cuda] [--json FILE]
+
 Protocol: a step computes on one core for --step-ms and launches a matrix product with two keys; each key has
 20 candidates, and nothing is in Triton's cache. Kernels are compiled for Hopper on a device that need not be
 here and launches nothing, or with --cuda run on the one that is. Each arm makes its steps in a process of its
 own. A figure is the wall time of a step; rounds take turns, every second one in reverse order.
 
-arm                  what a step does
-untuned              launches the first config of each key; nothing else is compiled
-tuned                is tuned with mode="online"
+    arm                  what a step does
+    untuned              launches the first config of each key; nothing else is compiled
+    tuned                is tuned with mode="online"
 
 Trap: on a device that launches nothing, steps are the host's alone; which config wins says nothing.
-
-    python -m benchmarks.tuner.compile_behind [--rounds 3] [--step-ms 50] [--jobs N] [--cuda] [--json FILE]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.common.options import new_parser
 from benchmarks.common.pretended_device import PretendedDevice
 from benchmarks.common.processes import with_benchmarks
 from dist_autotune import contextual_autotune
@@ -138,13 +139,13 @@ def line_of(arm: str, rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What steps cost while candidates are compiled.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=50.0)
+    parser = new_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="of all arms")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="on one core")
     parser.add_argument("--jobs", type=int, help="candidates compiled at a time")
     parser.add_argument("--cuda", action="store_true", help="use the GPU that is here")
     parser.add_argument("--arm", choices=ARMS, help="run this arm in this process, and print its figures")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     if chosen.arm:
         print(json.dumps(steps_of(chosen.arm, chosen.step_ms / 1e3, chosen.jobs, cuda=chosen.cuda)))

@@ -1,5 +1,8 @@
 """How long the ranks of a host take to compile a kernel's candidates with nothing in the cache.
 
+    python -m benchmarks.tuner.compile_time --ranks 2 --candidates 16 --rounds 3 [--cuda] [--json FILE]
+        [--kernel persistent_gemm]
+
 Protocol: the candidates of the allgather-GEMM kernel, or of the Gluon GEMM, whose configs have a `pre_hook`,
 compiled for Hopper on a device that need not be here, or with --cuda on the ones that are. A figure is the
 wall time from the moment all ranks stand ready to the end of the last one, in processes and with a cache
@@ -7,20 +10,16 @@ directory of their own; beside it stand the seconds that all of them computed, w
 changes less. Before that each rank has compiled one other candidate, as in a session, whose first run has
 launched one. The arms take turns, in every second round in reverse order.
 
-arm                  what each rank does
-one after another    compiles every candidate itself, as stock Triton does
-threads              compiles every candidate itself, in as many threads as there are cores
-shared               what a session does: child processes, each candidate on one rank
+    arm                  what each rank does
+    one after another    compiles every candidate itself, as stock Triton does
+    threads              compiles every candidate itself, in as many threads as there are cores
+    shared               what a session does: child processes, each candidate on one rank
 
 Trap: a rank that is late finds what the others have compiled; the ranks start together, so both compile all.
-
-    python -m benchmarks.tuner.compile_time --ranks 2 --candidates 16 --rounds 3 [--cuda] [--json FILE]
-        [--kernel persistent_gemm]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -40,6 +39,7 @@ import torch
 import triton
 from triton.runtime._async_compile import AsyncCompileMode
 
+from benchmarks.common.options import new_parser
 from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.compilation.pool import Terms
 from dist_autotune.compilation.preflight import preflight
@@ -195,13 +195,15 @@ def measure(kernel: Kernel, arm: str, ranks: int, candidates: int, *, cuda: bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long a host's ranks take to compile all candidates.")
-    parser.add_argument("--kernel", choices=list(KERNELS), default="ag_gemm")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--candidates", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = new_parser(__doc__)
+    parser.add_argument(
+        "--kernel", choices=list(KERNELS), default="ag_gemm", help="whose candidates are compiled"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes that compile")
+    parser.add_argument("--candidates", type=int, default=16, help="of the kernel")
+    parser.add_argument("--rounds", type=int, default=3, help="of all arms")
     parser.add_argument("--cuda", action="store_true", help="use the GPUs that are here")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     kernel = KERNELS[chosen.kernel]
     torch.set_num_threads(1)  # its threads do not survive the fork of a rank

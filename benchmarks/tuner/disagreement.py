@@ -1,18 +1,17 @@
 """How often two ranks pick different configs: stock `triton.autotune` on each rank, and here. Needs 2 GPUs.
 
+    ./launch.sh -m benchmarks.tuner.disagreement [--json FILE]
+
 Protocol: one matmul kernel with 18 candidates and 24 keys (M x N x K). Each rank first tunes every key with
 stock Triton, by itself, as a data-parallel job does; then the same keys are tuned in one function with
 `contextual_autotune(is_dist=True)`. Picks of all ranks are compared key by key; each result is checked
 against torch.matmul. Both arms are repeated, to see whether a pick is stable from one tuning to the next.
 
 Trap: stock's picks are compared between ranks of one run, not between runs.
-
-    ./launch.sh -m benchmarks.tuner.disagreement [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from benchmarks.common.options import new_parser
 from dist_autotune import contextual_autotune
 
 SHAPES = [
@@ -112,9 +112,9 @@ def compare(found: dict[str, str]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How often two ranks pick different configs.")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser = new_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=2, help="of both arms")
+    parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

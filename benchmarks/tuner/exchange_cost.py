@@ -1,5 +1,7 @@
 """What an exchange between ranks costs: bytes and ms, as a model with measured coefficients. No GPU needed.
 
+    python -m benchmarks.tuner.exchange_cost --ranks 2 4 8 --simulated 64 256 1024
+
 Protocol: processes on this host, joined by gloo; torch's own collectives take no part. Bytes are counted in
 real sessions (several contexts, candidates and bans) on the rank that does not run the hub, and fitted by
 least squares. Times are of whole exchanges, back to back, with payloads of those sessions; the figure is the
@@ -10,13 +12,10 @@ hub and the merging ranks compute, without a network, as the processor's time; t
 
 Traps: with more ranks than cores the system's scheduler is timed too; on a busy machine the quietest tenth
 says more than the median, and the calibration says how busy it was.
-
-    python -m benchmarks.tuner.exchange_cost --ranks 2 4 8 --simulated 64 256 1024
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import multiprocessing
@@ -30,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.options import new_parser
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = (
@@ -315,12 +316,14 @@ def measure_simulated(sizes: list[int], payloads: dict[int, bytes], repeats: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--simulated", type=int, nargs="+", default=[64, 256, 1024])
+    parser = new_parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="processes on this host")
+    parser.add_argument(
+        "--simulated", type=int, nargs="+", default=[64, 256, 1024], help="ranks in one process"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1, 4, 2, 8, 16], help="of the sessions")
     parser.add_argument("--calls", type=int, default=400, help="exchanges of each kind")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("dist_autotune").setLevel(logging.ERROR)  # functions without launches are meant here

@@ -1,5 +1,7 @@
 """What `mode="online"` adds to a step, while it tunes and after. No GPU: the host's cost is the same there.
 
+    python -m benchmarks.tuner.online_overhead
+
 Protocol: a step makes 10 launches of one tuned kernel whose launch does nothing, so that what is left is the
 tuner's own work: choosing, timing, the log, the exchange, deciding. Tuned and bare steps alternate in blocks
 of 50; of each, the median of the block in which it was lowest, as interruptions only add. A row is the
@@ -8,13 +10,10 @@ difference of the two. With two ranks, the slower rank's figure.
 Traps: on a busy machine exchanges wait for the scheduler, so look at the load printed. A launch of a real
 kernel costs its own time in both arms. An EventClock adds the recording of two events a launch, which this
 does not have.
-
-    python -m benchmarks.tuner.online_overhead
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.options import new_parser
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -119,11 +120,9 @@ def one_rank(rank: int, world_size: int, directory: str, blocks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=20, help=f"of {BLOCK_STEPS} steps, for each figure")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of the runs with several")
     blocks, ranks = parser.parse_args().blocks, parser.parse_args().ranks
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)

@@ -9,13 +9,13 @@ compiles the kernel; what the L2 cache holds is read from there, as the outputs 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.common.options import new_parser
 from dist_autotune.bits.tensor_hash import hash_tensor
 
 WARM_UPS = 3
@@ -35,11 +35,9 @@ def time_ms(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=(1, 16, 256), help="sizes of the tensor")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=21, help="timed, of each size")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")

@@ -35,9 +35,10 @@ from typing import Any
 import torch
 
 from benchmarks.common.arms import Plan
+from benchmarks.common.options import add_record_options, new_parser
 from benchmarks.common.processes import ROOT, environment_without_torchrun, run_limited
 from benchmarks.common.ranks import ON_GPU, Ranks
-from benchmarks.common.records import add_record_options, describe_run, write_json
+from benchmarks.common.records import describe_run, write_json
 from benchmarks.render import summary
 
 SCRIPT = ROOT / "examples/train_third_party.py"
@@ -220,12 +221,10 @@ def notes(arms: dict[str, Ended]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--nproc", type=int, default=1, help="ranks of each arm")
     parser.add_argument("--steps", type=int, default=3000, help="of tuned; the other arms make 40 at most")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="in this order")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each arm")
     parser.add_argument("script", nargs="*", help="and its arguments, after --")
     add_record_options(parser)

@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.options import NOT_MEASURED, add_record_options, new_parser
 from benchmarks.common.processes import with_benchmarks
 
 STARTED = "TUNING_TIME_STARTED"  # seconds of the epoch, told to the processes
@@ -197,22 +198,19 @@ def table(rounds: list[dict[str, Start]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = new_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="processes of each start")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each kind")
     for name, text in (("m", "rows of all ranks"), ("n", "columns of each rank"), ("k", "inner dimension")):
         parser.add_argument(f"--{name}", type=int, help=text)
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--json", type=Path, help="the record; `benchmarks.render` makes its page")
-    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
+    parser.add_argument("--dtype", default="bf16", help="of the operands")
+    add_record_options(parser)
     parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_rank:
         rank_main(options)
         return
-    from benchmarks.common.records import NOT_MEASURED, write_json
+    from benchmarks.common.records import write_json
     from benchmarks.render import summary
 
     shape = [f"--{name}={getattr(options, name)}" for name in "mnk" if getattr(options, name)]

@@ -98,7 +98,7 @@ class SearchState:
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        searched = self._searched
+        searched = self._searched or self._comparison.undecided  # the last runs compare what was searched
         return Forecast(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
+
 from .. import settings
 from ..errors import InvalidOption
 from ..options import Options
@@ -43,6 +45,11 @@ class ContextualAutotuner(Tuned, Generic[P, R]):
         super().__init__(bare, options, name)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # a call from a compiled function, which is no part of graphs
+            result: R = torch.compiler.disable(self.__call__)(*args, **kwargs)
+            return result
         mode = settings.run_mode()
         if mode == "off":
             return self.fn(*args, **kwargs)

@@ -71,3 +71,24 @@ def test_launches_of_an_operator_in_a_compiled_function_are_tuned(bench, add_one
     assert torch.equal(tuned(numbers()), (numbers() + 1) * 2)
     assert bench.blocks() == [16, 32, 32]
     assert only(tuned.report).status == "tuned"
+
+
+@MODES
+def test_a_tuned_function_inside_a_compiled_function_is_called_between_its_graphs(bench, mode):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda x: launch(kernel, x), mode=mode)
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: object) -> object:
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    compiled = torch.compile(lambda x: tuned(x * 2) + 1, backend=backend)
+    calls = 1
+    assert torch.equal(compiled(numbers()), numbers() * 2 + 2)
+    while not tuned.settled:
+        assert torch.equal(compiled(numbers()), numbers() * 2 + 2)
+        calls += 1
+    assert graphs == [["mul"], ["add"]]
+    assert only(tuned.report).config.kwargs["BLOCK"] == 32
+    assert calls <= len(bench.blocks()) == tuned.report.runs

@@ -49,6 +49,19 @@ def test_objective_thunk_ends_with_an_alternating_comparison_with_the_default_pl
     assert simulation.statuses() == {"a": "tuned"}
 
 
+def test_a_forecast_tells_of_what_the_last_runs_compare():
+    told = []
+
+    def run_ms(plan: dict[str, str]) -> float:
+        forecast = simulation.tuning.forecast
+        told.append((forecast.contexts, forecast.settled, forecast.timed))
+        return 0.0
+
+    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, run_ms=run_ms, objective="thunk")
+    assert len(simulation.session()) == 2 + 2 + DUEL_RUNS + 1
+    assert told[-DUEL_RUNS:] == [(1, 1, 2)] * DUEL_RUNS
+
+
 def test_the_default_plan_is_kept_and_said_so_when_the_tuned_one_is_not_faster():
     def run_ms(plan: dict[str, str]) -> float:  # the gain is gone by the time of the final comparison
         return 5.0 if plan["a"] == "a1" and len(simulation.plans) > 4 else 0.0

@@ -1,0 +1,21 @@
+"""Options that all benchmarks have. No torch: a process that only starts others holds no GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+NOT_MEASURED = ("--json", "--commit")  # options, each with a value, that a record's command leaves out
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with the description, line by line."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the record that a run leaves."""
+    parser.add_argument("--json", type=Path, help="the record; `benchmarks.render` makes its page")
+    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")

@@ -1,0 +1,75 @@
+"""Commands of benchmarks: those on the pages parse, and every program tells what it does and takes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+
+import pytest
+from documents import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+COMMAND = re.compile(r"-m (benchmarks[.\w]+)([^`|]*)")
+COMMANDS = sorted(
+    {(found[1], found[2].strip()) for page in PAGES for found in COMMAND.finditer(page.read_text())}
+)
+OLD_PATHS = re.compile(r"(?:launch\.sh|python)[^`\n]* benchmarks/\w+\.py")
+PROGRAMS = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for path in (ROOT / "benchmarks").rglob("*.py")
+    if 'if __name__ == "__main__":' in path.read_text()
+)
+
+
+# Programs are imported by other tests, too.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+
+
+class Parsed(Exception):
+    """Ends a program where it would begin to work; holds its parser."""
+
+
+@pytest.fixture
+def parser_of(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that starts a program and returns its parser, once the arguments are parsed."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(self: argparse.ArgumentParser, *given: object) -> None:
+        parse_args(self, *given)
+        raise Parsed(self)
+
+    def start(module: str, *arguments: str) -> argparse.ArgumentParser:
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(Parsed) as ended:
+            runpy.run_module(module, run_name="__main__")
+        return ended.value.args[0]
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+    return start
+
+
+@pytest.mark.parametrize(("module", "arguments"), COMMANDS, ids=str)
+def test_a_command_of_a_page_parses(module, arguments, parser_of):
+    parser_of(module, *shlex.split(arguments))
+
+
+def test_pages_start_benchmarks_as_modules():
+    assert len(COMMANDS) > 10
+    assert [page.name for page in PAGES if OLD_PATHS.search(page.read_text())] == []
+
+
+NEEDED = {"benchmarks.regret": ["--op", "gemm_rs"], "benchmarks.render": ["RECORD"]}
+NEEDED |= {name: ["RECORD", "PICTURE"] for name in ("benchmarks.plot", "benchmarks.operations.timeline")}
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_a_program_tells_what_it_does_how_it_starts_and_what_it_takes(module, parser_of):
+    parser = parser_of(module, *NEEDED.get(module, []))
+    summary, usage = parser.description.split("\n\n")[:2]
+    assert summary.endswith(".")
+    assert re.match(rf" +(\./launch\.sh|python)( --[\w-]+( \d+)?)* -m {module}\b", usage), usage
+    unexplained = [action.dest for action in parser._actions if action.help is None]
+    assert unexplained == []
