@@ -4,6 +4,7 @@ What a rank holds, W ranks:
 
     gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
     ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
+    weights  float32, symmetric, in the same places: what `route` tells beside them
     flags    int32 [7, W], symmetric: see `exchange.peers`
 
 A call on rank r:
