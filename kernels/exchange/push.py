@@ -109,8 +109,9 @@ class Pushes:
     def give_permits(self) -> None:
         """Let the peers write here, behind what the caller has enqueued so far."""
         self.stream.fork()
-        for peer in sorted(self.before):
-            self.raise_flag(peer, FREE.value, 1)
+        for peer in range(self.memory.world_size):
+            if peer != self.memory.rank:
+                self.raise_flag(peer, FREE.value, 1)
 
     def take(self, peer: int, row: int) -> None:
         """Enqueue a wait for a flag here, and lower it: FREE, the peer's permit, or DONE."""
