@@ -24,7 +24,7 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 readonly all_parts=(check ag_gemm gemm_rs ag_moe moe_rs rows step tp agreement regret soak)
 declare -rA part_limit_s=(
-  [check]=80 [ag_gemm]=150 [gemm_rs]=100 [ag_moe]=80 [moe_rs]=80 [rows]=160 [step]=60 [tp]=420
+  [check]=80 [ag_gemm]=240 [gemm_rs]=180 [ag_moe]=110 [moe_rs]=110 [rows]=300 [step]=60 [tp]=480
   [agreement]=90 [regret]=420 [soak]=400
 )
 

@@ -38,6 +38,15 @@ class Tuned:
         """Return the replay of a settled call: the candidate that eager calls run, its binary loaded."""
         return in_graph(lambda: self.eager(*args))()
 
+    def then(self, call: Callable[[], torch.Tensor]) -> Prepare:
+        """Return what prepares another call of the same kernels, once this one has settled them."""
+
+        def prepare() -> Callable[[], torch.Tensor]:
+            self.eager()
+            return call
+
+        return prepare
+
     def record(self) -> dict[str, Any]:
         """Return what the record of a case says of the tuning."""
         report = self.call.report

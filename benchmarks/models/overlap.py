@@ -58,32 +58,34 @@ PUBLISHED = (Case(8192, 3584, 8192, 256), Case(8192, 8192, 4096, 512), Case(4096
 DEFAULT = PUBLISHED[0] if ON_GPU else Case(48, 40, 32, 0.25)
 
 
-def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
-    """Return the arms: each pick in the step and without it, cuBLAS in the step, the all-reduce."""
+def product(step: Any, name: str, call: Callable[[], object]) -> Arm:
+    """Return the arm of a call that leaves the product in the step's `c`."""
     m, n, k = *step.c.shape, step.a.shape[1]
     explained = torch.finfo(step.c.dtype).eps + k**0.5 * torch.finfo(torch.float32).eps
-    reduced = step.bucket.numel() * step.bucket.element_size()
 
     def error(result: torch.Tensor) -> float:
         expected = step.a.float() @ step.b.float().T
         return float((result.float() - expected).norm() / expected.norm())
 
-    def product(name: str, call: Callable[[], object]) -> Arm:
-        def run() -> torch.Tensor:
-            call()
-            return step.c
+    def run() -> torch.Tensor:
+        call()
+        return step.c
 
-        return Arm(
-            name=name,
-            prepare=lambda: run,
-            error=error,
-            limit=explained,
-            work=2e-9 * m * n * k,
-            rate="TFLOP/s",
-            poison=lambda: step.c.fill_(math.nan),
-        )
+    return Arm(
+        name=name,
+        prepare=lambda: run,
+        error=error,
+        limit=explained,
+        work=2e-9 * m * n * k,
+        rate="TFLOP/s",
+        poison=lambda: step.c.fill_(math.nan),
+    )
 
-    def reduction() -> torch.Tensor:
+
+def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
+    """Return the arms: each pick in the step and without it, cuBLAS in the step, the all-reduce."""
+
+    def all_reduce() -> torch.Tensor:
         dist.all_reduce(step.bucket, op=dist.ReduceOp.MAX)
         return step.bucket
 
@@ -94,21 +96,21 @@ def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
 
     return [
         *(
-            product(f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
+            product(step, f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
             for name, pick in picks.items()
         ),
         *(
-            product(f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
+            product(step, f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
             for name, pick in picks.items()
             if name != "collective"  # the GEMM is that of "alone"
         ),
-        product("cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
+        product(step, "cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
         Arm(
             name="all-reduce",
-            prepare=lambda: reduction,
+            prepare=lambda: all_reduce,
             error=lambda result: float(result.isnan().any()),
             limit=0.0,
-            work=1e-6 * reduced,
+            work=1e-6 * step.bucket.numel() * step.bucket.element_size(),
             rate="GB/s",
         ),
     ]

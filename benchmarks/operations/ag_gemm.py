@@ -30,21 +30,19 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
-from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.common.tuned import Prepare, Tuned, in_both_ways
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import QUACK, all_gather, fused_by_torch, quack_all_gather_gemm
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
-
-Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -250,6 +248,17 @@ def torch_fused(problem: Problem) -> Callable[[], torch.Tensor]:
     return call
 
 
+def baselines_of(problem: Problem, own: Tuned, ranks: Ranks) -> list[tuple[str, Prepare]]:
+    """Return names and preparations of what computes the same, eager and as graphs."""
+    baselines = {
+        SEQUENCE: lambda: gather_then_matmul(problem),
+        OWN_GEMM: own.eager,
+        "torch fused": lambda: torch_fused(problem),
+        QUACK: lambda: quack_all_gather_gemm(problem.a, problem.weight, problem.out, ranks),
+    }
+    return [way for baseline in baselines.items() for way in in_both_ways(*baseline)]
+
+
 def matmul_alone(problem: Problem) -> Callable[[], torch.Tensor]:
     return lambda: torch.matmul(problem.reference, problem.weight.T, out=problem.out)
 
@@ -276,12 +285,6 @@ def run_shape(
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False, graphs=True) if ON_GPU else ours
     own = gather_then_own_matmul(problem, retune=options.retune)
-    baselines = {
-        SEQUENCE: lambda: gather_then_matmul(problem),
-        OWN_GEMM: own.eager,
-        "torch fused": lambda: torch_fused(problem),
-        QUACK: lambda: quack_all_gather_gemm(problem.a, problem.weight, problem.out, ranks),
-    }
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),
         problem.product("ours, copied", lambda: ours.eager(problem.a)),
@@ -289,7 +292,7 @@ def run_shape(
         problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
         problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
-        *(problem.product(*way) for baseline in baselines.items() for way in in_both_ways(*baseline)),
+        *(problem.product(*way) for way in baselines_of(problem, own, ranks)),
         problem.product("GEMM", lambda: matmul_alone(problem)),
         engines.gather(problem),
         problem.gather(

@@ -141,19 +141,13 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         problem.refresh()
         single.shard[: shape.tokens].copy_(problem.all_x)
 
-    def asking() -> Callable[[], torch.Tensor]:
-        ours.eager()
-        return lambda: op(x, weight, choices.ids, out)
-
+    own = in_both_ways(OWN_SEQUENCE, ours_alone.then(own_in_sequence))
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
-        problem.arm("ours, tokens not given", asking),
+        problem.arm("ours, tokens not given", ours.then(lambda: op(x, weight, choices.ids, out))),
         *(problem.arm(*way) for way in in_both_ways(SEQUENCE, problem.torch_in_sequence)),
-        *(
-            problem.arm(*way, single.shard)
-            for way in in_both_ways(OWN_SEQUENCE, both.in_sequence(own_in_sequence))
-        ),
+        *(problem.arm(*way, single.shard) for way in own),
         problem.arm(GROUPED, problem.torch_alone),
         problem.arm(GROUPED_OURS, ours_alone.eager),
         collective_arm(

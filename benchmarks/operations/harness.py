@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import case_record
+from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import Tuned
@@ -45,9 +46,7 @@ def parse(
     sizes: name and help. The ranks share out those that `shared` names, so each must be a multiple of their
     number. add_more adds options of one benchmark.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(description)
     for name, text in sizes.items():
         parser.add_argument(
             f"--{name}", type=int, nargs="+", default=[getattr(default, name)], help=f"{text}; several: each"

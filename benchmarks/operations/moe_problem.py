@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
-from benchmarks.common.tuned import Prepare, Tuned
+from benchmarks.common.tuned import Tuned
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import all_gather
 from dist_autotune.formatting import counted
@@ -183,15 +183,6 @@ class Ours:
         self.all_ranks = Tuned(call, check=self.op.check, name=name, retune=retune)
         self.alone = Tuned(alone, check=self.single.check, name=f"{name}, alone", retune=retune)
         return self.all_ranks, self.alone
-
-    def in_sequence(self, call: Callable[[], torch.Tensor]) -> Prepare:
-        """Return what prepares collectives around the call of this rank alone: tuned alone, it is settled."""
-
-        def prepare() -> Callable[[], torch.Tensor]:
-            self.alone.eager()
-            return call
-
-        return prepare
 
     def measured(self, arms: Sequence[Arm], refresh: Callable[[], None], plan: Plan) -> dict[str, Any]:
         """Time the arms, close both operations and return the record of this shape."""

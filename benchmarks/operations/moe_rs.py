@@ -168,16 +168,15 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         alone,
     )
 
-    def asking() -> Callable[[], torch.Tensor]:
-        ours.eager()
-        return lambda: op(y, weight, choices.ids, choices.weights, out)
+    def asking() -> torch.Tensor:
+        return op(y, weight, choices.ids, choices.weights, out)
 
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
-        problem.arm("ours, tokens not given", asking),
+        problem.arm("ours, tokens not given", ours.then(asking)),
         *(problem.arm(*way) for way in in_both_ways(SEQUENCE, problem.torch_in_sequence)),
-        *(problem.arm(*way) for way in in_both_ways(OWN_SEQUENCE, both.in_sequence(own_in_sequence))),
+        *(problem.arm(*way) for way in in_both_ways(OWN_SEQUENCE, ours_alone.then(own_in_sequence))),
         problem.arm(GROUPED, problem.torch_alone, of_part=True),
         problem.arm(GROUPED_OURS, ours_alone.eager, of_part=True),
         collective_arm(

@@ -2,6 +2,7 @@
 
     pull         fetches the peers' chunks, in eager calls; how that is kept in order, and why it ends
     push         pushes the own chunk to them, in captured calls and with `producer="push"`; and why that ends
+    collective   gathers in place of both, before cuBLAS, where all ranks agree on it
     plain, specialized, matmul     who multiplies; `chunks`: how they wait
     choices      what a rank may choose in a call as it likes
 
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from ..exchange.collective import Collective
 from ..exchange.flags import (
     FLAGS,
     NOT_COPIED,
@@ -67,6 +69,12 @@ class AllGatherGemm(Operation):
     writes its own to them, as captured calls always do. All ranks pass the same, which is checked at opening.
     `consumer`, `pieces` and `programs` fix what is otherwise tuned for each shape; ranks may differ in them.
 
+    `collective` says whether calls gather by a collective of the group and multiply by cuBLAS; None tunes
+    that for each number of rows, up to 4096 of all ranks. All ranks pass the same, and one that fixes a
+    consumer makes none. Where this rank would make it, its host waits for the peers to come to the call, and
+    makes it if all would. A captured call does what the last eager one with as many rows did; a replay waits
+    for its peers as any collective does.
+
     Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
     shard again, which `graphs=False` saves where chunks are pulled.
     """
@@ -87,17 +95,25 @@ class AllGatherGemm(Operation):
         consumer: str | None = None,
         pieces: int | None = None,
         programs: int | None = None,
+        collective: bool | None = None,
     ) -> None:
         if m_per_rank < 1 or k < 1:
             raise ValueError(f"m_per_rank={m_per_rank} rows and k={k} columns: both must be at least 1")
+        if collective and consumer is not None:
+            raise ValueError(f"consumer is {consumer!r}, but collective=True leaves the product to cuBLAS")
         self._fixed = Fixed(consumer, pieces, programs)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._pushes, self._producer_name = producer == "push", producer
         self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
         self._has_pusher = graphs or self._pushes
-        self._pushed_rows = 0  # of the last call that the host has enqueued to be pushed
+        # Of the last call that the pusher was told of, 0 while there is none; below 0 if by the collective.
+        self._told_rows = 0
         self._gathered: torch.Tensor | None = None
         self._trace: torch.Tensor | None = None  # of the call that is traced
+        self._key = k, str(dtype), producer  # of the choice: equal on all ranks, unlike N
+        self._open_collective = functools.partial(
+            Collective, "AllGatherGemm", "ag_gemm way", group, fixed=collective, timeout_s=timeout_s
+        )
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -114,6 +130,7 @@ class AllGatherGemm(Operation):
         self._pusher: ChunkPusher | None = None
         if self._has_pusher:
             self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
+        self._collective = self._open_collective(memory)
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -130,7 +147,7 @@ class AllGatherGemm(Operation):
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._gathered, self._flags
-        del self._producer, self._pusher, self._operands
+        del self._producer, self._pusher, self._operands, self._collective
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_PUSHED.value:
@@ -178,14 +195,14 @@ class AllGatherGemm(Operation):
             operands = self._known.get(key)
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
-        self._gathered = None
         if operands is None:
             operands = self._operands.find(weight, out, rows, self._options_of)
             for checked in (given, key):
                 remember(self._known, checked, operands)
-        choice = self._choose(operands)
-        self._load(weight, out, operands, choice, pushed=pushed)
-        (self._run_pushed if pushed else self._run)(weight, out, operands, choice)
+        if not self._run_collective(weight, out, rows):
+            choice = self._choose(operands)
+            self._load(weight, out, operands, choice, pushed=pushed)
+            (self._run_pushed if pushed else self._run)(weight, out, operands, choice)
         if self.device.type == "cpu":
             self._check_usable()
         return out
@@ -235,7 +252,8 @@ class AllGatherGemm(Operation):
     def shard(self) -> torch.Tensor:
         """The symmetric input buffer [m_per_rank, K]: `op(op.shard[:m], weight)` copies nothing.
 
-        Write it on the stream of the calls; it is free again as soon as a call has returned.
+        Write it on the stream of the calls; it is free again as soon as a call has returned, which may have
+        overwritten the rows behind the first m.
         """
         self._check_usable()
         return self._shard
@@ -248,11 +266,11 @@ class AllGatherGemm(Operation):
         host knows nothing, this waits for the device; read during a capture, it is a part of the graph.
         """
         self._check_usable()
-        if self._pusher is not None and self._pushed_rows:
-            rows = self._pushed_rows if self._is_capturing() else self._pusher.last_rows()
+        if self._pusher is not None and self._told_rows:
+            rows = self._told_rows if self._is_capturing() else self._pusher.last_rows()
             if rows:
-                return self._pusher.gathered(rows)
-        if self._calls == 0:
+                return self._pusher.gathered(rows) if rows > 0 else self._room(-rows)
+        if self._calls == 0 and self._gathered is None:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
             chunks = self._gather.local[: self.world_size, : self._rows]
@@ -279,16 +297,16 @@ class AllGatherGemm(Operation):
 
     def _run(self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice) -> None:
         self._calls += 1
-        self._rows = rows = operands.rows
+        rows = operands.rows
+        self._rows, self._gathered = rows, None
         epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
         call = self._call_of(rows, choice, self._flags.local, epoch, base)
         try:
-            if self._pusher is not None and self._pushed_rows:
-                self._pusher.note_eager_call()
-            self._producer.start(rows, epoch, base, choice.pieces)
-            self._launch(weight, out, operands, choice, call)
-            self._producer.join()
+            with self._telling(0):
+                self._producer.start(rows, epoch, base, choice.pieces)
+                self._launch(weight, out, operands, choice, call)
+                self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
             _finish_alone(call, self._producer.join)
@@ -299,7 +317,7 @@ class AllGatherGemm(Operation):
     ) -> None:
         assert self._pusher is not None
         rows = operands.rows
-        before, self._pushed_rows = self._pushed_rows, rows
+        before, self._told_rows = self._told_rows, rows
         call = self._call_of(rows, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
         try:
             self._pusher.start(rows, choice.pieces)
@@ -310,10 +328,46 @@ class AllGatherGemm(Operation):
                 self._broken_by = f"a call was not carried out: {error!r}"
                 _finish_alone(call, self._pusher.finish)
                 raise
-            self._pushed_rows = before  # of what is captured nothing has happened
+            self._told_rows = before  # of what is captured nothing has happened
             if isinstance(error, SymmetricMemoryError):
                 raise RuntimeError(f"AllGatherGemm cannot be captured here: {error}") from error
             raise
+
+    def _run_collective(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
+        """Make the call by the collective if all ranks agree on that; return whether they do."""
+        of_all, is_capturing, before = self.world_size * rows, self._is_capturing(), self._told_rows
+        wants = self._fixed.consumer is None and self._collective.wants(of_all, self._key)
+        try:
+            if not self._collective.agree(of_all, wants=wants, is_capturing=is_capturing):
+                return False
+            gathered = self._room(rows)
+            with self._telling(-rows if is_capturing else 0):
+                self._collective.all_gather(gathered, self._shard[:rows])
+                torch.mm(gathered, weight.detach().T, out=out.detach())
+        except BaseException as error:
+            self._told_rows = before  # of what is captured nothing has happened
+            if not is_capturing:
+                self._broken_by = f"a call was not carried out: {error!r}"
+            raise
+        if not is_capturing:
+            self._gathered = gathered
+        return True
+
+    def _room(self, rows: int) -> torch.Tensor:
+        """Return where a collective gathers, [W * rows, K]: what is to be this rank's part is in place."""
+        first = self.rank * (self._capacity - rows)
+        return self._gather.local.flatten(0, 1)[first : first + self.world_size * rows]
+
+    @contextlib.contextmanager
+    def _telling(self, rows: int) -> Iterator[None]:
+        """Tell the pusher of a call that it does not make; 0: an eager one, if it knows of others."""
+        if self._pusher is None or not (rows or self._told_rows):
+            yield
+            return
+        if rows:
+            self._told_rows = rows
+        with self._pusher.noting(rows):
+            yield
 
     def _call_of(
         self, rows: int, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0

@@ -90,6 +90,7 @@ def all_gather_gemm(
     factors = Factors(a_ptr, K, b_ptr, stride_b, N, K)
     a_desc = a_ptr
     b_desc = b_ptr
+    c_desc = c_ptr
     if USE_TMA:
         STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
         a_desc = describe_rows(factors, slots * capacity, BLOCK_M, BLOCK_K)
@@ -118,23 +119,35 @@ def all_gather_gemm(
             *(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
         if USE_TMA:
-            if EPILOGUE_SUBTILE:
-                left, right = halves(acc)
-                c_desc.store([chunk, row, col], left.to(c_ptr.dtype.element_ty)[None, :, :])
-                c_desc.store([chunk, row, col + STORE_N], right.to(c_ptr.dtype.element_ty)[None, :, :])
-            else:
-                c_desc.store([chunk, row, col], acc.to(c_ptr.dtype.element_ty)[None, :, :])
+            _store_tma(acc, c_desc, chunk, row, col, EPILOGUE_SUBTILE)
         else:
-            rows = row + tl.arange(0, BLOCK_M)
-            cols = col + tl.arange(0, BLOCK_N)
-            c_rows = tl.cast(chunk * m + rows, tl.int64)
-            mask = (rows < m)[:, None] & (cols < N)[None, :]
-            c_ptrs = c_ptr + c_rows[:, None] * stride_cm + cols[None, :]
-            tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)
+            _store(acc, c_ptr, stride_cm, chunk, row, m, col, N)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
             part_from(peer, m, exchange, WORLD)
+
+
+@triton.jit
+def _store_tma(tile, c_desc, chunk, row, col, SUBTILE: tl.constexpr):
+    """Store a tile of a chunk by TMA; SUBTILE: one half of its columns after the other."""
+    if SUBTILE:
+        left, right = halves(tile)
+        _store_tma(left, c_desc, chunk, row, col, False)
+        _store_tma(right, c_desc, chunk, row, col + left.shape[1], False)
+    else:
+        c_desc.store([chunk, row, col], tile.to(c_desc.dtype)[None, :, :])
+
+
+@triton.jit
+def _store(tile, c_ptr, stride_cm, chunk, row, m, col, N):
+    """Store what of a tile lies within the chunk's m rows and the N columns."""
+    rows = row + tl.arange(0, tile.shape[0])
+    cols = col + tl.arange(0, tile.shape[1])
+    c_rows = tl.cast(chunk * m + rows, tl.int64)
+    mask = (rows < m)[:, None] & (cols < N)[None, :]
+    c_ptrs = c_ptr + c_rows[:, None] * stride_cm + cols[None, :]
+    tl.store(c_ptrs, tile.to(c_ptr.dtype.element_ty), mask=mask)
 
 
 class Shape(NamedTuple):

@@ -10,7 +10,6 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import INTERPRETED, not_too_large, shared_memory_bytes, take_first
-from ..epilogues import NO_ACTIVATION
 from ..gemm.configs import blocks_of, gluon_candidate
 from ..gemm.pruning import fits
 from ..launch import SettledLaunches, load
@@ -93,7 +92,6 @@ class Shape(NamedTuple):
             "DTYPE": TYPE_NAMES[self.dtype],
             "TRANS_B": not self.by_columns,
             "TRACE": self.trace,
-            "ACTIVATION": NO_ACTIVATION,
         }
 
     def tiles(self, meta: dict[str, Any]) -> int:
@@ -161,7 +159,7 @@ class SpecializedConsumer:
         """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
         tensors = (call.flags, call.errors, call.errors if call.trace is None else call.trace)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars, None)
+        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
 
     def _describe(self) -> list[TensorDescriptor]:
         any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones

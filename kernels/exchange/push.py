@@ -65,8 +65,9 @@ live peer may be given up too: one whose push to us stands behind its push to th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -108,8 +109,9 @@ class Pushes:
     def give_permits(self) -> None:
         """Let the peers write here, behind what the caller has enqueued so far."""
         self.stream.fork()
-        for peer in sorted(self.before):
-            self.raise_flag(peer, FREE.value, 1)
+        for peer in range(self.memory.world_size):
+            if peer != self.memory.rank:
+                self.raise_flag(peer, FREE.value, 1)
 
     def take(self, peer: int, row: int) -> None:
         """Enqueue a wait for a flag here, and lower it: FREE, the peer's permit, or DONE."""
@@ -157,7 +159,7 @@ class ChunkPusher:
             following=slice(after, after + 1),
         )
         self.finish = self._pushes.finish
-        # Rows of the last pushed call; 0 once an eager call has followed. Only the device knows of replays.
+        # Rows of the last pushed call, until one of another kind is noted. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
         slots = enumerate(self._pushes.before, memory.world_size)
         self._slots = [(peer, gather.peers[peer][slot]) for slot, peer in slots]
@@ -186,17 +188,19 @@ class ChunkPusher:
                 pushes.send(peer, [(there, here)], chunk_flags.ARRIVED.value, end)
         self._note_rows(rows)
 
-    def note_eager_call(self) -> None:
-        """Enqueue that the last call was an eager one; to be called where nothing is being pushed."""
+    @contextlib.contextmanager
+    def noting(self, rows: int) -> Iterator[None]:
+        """Enqueue, beside the block, what `last_rows` returns of its call, which pushes nothing."""
         self._pushes.stream.fork()
-        self._note_rows(0)
+        self._note_rows(rows)
+        yield
         self._pushes.stream.join()
 
     def _note_rows(self, rows: int) -> None:
         self._memory.write_signal(self._last_rows, rows, self._pushes.stream)
 
     def last_rows(self) -> int:
-        """Return the rows of the last call if it was pushed, else 0; waits for the device."""
+        """Return the rows of the last call if it was pushed, else what was noted; waits for the device."""
         return int(self._last_rows.item())
 
     def gathered(self, rows: int) -> torch.Tensor:

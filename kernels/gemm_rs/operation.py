@@ -50,6 +50,8 @@ Its wait for FREE ends, as the peer's fork precedes all kernels of that call.
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
 or in a captured call the kernel, and ARRIVED follows the copy.
 
+**Where all ranks agree on it** a call is cuBLAS and a collective instead, see `exchange.collective`.
+
 **Permits, what is overwritten, and patience** are as `exchange.push` says; a captured call that waits for
 FREE in vain records and gives up as one that waits for sums. The partial sums are rewritten by the GEMM of
 the next call, behind the join.
@@ -64,6 +66,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from ..exchange.collective import Collective
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes, SumPusher
@@ -138,6 +141,12 @@ class GemmReduceScatter(Operation):
     peers, such as collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
+    `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
+    the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
+    would make it, its host waits for the peers to come to the call, and makes it if all would. A captured
+    call does what the last eager one with as many rows did; a replay waits for its peers as any collective
+    does.
+
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
 
@@ -152,10 +161,15 @@ class GemmReduceScatter(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
+        collective: bool | None = None,
     ) -> None:
         if m < 1 or n < 1:
             raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
         self._m, self._n, self._dtype = m, n, dtype
+        self._key = n, str(dtype)  # of the choice: equal on all ranks, unlike K
+        self._open_collective = functools.partial(
+            Collective, "GemmReduceScatter", "gemm_rs way", group, fixed=collective, timeout_s=timeout_s
+        )
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -168,6 +182,7 @@ class GemmReduceScatter(Operation):
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=True)
+        self._collective = self._open_collective(self._memory)
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -178,6 +193,7 @@ class GemmReduceScatter(Operation):
 
     def _forget(self) -> None:
         del self._staged, self._flags, self._partial, self._counts, self._pushes, self._pusher, self._held
+        del self._collective
 
     # ---- what the caller may use
 
@@ -214,7 +230,11 @@ class GemmReduceScatter(Operation):
         rows = a.shape[0] // self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
+        wants = self._collective.wants(a.shape[0], self._key)
         with self._carrying_out():
+            if self._collective.agree(a.shape[0], wants=wants, is_capturing=self._is_capturing()):
+                self._run_collective(a, weight, out, addend)
+                return out
             self._pushes.give_permits()
             launch = functools.partial(self._launch, a, weight, out, addend)
             self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
@@ -249,6 +269,24 @@ class GemmReduceScatter(Operation):
             if addend.shape != (rows, self._n) or not addend.is_contiguous():
                 given = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
                 raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
+
+    def _run_collective(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
+    ) -> None:
+        a, right, out = a.detach(), weight.detach().T, out.detach()
+        sums, result = self._room(a), out if out.is_contiguous() else out.new_empty(out.shape)
+        if addend is None:
+            torch.mm(a, right, out=sums)
+        else:
+            torch.addmm(addend.detach(), a, right, out=sums)
+        self._collective.reduce_scatter(result, sums)
+        if result is not out:
+            out.copy_(result)
+
+    def _room(self, a: torch.Tensor) -> torch.Tensor:
+        """Return room for the sums of all chunks: that of partial sums, where it is enough."""
+        held = self._partial.flatten(0, 1)[: len(a)]
+        return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
     def _launch(
         self,

@@ -1,4 +1,5 @@
-"""Tensor parallelism that trains: products with gradients, layers, and a plan for whole models.
+"""Tensor parallelism that trains: products with gradients, layers, a plan for whole models, and what it
+leaves of a GPU to collectives beside it.
 
 May import the rooms of the operations, and what they may import.
 """

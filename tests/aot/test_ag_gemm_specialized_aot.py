@@ -24,7 +24,6 @@ from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.ag_gemm.operands import Call
 from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
-from dist_autotune.kernels.epilogues import NO_ACTIVATION
 from dist_autotune.kernels.gemm.configs import blocks_of, shared_bytes
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
@@ -55,7 +54,7 @@ def compile_candidate(
     config: triton.Config, target: Any, *, trace: bool = False, dtype: str = "bf16", by_columns: bool = False
 ) -> Any:
     constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "TRACE": trace}
-    constants |= {"TRANS_B": not by_columns, "bias_ptr": None, "ACTIVATION": NO_ACTIVATION}
+    constants["TRANS_B"] = not by_columns
     constants |= config.kwargs
     types = {name: descriptor_type(dtype, block) for name, block in blocks_of(constants).items()}
     types |= {

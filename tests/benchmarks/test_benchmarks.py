@@ -146,7 +146,8 @@ def test_gemm_rs_times_what_is_right() -> None:
     assert arms["QuACK + gloo"]["unavailable"] == "QuACK needs a GPU"
     ratios = json.loads(Path("record.json").read_text())["ratios"]
     assert {"name": "graph: GEMM + gloo / ours", "of": "GEMM + gloo, graph", "to": "ours, graph"} in ratios
-    assert [context["status"] for context in case["tuned"]["contexts"]] == ["tuned"]
+    tuned = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
+    assert tuned == {"gemm_reduce_scatter": "tuned", "gemm_rs way": "tuned"}
 
 
 @INTERPRETER
@@ -215,7 +216,7 @@ def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     graphs = ("ours, graph", "ours, copied, graph")
-    nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL gather")
+    nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL + own GEMM", "NCCL + own GEMM, graph", "NCCL gather")
     for name in ("ours", "ours, copied", *graphs, *nccl, "GEMM", "copies"):
         assert 0 < arms[name]["ms"] < 50, arms[name]
 

@@ -53,7 +53,7 @@ def test_the_step_of_the_page_keeps_its_bits() -> None:
     kernel, model = Bench().kernel({16: 3.0, 32: 1.0}), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     names = {"model": model, "optimizer": optimizer, "train": lambda batch: launch(kernel, batch)}
-    (program,) = blocks(page("docs/reproducible-bits.md"), "python")
+    program, *_ = blocks(page("docs/reproducible-bits.md"), "python")
     exec(program, names)
     assert torch.equal(names["step"](numbers()), numbers() + 1)
     (context,) = names["step"].report.contexts

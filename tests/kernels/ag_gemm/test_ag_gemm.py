@@ -325,7 +325,7 @@ def test_tuned_in_context_every_run_is_right_and_ranks_agree(world, tmp_path):
     ends = values(tune, world, str(tmp_path), timeout_s=300)
     assert len({tuple(winners.items()) for *_, winners in ends}) == 1
     assert len({runs for _, _, runs, _ in ends}) == 1
-    choices = {f"ag_gemm {name}" for name in ("consumer", "pieces", "programs")}
+    choices = {f"ag_gemm {name}" for name in ("way", "consumer", "pieces", "programs")}
     for errors, candidates, tuned_runs, winners in ends:
         assert max(errors) < 1
         assert candidates >= 4

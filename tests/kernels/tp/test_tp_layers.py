@@ -310,7 +310,7 @@ RECIPE = Path(__file__).parents[3] / "docs" / "tensor_parallel.md"
 
 def recipe(rank, dp):
     """Run the program of the page on a model, and compare what it trains with plain torch."""
-    (program,) = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
     with workspaces(rank, 0) as world:
         plain = alike_on_all_ranks(Transformer)
         given = {"device_type": "cpu", "dp": dp, "tp": world // dp, "model": copy.deepcopy(plain)}

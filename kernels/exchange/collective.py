@@ -1,0 +1,142 @@
+"""A collective of the process group in place of an overlapped exchange.
+
+With few rows a copy has no product to hide behind: a collective and cuBLAS are faster than signals. But it
+ends only if every rank makes it, so it is no rank's own choice, as all else is.
+
+    eager       each rank says in each call whether it would make it, see `ballots`; if all would, all do
+    captured    nobody is asked, as graphs may be captured again: it is made if the last eager call with as
+                many rows made it, which is the same on all ranks, as they make calls in the same order
+
+Whether a rank would is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the
+whole run. Its key holds nothing of a rank's own, so sessions try it on all ranks in the same runs. Ballots
+hold as well where ranks part: where one calls outside of a session, or with other rows.
+
+A peer that comes with other rows, or not at all, is found before the collective is enqueued. One that dies
+behind that, or does not replay its graph, is waited for as long as the process group waits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_autotune import tunable
+
+from ..symm import SymmetricMemory, SymmetricMemoryError
+from .ballots import Ballots
+from .operation import PeerTimeout
+
+WAYS = ("overlapped", "collective")  # the first unless a tuner knows better
+# Of all ranks together, up to which it is tried. With twice as many, overlapping was faster at every
+# published shape on two and four H200, by 2 to 93 %.
+MOST_ROWS = 4096
+
+_log = logging.getLogger(__name__)
+
+# Their names since torch 2.13, which deprecates the others.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collective:
+    """The collective of one operation, and the agreement on making it; opening is collective.
+
+    operation, choice: names in errors and of the `tunable`. fixed: always or never; None: tuned. Raises
+    ValueError on all ranks if they pass different ones, or ask for what their process group has not.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        choice: str,
+        group: dist.ProcessGroup | None,
+        memory: SymmetricMemory,
+        *,
+        fixed: bool | None,
+        timeout_s: float,
+    ) -> None:
+        memory.require_equal("collective", str(fixed))
+        if fixed not in (None, True, False):
+            raise ValueError(f"collective is {fixed!r}; it is True, False, or None, which tunes it")
+        self._operation, self._choice, self._group = operation, choice, group
+        self._fixed, self._timeout_s = fixed, timeout_s
+        self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
+        self._agreed: set[int] = set()  # how many rows the eager calls had that last made it
+        self._ballots = None if fixed is False or memory.world_size == 1 else self._open_ballots(memory)
+
+    def _open_ballots(self, memory: SymmetricMemory) -> Ballots | None:
+        """Return the ranks' ballots; None if the collective cannot be made, and need not."""
+        device, backends = memory.device.type, str(dist.get_backend_config(self._group))
+        memory.require_equal("the process group's backends", backends)
+        backend = dict(pair.split(":") for pair in backends.split(",")).get(device)
+        if backend is None or (device == "cuda" and backend != "nccl"):
+            if self._fixed:
+                needed = "NCCL" if device == "cuda" else "a backend"
+                raise ValueError(f"collective=True needs {needed} on {device}; the group has {backends}")
+            return None
+        try:
+            return Ballots(self._operation, self._group, self._timeout_s)
+        except SymmetricMemoryError as error:  # on all ranks
+            if self._fixed:
+                raise
+            _log.info("%s makes no collectives: %s", self._operation, error)
+            return None
+
+    def wants(self, rows: int, key: tuple[Hashable, ...]) -> bool:
+        """Return whether this rank would make a call by the collective; `rows` are those of all ranks.
+
+        key: what the choice depends on besides, equal on all ranks.
+        """
+        if self._fixed is not None or self._ballots is None:
+            return bool(self._fixed)
+        if rows > MOST_ROWS:
+            return False
+        key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
+        return tunable(self._choice, WAYS, key=key, among=ranks) == WAYS[1]
+
+    def agree(self, rows: int, *, wants: bool, is_capturing: bool) -> bool:
+        """Return whether a call is made by the collective: the same on all ranks. To be asked once in each.
+
+        It waits for the peers' hosts if this rank wants it. Raises PeerTimeout.
+        """
+        if self._ballots is None:
+            return wants and self._world_size == 1
+        if is_capturing:
+            return rows in self._agreed
+        is_agreed = self._ballots.agree(rows if wants else 0)
+        (self._agreed.add if is_agreed else self._agreed.discard)(rows)
+        return is_agreed
+
+    def all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
+        """Write the shards of all ranks to `gathered`, of which `shard` may be the own part."""
+        if self._world_size > 1:
+            self._make(_all_gather, gathered, shard)
+
+    def reduce_scatter(self, out: torch.Tensor, sums: torch.Tensor) -> None:
+        """Write this rank's part of the ranks' `sums`, added up, to `out`; both are contiguous."""
+        if self._world_size == 1:
+            out.copy_(sums)
+        elif self._is_on_cpu:  # gloo's own has no time-out
+            parts = torch.empty_like(sums)
+            self._make(dist.all_to_all_single, parts, sums)
+            out.copy_(parts.view(self._world_size, *out.shape).sum(0, dtype=torch.float32))
+        else:
+            self._make(_reduce_scatter, out, sums)
+
+    def _make(self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor) -> None:
+        if not self._is_on_cpu:
+            collective(to, given, group=self._group)
+            return
+        try:
+            work = collective(to, given, group=self._group, async_op=True)
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise PeerTimeout(
+                f"{self._operation}: all ranks agreed on a collective, and one did not take part: {error}. "
+                "Find out what it is doing. Close it on all ranks and open another"
+            ) from error
