@@ -370,13 +370,32 @@ def set_up() -> torch.device:
     return device
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A tensor-parallel transformer, tuned while it trains.")
     parser.add_argument("--dp", type=int, default=1, help="ranks of the data-parallel dimension")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=4096 if ON_GPU else 8, help="length of a sequence")
     parser.add_argument("--sequences", type=int, default=2, help="of all ranks together")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def tell(
+    report: object, options: argparse.Namespace, settled_after: int, losses: list[float], worst: float
+) -> None:
+    """Print on rank 0 what was found and learnt. Raises SystemExit if losses are not those of plain torch."""
+    if dist.get_rank() == 0:
+        print(report)
+        when = f"settled after step {settled_after}" if settled_after else "still being tuned"
+        ranks = f"{options.dp} x {dist.get_world_size() // options.dp} ranks"
+        print(f"{options.steps} steps on {ranks}, {when}")
+        ends = f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end"
+        print(f"{ends}; at most {worst:.1e} from plain torch")
+    if worst > TOLERANCE or losses[-1] > losses[0]:
+        raise SystemExit(f"rank {dist.get_rank()}: losses differ by {worst:.1e}, or nothing was learnt")
+
+
+def main() -> None:
+    options = parse()
     device = set_up()
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (options.dp, world // options.dp), mesh_dim_names=("dp", "tp"))
@@ -415,14 +434,7 @@ def main() -> None:
         dist.all_reduce(loss)
         losses.append(loss.item() / options.dp)
         worst = max(worst, abs(losses[-1] / wanted.item() - 1))
-    if dist.get_rank() == 0:
-        print(step.report)
-        when = f"settled after step {settled_after}" if settled_after else "still being tuned"
-        print(f"{options.steps} steps on {options.dp} x {world // options.dp} ranks, {when}")
-        ends = f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end"
-        print(f"{ends}; at most {worst:.1e} from plain torch")
-    if worst > TOLERANCE or losses[-1] > losses[0]:
-        raise SystemExit(f"rank {dist.get_rank()}: losses differ by {worst:.1e}, or nothing was learnt")
+    tell(step.report, options, settled_after, losses, worst)
     tp.release(mesh["tp"])
     limits.close()
     dist.destroy_process_group()

@@ -110,12 +110,23 @@ def set_up() -> torch.device:
     return device
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step, tuned while it trains.")
     parser.add_argument("--steps", type=int, default=5000 if ON_GPU else 60)
     parser.add_argument("--batch", type=int, default=4096 if ON_GPU else 48, help="rows on each rank")
     parser.add_argument("--width", type=int, default=2048 if ON_GPU else 32)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def are_equal_on_all_ranks(model: torch.nn.Module) -> bool:
+    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
+    largest = sums.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return torch.equal(sums, largest)
+
+
+def main() -> None:
+    options = parse()
     device = set_up()
     torch.manual_seed(0)  # the same weights on all ranks
     teacher, student = Mlp(options.width).to(device), Mlp(options.width).to(device)
@@ -143,11 +154,8 @@ def main() -> None:
         losses.append(step(*batch()))
         if step.settled and not settled_after:
             settled_after = number
-    with torch.no_grad():
-        sums = torch.stack([parameter.double().sum() for parameter in student.parameters()])
-        largest = sums.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if step.settled:  # then launches outside of it take what it has found
+    if step.settled:  # then launches outside of it take what it has found
+        with torch.no_grad():
             x, wanted = batch()
             losses.append(torch.nn.functional.mse_loss(student(x), wanted))
     first, left = losses[0].item(), losses[-1].item()
@@ -155,7 +163,7 @@ def main() -> None:
         print(step.report)
         when = f"settled after step {settled_after}" if settled_after else "still being tuned"
         print(f"{options.steps} steps, {when}; loss {first:.3f} at first, {left:.3f} at the end")
-    if not (torch.equal(sums, largest) and left < first):
+    if not (are_equal_on_all_ranks(student) and left < first):
         raise SystemExit(f"rank {dist.get_rank()}: weights differ between ranks, or nothing was learnt")
     dist.destroy_process_group()
 

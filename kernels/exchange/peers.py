@@ -84,3 +84,10 @@ def give_up_peer(peer, peers, WORLD: tl.constexpr):
 def free_side_stream(peer, flags_ptr, WORLD: tl.constexpr):
     """Let our side stream run through, which waits in each call for the permit of a peer that is given up."""
     give_up(flags_ptr + FREE * WORLD + peer, 1)
+
+
+@triton.jit
+def release_if_given_up(value, peer, peers, WORLD: tl.constexpr):
+    """Let our side stream run through if the flag says that the peer has been given up."""
+    if is_given_up(value):
+        free_side_stream(peer, peers.flags_ptr, WORLD)

@@ -37,6 +37,11 @@ loads the weight alone.
 of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
 for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
 allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
+
+**A sorting may be shared** (`Routing`): `route` tells weights beside ids, and sorts for both operations of a
+layer. `by_expert`, here and in `MoEReduceScatter`, then tells no choices and sorts nothing: its side stream
+takes the permits and goes on to the rows. In such a call the grouped GEMM alone can find that a peer was
+given up earlier, so it lets the side stream through.
 """
 
 from __future__ import annotations
@@ -52,8 +57,8 @@ from ..signals import Failure
 from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, Shape
-from .operation import ExpertOperation, check_experts
-from .plan import Plan
+from .operation import ExpertOperation, check_choices, check_experts
+from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
 
@@ -128,9 +133,63 @@ class AllGatherMoE(ExpertOperation):
             self._check_rows(out, rows)
             if out is None:
                 out = x_shard.new_empty((rows, weight.shape[1]))
-            self._push(x_shard, topk_ids)
+            self._put_tokens(x_shard)
+            self._announce(topk_ids)
+            self._push(x_shard.shape[0])
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank)
             self._launch(weight, out, plan, topk_ids.shape[1])
+            self._pushes.finish()
+        return out
+
+    def route(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        tokens: Sequence[int] | None = None,
+    ) -> tuple[torch.Tensor, Routing]:
+        """Return the products [T * topk, N] in the order of their experts, and that order.
+
+        Later calls with the same choices take it and sort nothing: `MoEReduceScatter.by_expert`, which finds
+        the weights [T_r, topk] of all ranks in it, and `by_expert`. All ranks call `route`, or none.
+        """
+        self._check_usable()
+        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
+        self._check_arguments(x_shard, weight, topk_ids, None)
+        check_choices("topk_weights", topk_weights, self.device, integers=False)
+        known = self._check_call(topk_ids, tokens)
+        if topk_weights.shape != topk_ids.shape:
+            given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
+            raise ValueError(f"{given} must be of one shape")
+        with self._carrying_out():
+            counts = self._tokens_of_all(x_shard.shape[0], known)
+            out = x_shard.new_empty((sum(counts) * topk_ids.shape[1], weight.shape[1]))
+            self._put_tokens(x_shard)
+            self._announce(topk_ids, topk_weights, is_shared=True)
+            self._push(x_shard.shape[0])
+            routing = self._route(topk_ids, weight.shape[0])
+            self._launch(weight, out, routing.plan, routing.topk, is_sorted=True)
+            self._pushes.finish()
+        return out, routing
+
+    def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the products of tokens whose choices were routed before, in that order."""
+        self._check_usable()
+        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
+        self._check_tokens(x_shard, weight)
+        self._check_routing(routing, weight)
+        if x_shard.shape[0] != routing.tokens[self.rank]:
+            given = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
+            raise ValueError(f"{given}: rank {self.rank} must pass as many")
+        with self._carrying_out():
+            out = x_shard.new_empty((len(routing.rows), weight.shape[1]))
+            self._put_tokens(x_shard)
+            self._announcer.permit()
+            self._push(x_shard.shape[0])
+            sources = routing.sources(self._capacity)
+            self._launch(weight, out, routing.plan, routing.topk, sources, is_sorted=True)
             self._pushes.finish()
         return out
 
@@ -145,15 +204,19 @@ class AllGatherMoE(ExpertOperation):
 
     # ---- one call
 
-    def _check_arguments(
-        self, x_shard: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor | None
-    ) -> None:
+    def _check_tokens(self, x_shard: torch.Tensor, weight: torch.Tensor) -> None:
         check_tensor("x_shard", x_shard, self._dtype, self.device)
         check_experts(weight, self._k, self._dtype, self.device)
         if x_shard.shape[1] != self._k:
             raise ValueError(
                 f"x_shard has shape {list(x_shard.shape)}; its rows must have K={self._k} elements"
             )
+        check_overlap("x_shard", x_shard, self._shard, "T_r")
+
+    def _check_arguments(
+        self, x_shard: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor | None
+    ) -> None:
+        self._check_tokens(x_shard, weight)
         if isinstance(topk_ids, torch.Tensor) and len(topk_ids) != len(x_shard):
             given = f"x_shard {list(x_shard.shape)} and topk_ids {list(topk_ids.shape)}"
             raise ValueError(f"{given} must have a row for each of the same tokens")
@@ -161,27 +224,36 @@ class AllGatherMoE(ExpertOperation):
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
-        check_overlap("x_shard", x_shard, self._shard, "T_r")
 
     def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:
         if out is not None and out.shape[0] != rows:
             raise ValueError(f"out has shape {list(out.shape)}; the result has {rows} rows")
 
-    def _push(self, x_shard: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        tokens = x_shard.shape[0]
+    def _put_tokens(self, x_shard: torch.Tensor) -> None:
+        if len(x_shard) and x_shard.data_ptr() != self._shard.data_ptr():
+            self._shard[: len(x_shard)].copy_(x_shard.detach())
+
+    def _push(self, tokens: int) -> None:
         shard = self._shard[:tokens]
-        if tokens and x_shard.data_ptr() != self._shard.data_ptr():
-            shard.copy_(x_shard.detach())
-        self._announce(topk_ids)
         for peer, slot in self._slots:
             copies = [(slot[:tokens], shard)] if tokens else []
             self._pushes.send(peer, copies, ARRIVED.value, 1)
 
-    def _launch(self, weight: torch.Tensor, out: torch.Tensor, plan: Plan, topk: int) -> None:
-        planned = (plan.rows, plan.sources, plan.ends, plan.tables)
+    def _launch(
+        self,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        plan: Plan,
+        topk: int,
+        sources: torch.Tensor | None = None,
+        *,
+        is_sorted: bool = False,
+    ) -> None:
+        """Enqueue the kernel of one call; sources: in place of the plan's."""
+        planned = (plan.rows, plan.sources if sources is None else sources, plan.ends, plan.tables)
         tensors = (self._gather.local, weight.detach(), out, *planned, self._flags.local, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
-        shape = self._shape(out.shape[0], weight, strides, tensors)
+        shape = self._shape(out.shape[0], weight, strides, tensors, is_sorted=is_sorted)
         own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), HEIGHTS=HEIGHTS)
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..exchange.peers import ARRIVED, Peers, wait_for_flag
+from ..exchange.peers import ARRIVED, Peers, release_if_given_up, wait_for_flag
 from ..tiles import grouped_tile
 from .flags import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, ordered
@@ -59,6 +59,7 @@ def all_gather_moe(
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,  # the weight's columns are contiguous, not its rows
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    SORTED: tl.constexpr,  # the rows of `out` are the sorted choices
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -100,9 +101,14 @@ def all_gather_moe(
             *(a_rows_ptr, weight, b_desc, expert, col),
             *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
-        to_ptr = c_ptr + tl.cast(tl.load(rows_ptr + places), tl.int64) * stride_cm
+        rows = places
+        if not SORTED:
+            rows = tl.load(rows_ptr + places)
+        to_ptr = c_ptr + tl.cast(rows, tl.int64) * stride_cm
         store_rows(acc, to_ptr, real, col, N, EPILOGUE_SUBTILE)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:  # its push is a part of this call, whether a tile needed it or not
-            wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+            value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+            if SORTED:  # a call may have no other kernel
+                release_if_given_up(value, peer, peers, WORLD)

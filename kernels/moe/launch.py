@@ -77,13 +77,14 @@ class Shape(NamedTuple):
     tma_legal: bool
     by_columns: bool
     upcasts: bool
+    is_sorted: bool  # the rows of the side that no gather and no scatter touches
 
     def sizes(self) -> dict[str, int]:
         return {"size_class": self.size_class, "N": self.n, "K": self.k, "experts": self.experts}
 
     def constants(self) -> dict[str, Any]:
         layout = {"TMA_LEGAL": self.tma_legal, "BY_COLUMNS": self.by_columns}
-        return {"WORLD": self.world_size, **layout, "UPCAST": self.upcasts}
+        return {"WORLD": self.world_size, **layout, "UPCAST": self.upcasts, "SORTED": self.is_sorted}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""

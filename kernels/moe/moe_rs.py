@@ -54,6 +54,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -61,15 +62,28 @@ import torch.distributed as dist
 from ..exchange.push import SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_out, check_tensor, pitch_of
 from .flags import NOT_COMPUTED
-from .launch import Shape
+from .launch import HEIGHTS, Shape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
-from .plan import Plan
+from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
+
+
+@dataclass(frozen=True, eq=False)
+class _Choices:
+    """The choices of one call, and what the kernel reads of their sorting."""
+
+    plan: Plan
+    weights: torch.Tensor
+    ends: torch.Tensor
+    tables: torch.Tensor
+    counters: torch.Tensor
+    tokens: tuple[int, ...]
+    topk: int
+    is_sorted: bool = False
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -115,15 +129,13 @@ class MoEReduceScatter(ExpertOperation):
         slots = max(1, self.world_size - 1)
         self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
+        counters = torch.zeros(3 * self.world_size, dtype=torch.int32, device=self.device)
+        self._counters = self._memory.hold(counters)
         # Who announces its choices takes the permits.
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=False)
 
-    def _lists(self) -> tuple[SymmetricTensor, ...]:
-        self._weights = self._memory.allocate(tuple(self._ids.local.shape), torch.float32)
-        return (self._ids, self._weights)
-
     def _forget(self) -> None:
-        del self._staged, self._partial, self._pusher, self._weights
+        del self._staged, self._partial, self._pusher, self._counters
         super()._forget()
 
     # ---- what the caller may use
@@ -170,13 +182,44 @@ class MoEReduceScatter(ExpertOperation):
             self._check_rows(y, counts, topk)
             if out is None:
                 out = y.new_empty((topk_ids.shape[0], self._n))
-            self._put_weights(topk_weights)
-            self._announce(topk_ids)
+            self._announce(topk_ids, topk_weights)
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1)
-            products = y.new_empty((y.shape[0], self._n))
-            launch = functools.partial(self._launch, y, weight, out, products, plan, topk)
-            self._pusher.run(launch, counts, arrived=1, in_steps=in_steps)
-            self._pushes.finish()
+            read = (plan, self._weights.local, plan.ends, plan.tables, plan.counters)
+            self._scatter(y, weight, out, _Choices(*read, counts, topk), in_steps=in_steps)
+        return out
+
+    def by_expert(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        routing: Routing,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return this rank's sums of rows of y [T * topk, K] that are sorted as the routing says.
+
+        weights: float32 [T * topk], of all ranks' choices, as sorted; None: those that were routed.
+        """
+        in_steps = self._is_capturing()
+        self._check_usable()
+        check_no_gradient("MoEReduceScatter", y=y, weight=weight, weights=weights, out=out)
+        factors = routing.weights if weights is None else weights.detach()
+        self._check_operands(y, weight)
+        self._check_routing(routing, weight)
+        self._check_rows(y, routing.tokens, routing.topk)
+        check_out(out, [routing.tokens[self.rank], self._n], self._dtype, self.device)
+        if factors.shape != (y.shape[0],) or factors.dtype != torch.float32 or not factors.is_contiguous():
+            given = f"weights are {list(factors.shape)} in {factors.dtype}"
+            raise ValueError(f"{given}; contiguous [{y.shape[0]}] in torch.float32 is needed")
+        with self._carrying_out():
+            if out is None:
+                out = y.new_empty((routing.tokens[self.rank], self._n))
+            plan, first = routing.plan, 2 * HEIGHTS  # the tables of order 2
+            self._counters.zero_()
+            self._announcer.permit()
+            read = (plan, factors, plan.ends[first:], plan.tables[first:], self._counters)
+            choices = _Choices(*read, routing.tokens, routing.topk, is_sorted=True)
+            self._scatter(y, weight, out, choices, in_steps=in_steps)
         return out
 
     # ---- one call
@@ -189,10 +232,7 @@ class MoEReduceScatter(ExpertOperation):
         topk_weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> None:
-        check_tensor("y", y, self._dtype, self.device)
-        check_experts(weight, y.shape[1], self._dtype, self.device)
-        if weight.shape[1] != self._n:
-            raise ValueError(f"weight has shape {list(weight.shape)}; [E, n={self._n}, K] is needed")
+        self._check_operands(y, weight)
         check_choices("topk_ids", topk_ids, self.device, integers=True)
         check_choices("topk_weights", topk_weights, self.device, integers=False)
         if topk_weights.shape != topk_ids.shape:
@@ -200,17 +240,32 @@ class MoEReduceScatter(ExpertOperation):
             raise ValueError(f"{given} must be of one shape")
         check_out(out, [topk_ids.shape[0], self._n], self._dtype, self.device)
 
+    def _check_operands(self, y: torch.Tensor, weight: torch.Tensor) -> None:
+        check_tensor("y", y, self._dtype, self.device)
+        check_experts(weight, y.shape[1], self._dtype, self.device)
+        if weight.shape[1] != self._n:
+            raise ValueError(f"weight has shape {list(weight.shape)}; [E, n={self._n}, K] is needed")
+
     def _check_rows(self, y: torch.Tensor, tokens: tuple[int, ...], topk: int) -> None:
         rows = sum(tokens) * topk
         if y.shape[0] != rows:
             wanted = f"tokens {list(tokens)} of the ranks with topk={topk} are {rows} rows"
             raise ValueError(f"y has {y.shape[0]} rows; {wanted}")
 
-    def _put_weights(self, topk_weights: torch.Tensor) -> None:
-        begin = self.rank * self._capacity * topk_weights.shape[1]
-        if topk_weights.numel():
-            place = self._weights.local[begin : begin + topk_weights.numel()]
-            place.copy_(topk_weights.detach().reshape(-1))
+    def _scatter(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        choices: _Choices,
+        *,
+        in_steps: bool,
+    ) -> None:
+        """Enqueue kernel and pushes of one call, behind its permits, and its end."""
+        products = y.new_empty((y.shape[0], self._n))
+        launch = functools.partial(self._launch, y, weight, out, products, choices)
+        self._pusher.run(launch, choices.tokens, arrived=1, in_steps=in_steps)
+        self._pushes.finish()
 
     def _launch(
         self,
@@ -218,19 +273,19 @@ class MoEReduceScatter(ExpertOperation):
         weight: torch.Tensor,
         out: torch.Tensor,
         products: torch.Tensor,
-        plan: Plan,
-        topk: int,
+        choices: _Choices,
         step: int | None = None,
     ) -> None:
         """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
         first_part, parts = (0, self.world_size + 1) if step is None else (step, 1)
-        sums = (products, self._partial, self._staged.local, self._weights.local)
-        planned = (plan.rows, plan.sources, plan.offsets, plan.ends, plan.tables, plan.counters)
+        sums = (products, self._partial, self._staged.local, choices.weights)
+        plan = choices.plan
+        planned = (plan.rows, plan.sources, plan.offsets, choices.ends, choices.tables, choices.counters)
         tensors = (y.detach(), weight.detach(), out, *sums, *planned, self._flags.local, self._errors)
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
-        shape = self._shape(y.shape[0], weight, strides, tensors)
+        shape = self._shape(y.shape[0], weight, strides, tensors, is_sorted=choices.is_sorted)
         of_launch = (first_part, parts, self.rank, self._patience_ticks)
-        own = (topk, self._capacity, plan.capacity, *strides, *of_launch)
+        own = (choices.topk, self._capacity, plan.capacity, *strides, *of_launch)
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..exchange.peers import ARRIVED, DONE, Peers, wait_for_all, wait_for_flag
+from ..exchange.peers import ARRIVED, DONE, Peers, release_if_given_up, wait_for_all, wait_for_flag
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import NOT_COMPUTED, NOT_PUSHED
@@ -113,6 +113,7 @@ def moe_reduce_scatter(
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,  # the weight's columns are contiguous, not its rows
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    SORTED: tl.constexpr,  # the rows of `a`, and `weights`, are those of the sorted choices
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -163,7 +164,7 @@ def moe_reduce_scatter(
             entry_ptr, col = table_ptr + (first_block + block) * ENTRY, pid_n * BLOCK_N
             _multiply_block(
                 *(entry_ptr, col, products, weight, b_desc),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST, SORTED),
             )
             count_up(counters_ptr + part, "release")
             item = claim_number(claims_ptr)
@@ -175,7 +176,9 @@ def moe_reduce_scatter(
     if first_part + parts >= WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
-                wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+                value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+                if SORTED:  # a call has no other kernel
+                    release_if_given_up(value, peer, peers, WORLD)
 
 
 @triton.jit
@@ -192,6 +195,7 @@ def _multiply_block(
     USE_TMA: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
     """Store the products of a block's choices, weighted, from column `col` on."""
     expert = tl.load(entry_ptr)
@@ -201,12 +205,18 @@ def _multiply_block(
     # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
     places = tl.where(real, places, begin)
     rows = tl.cast(tl.load(products.rows_ptr + places), tl.int64)
-    a_rows_ptr = products.a_ptr + rows * products.stride_am
+    a_rows = rows
+    if SORTED:
+        a_rows = tl.cast(places, tl.int64)
+    a_rows_ptr = products.a_ptr + a_rows * products.stride_am
     acc = multiply_rows(
         *(a_rows_ptr, weight, b_desc, expert, col),
         *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
     )
-    weights = tl.load(products.weights_ptr + tl.load(products.sources_ptr + places))
+    of_weights = places
+    if not SORTED:
+        of_weights = tl.load(products.sources_ptr + places)
+    weights = tl.load(products.weights_ptr + of_weights)
     # The weight of a dropped choice may be NaN.
     acc *= tl.where(expert < weight.experts, weights, 0.0)[:, None]
     store_rows(acc, products.products_ptr + rows * weight.N, real, col, weight.N, SUBTILE)

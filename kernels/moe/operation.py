@@ -14,7 +14,7 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes
 from ..signals import Failure
-from ..symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor, open_symmetric_memory
+from ..symm import SymmetricMemory, SymmetricMemoryError, open_symmetric_memory
 from ..tensors import check_tensor, lies_by_columns
 from .announcer import Announcer
 from .flags import (
@@ -26,9 +26,9 @@ from .flags import (
     OTHER_TOKENS,
     OTHER_TOPK,
 )
-from .launch import HEIGHTS, Shape, counted, lies_for_tma, size_class
-from .plan import Plan
-from .routing import digest_of
+from .launch import Shape, counted, lies_for_tma, size_class
+from .plan import Plan, Routing, shared_plan
+from .routing import SHARED_DIGEST, digest_of
 
 MOST_ROWS = 2**29  # places in the tables of tiles are int32
 EAGER_POLLS = 1000  # before a waiting host starts to sleep between polls
@@ -145,6 +145,7 @@ class ExpertOperation(Operation):
     def _allocate(self) -> None:
         most = self.world_size * self._capacity * self._max_topk
         self._ids = self._memory.allocate((most,), torch.int64)
+        self._weights = self._memory.allocate((most,), torch.float32)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._host_memory: SymmetricMemory | None = None
@@ -152,7 +153,7 @@ class ExpertOperation(Operation):
         self._no_board = ""
         if self.world_size > 1:
             self._open_board()
-        self._announcer = Announcer(self._pushes, self._lists())
+        self._announcer = Announcer(self._pushes)
 
     def _open_board(self) -> None:
         try:  # it fails on all ranks or on none
@@ -161,14 +162,11 @@ class ExpertOperation(Operation):
         except SymmetricMemoryError as error:
             self._no_board = str(error)
 
-    def _lists(self) -> tuple[SymmetricTensor, ...]:
-        """Return what is told of each choice."""
-        return (self._ids,)
-
     def _forget(self) -> None:
         if self._host_memory is not None:
             self._host_memory.abandon()
-        del self._ids, self._flags, self._announcer, self._pushes, self._board, self._host_memory
+        del self._ids, self._weights, self._flags, self._announcer, self._pushes
+        del self._board, self._host_memory
         self._plans.clear()
 
     # ---- one call
@@ -209,17 +207,27 @@ class ExpertOperation(Operation):
         self._told = known
         return known
 
-    def _announce(self, topk_ids: torch.Tensor) -> None:
+    def _announce(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *, is_shared: bool = False
+    ) -> None:
         """Put the choices in their place and enqueue what tells the peers."""
         tokens, topk = topk_ids.shape
+        given = [(self._ids, topk_ids)]
+        if topk_weights is not None:
+            given.append((self._weights, topk_weights))
         begin = self.rank * self._capacity * topk
-        if tokens:
-            self._ids.local[begin : begin + tokens * topk].copy_(topk_ids.reshape(-1))
-        self._announcer.announce(tokens, topk, self._capacity * topk, digest_of(self._told))
+        for told, choices in given:
+            if tokens:
+                told.local[begin : begin + tokens * topk].copy_(choices.detach().reshape(-1))
+        lists = tuple(told for told, _ in given)
+        self._announcer.announce(lists, tokens, topk, self._capacity * topk, self._digest(is_shared))
+
+    def _digest(self, is_shared: bool) -> int:
+        return digest_of(self._told) + (SHARED_DIGEST.value if is_shared else 0)
 
     def _sort(self, topk_ids: torch.Tensor, experts: int, first: int) -> Plan:
         """Enqueue the sorting of the choices of all ranks, chunk `first` first; return where they will be."""
-        tokens, topk = topk_ids.shape
+        topk = topk_ids.shape[1]
         plan = self._plans.get((experts, topk))
         if plan is None:
             plan = self._plans[experts, topk] = Plan(
@@ -227,12 +235,24 @@ class ExpertOperation(Operation):
                 experts=experts,
                 most=self.world_size * self._capacity * topk,
                 orders=self._orders,
-                heights=HEIGHTS,
                 by_first=self._by_first,
                 device=self.device,
             )
-            for tensor in plan.held:
-                self._memory.hold(tensor)
+            self._memory.hold(plan.words)
+        self._fill(plan, topk_ids, first)
+        return plan
+
+    def _route(self, topk_ids: torch.Tensor, experts: int) -> Routing:
+        """Enqueue a sorting of the choices and weights of all ranks that both operations of a layer share."""
+        topk = topk_ids.shape[1]
+        plan = shared_plan(self.world_size, experts, sum(self._told) * topk, self.device)
+        self._fill(plan, topk_ids, self.rank, self._weights.local)
+        return Routing(plan, self._told, topk)
+
+    def _fill(
+        self, plan: Plan, topk_ids: torch.Tensor, first: int, weights: torch.Tensor | None = None
+    ) -> None:
+        tokens, topk = topk_ids.shape
         plan.sort(
             self._ids.local,
             self._flags.local,
@@ -241,12 +261,23 @@ class ExpertOperation(Operation):
             topk=topk,
             stride=self._capacity * topk,
             tokens=tokens,
-            told=digest_of(self._told),
+            told=self._digest(weights is not None),
             rank=self.rank,
             first=first % self.world_size,
             patience_ticks=self._patience_ticks,
+            weights=weights,
         )
-        return plan
+
+    def _check_routing(self, routing: Routing, weight: torch.Tensor) -> None:
+        """Raise unless this operation can carry out a call with the choices of the routing."""
+        tokens, experts = routing.tokens, routing.plan.experts
+        if len(tokens) != self.world_size or max(tokens) > self._capacity:
+            room = f"{self.world_size} ranks of up to {self._capacity} tokens"
+            raise ValueError(f"the routing is of tokens {list(tokens)}; this operation is open for {room}")
+        if weight.shape[0] != experts:
+            raise ValueError(f"weight has {weight.shape[0]} experts, the routing is of {experts}")
+        self._check_device()
+        self._told = tokens
 
     def _shape(
         self,
@@ -254,6 +285,8 @@ class ExpertOperation(Operation):
         weight: torch.Tensor,
         strides: tuple[int, ...],
         tensors: tuple[torch.Tensor, ...],
+        *,
+        is_sorted: bool = False,
     ) -> Shape:
         """Return what the launch of a grouped GEMM of so many choices depends on."""
         experts, columns, k = weight.shape
@@ -262,7 +295,7 @@ class ExpertOperation(Operation):
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         place = (weight.dtype, weight.device, aligned, *layout)
-        return Shape(*sizes, strides, self.world_size, programs, *place, self._upcasts)
+        return Shape(*sizes, strides, self.world_size, programs, *place, self._upcasts, is_sorted)
 
     # ---- what went wrong
 
@@ -274,7 +307,7 @@ class ExpertOperation(Operation):
         if failure.kind == NO_EXPERT.value:
             return f"rank {peer} chose expert {failure.seen}, which weight does not have (-1 drops a choice)"
         if failure.kind == GIVEN_OTHERS.value:
-            return f"rank {peer} was given other tokens= than the ranks have"
+            return f"rank {peer} was given other tokens= than the ranks have, or one of them called route()"
         if failure.kind == OTHER_TOKENS.value:
             return ""  # one text for all ranks
         return self._describe_wait(peer, failure)

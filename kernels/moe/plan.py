@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 from ..configs import INTERPRETED
-from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices
+from .launch import HEIGHTS
+from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices, sort_choices
 
 LOWEST = 2**LOWEST_HEIGHT_BITS.value  # rows of a block of the first table
 PROGRAMS = 1 if INTERPRETED else 64  # that count, and that place
 BLOCK = 256 if INTERPRETED else 1024
 WARPS = 8
+SHARED_ORDERS = 3  # of the tables of a sorting that both operations of a layer use
+ALIGNED_WORDS = 4  # each part of the memory begins at 16 bytes
 
 
 class Plan:
     """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
 
     What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`,
-    three words for each rank, which are 0 when the first kernel behind the sorting starts.
+    three words for each rank, which are 0 when the first kernel behind the sorting starts. `starts` is where
+    the choices of each expert start, those that are dropped as of one more. All of it lies in `words`, which
+    another plan of the same sizes may be made of.
     """
 
     def __init__(
@@ -31,31 +38,37 @@ class Plan:
         experts: int,
         most: int,
         orders: int,
-        heights: int,
         by_first: bool,
         device: torch.device,
+        words: torch.Tensor | None = None,
     ) -> None:
         self.experts = experts
-        self.capacity = most // LOWEST + experts + 1  # blocks of the lowest height
-        counted, tables = world_size * (experts + 1), orders * heights
+        self.capacity = _blocks(most, experts)
         padded = triton.next_power_of_2(experts + 1)
         self._constants = {"WORLD": world_size, "BLOCK": BLOCK}
-        bits = search_bits(world_size, padded)
-        self._of_tables = {"ORDERS": orders, "HEIGHTS": heights, "BY_FIRST": by_first}
-        self._of_tables |= {"EXPERTS": padded, "SEARCH_BITS": bits}
-
-        self.held: list[torch.Tensor] = []  # what the kernels of a call write
-
-        def words(*shape: int) -> torch.Tensor:
-            self.held.append(torch.empty(shape, dtype=torch.int32, device=device))
-            return self.held[-1]
-
-        self._zeroed = words(counted + 1 + 3 * world_size)
+        self._of_tables = {"HEIGHTS": HEIGHTS, "EXPERTS": padded}
+        self._of_tables["SEARCH_BITS"] = search_bits(world_size, padded)
+        self._of_orders = {"ORDERS": orders, "BY_FIRST": by_first}
+        shapes = _shapes(world_size, experts, most, orders)
+        if words is None:
+            words = torch.empty(_length(shapes), dtype=torch.int32, device=device)
+        self.words = words  # what the kernels of a call write
+        parts, begin = {}, 0
+        for name, shape in shapes.items():
+            parts[name] = words[begin : begin + math.prod(shape)].view(shape)
+            begin += _aligned(math.prod(shape))
+        counted = world_size * (experts + 1)
+        self._zeroed = parts["zeroed"]
         self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
-        self._starts, self.offsets = words(counted), words(world_size + 1)
-        self._within, self.rows, self.sources = words(most), words(most), words(most)
-        self._groups = words(tables, 2, world_size * padded)
-        self.ends, self.tables = words(tables, world_size), words(tables, self.capacity, ENTRY.value)
+        self._starts, self.offsets, self._within = parts["starts"], parts["offsets"], parts["within"]
+        self.starts = self._starts[: experts + 1]
+        self.rows, self.sources = parts["rows"], parts["sources"]
+        self._groups, self.ends, self.tables = parts["groups"], parts["ends"], parts["tables"]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """If the sorting is shared, the sorted choices' weights, float32; 0 of those that are dropped."""
+        return self._within.view(torch.float32)  # which needs no places
 
     def sort(
         self,
@@ -71,17 +84,118 @@ class Plan:
         rank: int,
         first: int,
         patience_ticks: int,
+        weights: torch.Tensor | None = None,
     ) -> None:
-        """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come."""
-        self._zeroed.zero_()
-        counts = (self._counts, self._starts, self.offsets, self._within)
+        """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come.
+
+        weights: those of the choices, where `ids` has these, if the sorting is to be shared.
+        """
+        (self._zeroed if weights is None else self.words).zero_()  # what others keep is defined throughout
+        counts = (self._counts, self._starts, self.offsets)
         numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
         launch: Callable[..., Any] = count_choices[(PROGRAMS,)]
-        launch(ids, flags, errors, *counts, *numbers, **self._constants, num_warps=WARPS)
-        placed = (self.rows, self.sources, self._groups, self.ends, self.tables)
+        arguments = (ids, flags, errors, *counts, self._within, *numbers)
+        launch(*arguments, **self._constants, SHARED=weights is not None, num_warps=WARPS)
         sizes = (self.experts, stride, first, self.capacity)
-        launch = place_choices[(len(self.ends) + PROGRAMS,)]
-        launch(ids, *counts, *placed, *sizes, **self._of_tables, **self._constants, num_warps=WARPS)
+        constants = {**self._constants, **self._of_tables}
+        tables = (self._groups, self.ends, self.tables)
+        grid = (len(self.ends) + PROGRAMS,)
+        if weights is None:
+            placed = (*counts, self._within, self.rows, self.sources)
+            launch, constants = place_choices[grid], {**constants, **self._of_orders}
+            launch(ids, *placed, *tables, *sizes, **constants, num_warps=WARPS)
+        else:
+            placed = (*counts, self.rows, self.sources, self.weights)
+            launch = sort_choices[grid]
+            launch(ids, weights, *placed, *tables, *sizes, **constants, num_warps=WARPS)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the choices of one call of all ranks are sorted: by expert, and within it by rank, this one first.
+
+    Made by `AllGatherMoE.route`; later calls with the same choices take it, on this rank alone. Rows that are
+    sorted lie as it says; behind those of all experts are the rows of choices that are dropped.
+    """
+
+    plan: Plan
+    tokens: tuple[int, ...]  # of each rank
+    topk: int
+
+    @classmethod
+    def of_words(cls, words: torch.Tensor, *, tokens: tuple[int, ...], topk: int, experts: int) -> Routing:
+        """Return the routing that `words` hold."""
+        plan = shared_plan(len(tokens), experts, sum(tokens) * topk, words.device, words)
+        return cls(plan, tokens, topk)
+
+    @property
+    def words(self) -> torch.Tensor:
+        """All of it as one tensor, int32, for what can keep tensors alone."""
+        return self.plan.words
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32 [T * topk]: of each sorted choice, its number among those of all ranks, t * topk + j."""
+        return self.plan.rows
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """float32 [T * topk]: of each sorted choice; 0 of those that are dropped."""
+        return self.plan.weights
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """int32 [experts]: the sorted choice behind the last one of each expert."""
+        return self.plan.starts[1:]
+
+    def sources(self, tokens_per_rank: int) -> torch.Tensor:
+        """Return the sorted choices in a layout with so many tokens of each rank, rank by rank."""
+        if all(count == tokens_per_rank for count in self.tokens):
+            return self.rows
+        ends = torch.tensor(self.tokens, device=self.rows.device).cumsum(0) * self.topk
+        rank = torch.bucketize(self.rows, ends, right=True)
+        begins = torch.nn.functional.pad(ends, (1, 0))
+        return (self.rows - begins[rank] + rank * tokens_per_rank * self.topk).to(torch.int32)
+
+
+def shared_plan(
+    world_size: int, experts: int, most: int, device: torch.device, words: torch.Tensor | None = None
+) -> Plan:
+    """Return a plan that both operations of a layer can use."""
+    sizes = {"world_size": world_size, "experts": experts, "most": most, "orders": SHARED_ORDERS}
+    return Plan(**sizes, by_first=False, device=device, words=words)
+
+
+def words_of_shared(world_size: int, experts: int, most: int) -> int:
+    """Return the length of a shared plan's `words`."""
+    return _length(_shapes(world_size, experts, most, SHARED_ORDERS))
+
+
+def _shapes(world_size: int, experts: int, most: int, orders: int) -> dict[str, tuple[int, ...]]:
+    counted, tables = world_size * (experts + 1), orders * HEIGHTS
+    padded = triton.next_power_of_2(experts + 1)
+    return {
+        "zeroed": (counted + 1 + 3 * world_size,),
+        "starts": (counted,),
+        "offsets": (world_size + 1,),
+        **dict.fromkeys(("within", "rows", "sources"), (most,)),
+        "groups": (tables, 2, world_size * padded),
+        "ends": (tables, world_size),
+        "tables": (tables, _blocks(most, experts), ENTRY.value),
+    }
+
+
+def _blocks(most: int, experts: int) -> int:
+    """Return how many blocks of the lowest height there may be."""
+    return most // LOWEST + experts + 1
+
+
+def _aligned(words: int) -> int:
+    return -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
+
+
+def _length(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(_aligned(math.prod(shape)) for shape in shapes.values())
 
 
 def search_bits(world_size: int, padded_experts: int) -> int:

@@ -6,16 +6,22 @@ of expert -1 is dropped: it is sorted behind all experts, as if it were of one m
 which is also recorded. The order of the choices of one expert and chunk is left to chance; no row of a
 product depends on its place in a tile.
 
-Two launches, without a host's look at anything:
+Two launches, without a host's look at anything, the second one of two:
 
     count_choices   waits until the choices of all ranks are here; counts them by stage and expert. Its last
                     program turns the counts into where each group starts
     place_choices   puts each choice into its place; some of its programs write a table each
+    sort_choices    in its stead where both operations of a layer share the sorting: see `Plan.sort`
 
 A table lists, for blocks of 16, 32, ... rows, (expert, begin, end, stage): rows begin to end of the sorted
 choices, and their last stage, or, BY_FIRST, their first. There is one for each height, as the config of its
 reader is not known here, and for each order: 0, by that stage and then by expert; 1, by expert, so that the
 rows of a weight are read in one go.
+
+A sorting that is shared is of the stages of `AllGatherMoE`, this rank's own chunk first, and choices of one
+expert and chunk keep their order, so that sums over rows have the same bits in each call. Its tables have an
+order 2, OWN_FIRST: by the first stage, and then by expert, where the own chunk is the last stage, as
+`MoEReduceScatter` visits them. A block with rows of the own chunk and of others counts as one of theirs.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from .flags import GIVEN_OTHERS, NO_EXPERT, NOT_TOLD, OTHER_TOKENS, OTHER_TOPK, 
 
 DIGEST_FACTOR = tl.constexpr(65599)
 DIGEST_PRIME = tl.constexpr(2147483629)
+SHARED_DIGEST = tl.constexpr(1)  # added to the digest by a call whose sorting is shared
 LOWEST_HEIGHT_BITS = tl.constexpr(4)  # of the first table: blocks of 16 rows
 ENTRY = tl.constexpr(4)  # flags of a table's entry
 FAR = tl.constexpr(2**31 - 1)
@@ -74,6 +81,7 @@ def count_choices(
     patience_ticks,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED: tl.constexpr = False,  # `sort_choices` follows
 ):
     """Count the choices of all ranks as they come in."""
     program = tl.program_id(0)
@@ -112,8 +120,11 @@ def count_choices(
                 record_failure(errors_ptr + peer, NO_EXPERT, 0, tl.maximum(tl.minimum(largest, FAR), -FAR))
             group = stage * groups + tl.where(invalid | (ids < 0), experts, ids).to(tl.int32)
             place = tl.atomic_add(counts_ptr + group, 1, mask=inside, sem="relaxed", scope="gpu")
-            tl.store(within_ptr + offset + local, place, mask=inside)
+            if not SHARED:
+                tl.store(within_ptr + offset + local, place, mask=inside)
         offset += number
+    if SHARED:  # the hosts of all ranks count likewise
+        digest += SHARED_DIGEST
     if program == 0:
         tl.store(offsets_ptr + WORLD, offset)
         if odd == 0:
@@ -200,6 +211,7 @@ def place_choices(
             EXPERTS,
             SEARCH_BITS,
             BLOCK,
+            False,
         )
     else:
         for peer in range(0, WORLD):
@@ -218,6 +230,61 @@ def place_choices(
                 tl.store(sources_ptr + place, peer * stride + local, mask=inside)
 
 
+@triton.jit(do_not_specialize=["experts", "stride", "first", "capacity"])
+def sort_choices(
+    ids_ptr,
+    weights_ptr,  # float32, where `ids_ptr` has the choices
+    counts_ptr,
+    starts_ptr,
+    offsets_ptr,
+    rows_ptr,
+    sources_ptr,
+    sorted_weights_ptr,  # float32 [pairs]: the sorted choices' weights; 0 of those that are dropped
+    groups_ptr,
+    ends_ptr,
+    tables_ptr,
+    experts,
+    stride,
+    first,
+    capacity,
+    HEIGHTS: tl.constexpr,
+    WORLD: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SEARCH_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sort choices and weights as `place_choices` does, in their order; write tables of three orders."""
+    program = tl.program_id(0)
+    tables = 3 * HEIGHTS
+    if program < tables:
+        _write_table(
+            *(counts_ptr, starts_ptr, groups_ptr + program * 2 * WORLD * EXPERTS),
+            *(ends_ptr + program * WORLD, tables_ptr + program * capacity * ENTRY),
+            *(program // HEIGHTS, program % HEIGHTS + LOWEST_HEIGHT_BITS, experts + 1),
+            *(False, WORLD, EXPERTS, SEARCH_BITS, BLOCK, True),
+        )
+    else:
+        for expert in tl.range(program - tables, experts + 1, tl.num_programs(0) - tables):
+            place = tl.load(starts_ptr + expert)
+            for stage in range(0, WORLD):
+                peer = (first + stage) % WORLD
+                offset = tl.load(offsets_ptr + peer)
+                number = tl.load(offsets_ptr + peer + 1) - offset
+                for begin in range(0, number, BLOCK):
+                    local = begin + tl.arange(0, BLOCK)
+                    inside = local < number
+                    index = tl.cast(peer * stride, tl.int64) + local
+                    ids = tl.load(ids_ptr + index, mask=inside, other=-1)
+                    dropped = (ids < 0) | (ids >= experts)
+                    mine = inside & (tl.where(dropped, experts, ids) == expert)
+                    places = place + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+                    tl.store(rows_ptr + places, offset + local, mask=mine)
+                    tl.store(sources_ptr + places, peer * stride + local, mask=mine)
+                    weights = tl.load(weights_ptr + index, mask=mine & (dropped == 0), other=0.0)
+                    tl.store(sorted_weights_ptr + places, weights, mask=mine)
+                    place += tl.sum(mine.to(tl.int32), axis=0)
+
+
 @triton.jit
 def _write_table(
     counts_ptr,
@@ -233,6 +300,7 @@ def _write_table(
     EXPERTS: tl.constexpr,
     SEARCH_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OWN_FIRST: tl.constexpr,  # whether there is an order 2
 ):
     """Write one table: count the blocks that belong to each stage and expert, then find each block's."""
     expert = tl.arange(0, EXPERTS)
@@ -247,19 +315,37 @@ def _write_table(
     seen = tl.zeros((EXPERTS,), dtype=tl.int32)  # rows of the expert in the stages so far
     given = tl.zeros((EXPERTS,), dtype=tl.int32)  # blocks of the expert that belong to them
     carry = 0
+    by_stage = order == 0
+    if OWN_FIRST:
+        by_stage = order != 1
+        turned = order == 2
+        own = tl.load(counts_ptr + expert, mask=inside, other=0)
+        own_blocks = tl.where(own == rows, blocks, own >> height_bits)  # without rows of others
+        seen = tl.where(turned, own, 0)
+        given = tl.where(turned, own_blocks, 0)
     for stage in range(0, WORLD):
-        seen += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
+        if OWN_FIRST:
+            is_own = turned & (stage == WORLD - 1)
+            visited = tl.where(turned, (stage + 1) % WORLD, stage)
+            of_stage = tl.load(counts_ptr + visited * groups + expert, mask=inside, other=0)
+            seen += tl.where(is_own, 0, of_stage)
+        else:
+            seen += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
         if BY_FIRST:
             through = (seen + height - 1) >> height_bits  # all that have a row of these stages
         else:  # all that have no row of later ones
             through = tl.where(seen == rows, blocks, seen >> height_bits)
+        if OWN_FIRST:
+            given = tl.where(is_own, 0, given)
+            of_peers = tl.where(seen > own, (seen + height - 1) >> height_bits, own_blocks)
+            through = tl.where(turned, tl.where(is_own, own_blocks, of_peers), through)
         new = through - given
-        upto = tl.where(order == 0, carry + tl.cumsum(new, axis=0), before_expert + through)
+        upto = tl.where(by_stage, carry + tl.cumsum(new, axis=0), before_expert + through)
         carry += tl.sum(new, axis=0)
-        group = tl.where(order == 0, stage * EXPERTS + expert, expert * WORLD + stage)
+        group = tl.where(by_stage, stage * EXPERTS + expert, expert * WORLD + stage)
         tl.store(groups_ptr + group, upto)
         tl.store(groups_ptr + WORLD * EXPERTS + group, given - (upto - new))
-        tl.store(ends_ptr + stage, tl.where(order == 0, carry, all_blocks))
+        tl.store(ends_ptr + stage, tl.where(by_stage, carry, all_blocks))
         given = through
     tl.debug_barrier()  # threads read what others have stored
     for begin in range(0, all_blocks, BLOCK):
@@ -270,8 +356,8 @@ def _write_table(
             probe = group + (1 << (SEARCH_BITS - 1 - bit)) - 1
             upto = tl.load(groups_ptr + probe, mask=probe < WORLD * EXPERTS, other=FAR)
             group += tl.where(upto <= number, 1 << (SEARCH_BITS - 1 - bit), 0)
-        chosen = tl.where(order == 0, group % EXPERTS, group // WORLD)
-        at_stage = tl.where(order == 0, group // EXPERTS, group % WORLD)
+        chosen = tl.where(by_stage, group % EXPERTS, group // WORLD)
+        at_stage = tl.where(by_stage, group // EXPERTS, group % WORLD)
         block = number + tl.load(groups_ptr + WORLD * EXPERTS + group, mask=real, other=0)
         start = tl.load(starts_ptr + chosen, mask=real, other=0)
         last = (WORLD - 1) * groups + chosen

@@ -1,10 +1,13 @@
-"""The registered operators over experts, each the other's backward, for ranks with equally many tokens.
+"""The registered operators over experts, for ranks with equally many tokens, which sort choices once a layer.
 
-    all_gather_moe       every rank's tokens times the matrices of their experts, a row for each choice
-    moe_reduce_scatter   this rank's tokens' rows, times the matrices, weighted, summed over choices and ranks
+    all_gather_moe       every rank's tokens times the matrices of their experts, by expert; and the routing
+    all_gather_routed    the same for choices that are routed: the backward of the next
+    moe_reduce_scatter   this rank's tokens' rows, times the matrices, weighted, summed over choices and
+                         ranks; with weights of 1 the backward of the first
     outer_products       for each expert the sum, over its choices, of left's row times right's
 
-Backward gathers tokens and choices again; the gradients of weights are grouped products of cuBLAS.
+Rows by expert lie as the `Routing` says, whose words travel as a tensor. Backward gathers tokens again; the
+gradients of weights are grouped products of cuBLAS.
 """
 
 from __future__ import annotations
@@ -16,110 +19,165 @@ from torch import Tensor
 
 from ..moe.ag_moe import AllGatherMoE
 from ..moe.moe_rs import MoEReduceScatter
+from ..moe.plan import Routing, words_of_shared
 from .operators import by_rows, check_first_order, library, register, start_gather, wait
 from .registry import opened, size_of
 
-library.define("all_gather_moe(Tensor x_shard, Tensor weight, Tensor topk_ids, str group_name) -> Tensor")
 library.define(
-    "moe_reduce_scatter(Tensor y, Tensor weight, Tensor topk_ids, Tensor topk_weights, str group_name)"
-    " -> Tensor"
+    "all_gather_moe(Tensor x_shard, Tensor weight, Tensor topk_ids, Tensor topk_weights, str group_name)"
+    " -> (Tensor, Tensor)"
 )
-library.define("outer_products(Tensor left, Tensor right, Tensor ids, int experts) -> Tensor")
+library.define(
+    "all_gather_routed(Tensor x_shard, Tensor weight, Tensor routing, int topk, str group_name) -> Tensor"
+)
+library.define(
+    "moe_reduce_scatter(Tensor y, Tensor weight, Tensor routing, Tensor? topk_weights, int topk, "
+    "str group_name) -> Tensor"
+)
+library.define("outer_products(Tensor left, Tensor right, Tensor ends) -> Tensor")
 _ops = torch.ops.dist_autotune
 
 
 # ---- what they compute, and their shapes
 
 
-def _all_gather_moe(x_shard: Tensor, weight: Tensor, topk_ids: Tensor, group_name: str) -> Tensor:
+def _all_gather_moe(
+    x_shard: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
+) -> tuple[Tensor, Tensor]:
+    tokens = [x_shard.shape[0]] * size_of(group_name)
+    operation = _gather_of(x_shard, group_name)
+    products, routing = operation.route(by_rows(x_shard), weight, topk_ids, topk_weights, tokens=tokens)
+    return products, routing.words
+
+
+def _all_gather_routed(
+    x_shard: Tensor, weight: Tensor, routing: Tensor, topk: int, group_name: str
+) -> Tensor:
+    routed = _routing(routing, x_shard.shape[0], topk, weight, group_name)
+    return _gather_of(x_shard, group_name).by_expert(by_rows(x_shard), weight, routed)
+
+
+def _gather_of(x_shard: Tensor, group_name: str) -> AllGatherMoE:
     tokens, features = x_shard.shape
-    operation = opened(AllGatherMoE, x_shard, max(tokens, 1), features, group_name)
-    return operation(by_rows(x_shard), weight, topk_ids, tokens=[tokens] * size_of(group_name))
+    return opened(AllGatherMoE, x_shard, max(tokens, 1), features, group_name)
 
 
 def _moe_reduce_scatter(
-    y: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
+    y: Tensor, weight: Tensor, routing: Tensor, topk_weights: Tensor | None, topk: int, group_name: str
 ) -> Tensor:
-    tokens = topk_ids.shape[0]
+    tokens = _tokens(y, topk, group_name)
+    routed = _routing(routing, tokens, topk, weight, group_name)
+    ones = torch.ones_like(routed.weights) if topk_weights is None else None
     operation = opened(MoEReduceScatter, y, max(tokens, 1), weight.shape[1], group_name)
-    return operation(by_rows(y), weight, topk_ids, topk_weights, tokens=[tokens] * size_of(group_name))
+    return operation.by_expert(by_rows(y), weight, routed, ones)
 
 
-def _outer_products(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> Tensor:
-    """Rows of left [T, N] and right [T, K], a choice each: [experts, N, K]; an id of -1 counts nowhere."""
-    chosen = ids.reshape(-1)
-    by_expert, order = chosen.where(chosen >= 0, experts).sort(stable=True)
-    each = torch.arange(experts, device=ids.device, dtype=by_expert.dtype)
-    ends = torch.searchsorted(by_expert, each, right=True).to(torch.int32)
-    result: Tensor = torch.nn.functional.grouped_mm(left[order].T, right[order], offs=ends)
+def _tokens(y: Tensor, topk: int, group_name: str) -> int:
+    """Return the tokens of each rank, of all of whose choices y has rows."""
+    return y.shape[0] // (size_of(group_name) * topk)
+
+
+def _routing(words: Tensor, tokens: int, topk: int, weight: Tensor, group_name: str) -> Routing:
+    of_ranks = (tokens,) * size_of(group_name)
+    return Routing.of_words(words, tokens=of_ranks, topk=topk, experts=weight.shape[0])
+
+
+def _outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Rows of left [T, N] and right [T, K] by expert: [experts, N, K]; those behind them count nowhere."""
+    result: Tensor = torch.nn.functional.grouped_mm(by_rows(left).T, by_rows(right), offs=ends)
     return result
 
 
-def _shape_of_products(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> Tensor:
-    return left.new_empty((experts, left.shape[1], right.shape[1]))
+def _shape_of_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
 
 
-def _shape_of_gather(x_shard: Tensor, weight: Tensor, topk_ids: Tensor, group_name: str) -> Tensor:
-    tokens, topk = topk_ids.shape
-    return x_shard.new_empty((size_of(group_name) * tokens * topk, weight.shape[1]))
+def _shapes_of_gather(
+    x_shard: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
+) -> tuple[Tensor, Tensor]:
+    ranks = size_of(group_name)
+    choices = ranks * topk_ids.shape[0] * topk_ids.shape[1]
+    words = words_of_shared(ranks, weight.shape[0], choices)
+    return x_shard.new_empty((choices, weight.shape[1])), topk_ids.new_empty((words,), dtype=torch.int32)
+
+
+def _shape_of_routed(x_shard: Tensor, weight: Tensor, routing: Tensor, topk: int, group_name: str) -> Tensor:
+    return x_shard.new_empty((size_of(group_name) * x_shard.shape[0] * topk, weight.shape[1]))
 
 
 def _shape_of_scatter(
-    y: Tensor, weight: Tensor, topk_ids: Tensor, topk_weights: Tensor, group_name: str
+    y: Tensor, weight: Tensor, routing: Tensor, topk_weights: Tensor | None, topk: int, group_name: str
 ) -> Tensor:
-    return y.new_empty((topk_ids.shape[0], weight.shape[1]))
+    return y.new_empty((_tokens(y, topk, group_name), weight.shape[1]))
 
 
 # ---- their gradients
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.group_name = inputs
-    ctx.save_for_backward(*tensors)
+def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_shard, weight, topk_ids, _, ctx.group_name = inputs
+    ctx.topk = topk_ids.shape[1]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x_shard, weight, output[1])
 
 
-def _gradients_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients_of_gather(ctx: Any, grad: Tensor | None, _of_routing: None) -> tuple[Tensor | None, ...]:
     check_first_order()
-    x_shard, weight, ids = ctx.saved_tensors
+    x_shard, weight, words = ctx.saved_tensors
     of_x = of_weight = None
-    gathering = [start_gather(each, ctx.group_name) for each in (x_shard, ids)] if _asked(ctx, 1) else []
+    if grad is None:
+        return None, None, None, None, None
+    gathering = start_gather(x_shard, ctx.group_name) if _asked(ctx, 1) else None
     if _asked(ctx, 0):
-        ones = torch.ones_like(ids, dtype=torch.float32)
-        of_x = _ops.moe_reduce_scatter(grad, weight.mT, ids, ones, ctx.group_name)
-    if gathering:
-        x, all_ids = map(wait, gathering)
-        rows = x.repeat_interleave(ids.shape[1], 0)
-        of_weight = _ops.outer_products(grad, rows, all_ids, weight.shape[0])
-    return of_x, of_weight, None, None
+        of_x = _ops.moe_reduce_scatter(grad, weight.mT, words, None, ctx.topk, ctx.group_name)
+    if gathering is not None:
+        routing = _routing(words, x_shard.shape[0], ctx.topk, weight, ctx.group_name)
+        rows = wait(gathering)[routing.rows // ctx.topk]
+        of_weight = _ops.outer_products(grad, rows, routing.ends)
+    return of_x, of_weight, None, None, None
+
+
+def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.topk, ctx.group_name = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     check_first_order()
-    y, weight, ids, weights = ctx.saved_tensors
-    topk, of_y, of_weight, of_weights = ids.shape[1], None, None, None
-    started = [start_gather(each, ctx.group_name) for each in (weights, ids)]
+    y, weight, words, weights = ctx.saved_tensors
+    topk, of_y, of_weight, of_weights = ctx.topk, None, None, None
     gathering = start_gather(grad, ctx.group_name) if _asked(ctx, 1) else None
+    routing = _routing(words, grad.shape[0], topk, weight, ctx.group_name)
+    factors = routing.weights[:, None].to(y.dtype)
     if _asked(ctx, 0) or _asked(ctx, 3):
-        unweighted = _ops.all_gather_moe(grad, weight.mT, ids, ctx.group_name)
-    all_weights, all_ids = map(wait, started)
-    factors = all_weights.where(all_ids >= 0, 0.0).reshape(-1, 1).to(y.dtype)
+        unweighted = _ops.all_gather_routed(grad, weight.mT, words, topk, ctx.group_name)
     if _asked(ctx, 0):
         of_y = unweighted * factors
     if _asked(ctx, 3):
-        dots = (unweighted.float() * y.float()).sum(1).reshape(-1, topk)
-        ranks = size_of(ctx.group_name)
-        summed = torch.ops._c10d_functional.reduce_scatter_tensor(dots, "sum", ranks, ctx.group_name)
-        of_weights = wait(summed).where(ids >= 0, 0.0).to(weights.dtype)
+        of_weights = _gradient_of_weights((unweighted.float() * y.float()).sum(1), routing, ctx.group_name)
+        of_weights = of_weights.to(weights.dtype)
     if gathering is not None:
-        of_rows = wait(gathering).repeat_interleave(topk, 0) * factors
-        of_weight = _ops.outer_products(of_rows, y, all_ids, weight.shape[0])
-    return of_y, of_weight, None, of_weights, None
+        of_rows = wait(gathering)[routing.rows // topk] * factors
+        of_weight = _ops.outer_products(of_rows, y, routing.ends)
+    return of_y, of_weight, None, of_weights, None, None
+
+
+def _gradient_of_weights(dots: Tensor, routing: Routing, group_name: str) -> Tensor:
+    """Return the sums over the ranks of each choice's dot, [tokens of a rank, topk]; 0 if it is dropped."""
+    is_kept = torch.arange(len(dots), device=dots.device) < routing.ends[-1]
+    by_choice = dots.new_zeros(len(dots)).index_copy(0, routing.rows.long(), dots.where(is_kept, 0.0))
+    by_token, ranks = by_choice.view(-1, routing.topk), size_of(group_name)
+    return wait(torch.ops._c10d_functional.reduce_scatter_tensor(by_token, "sum", ranks, group_name))
 
 
 def _asked(ctx: Any, index: int) -> bool:
     return bool(ctx.needs_input_grad[index])
 
 
-register("all_gather_moe", _all_gather_moe, _shape_of_gather, _gradients_of_gather, _keep_inputs)
-register("moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_inputs)
+register("all_gather_moe", _all_gather_moe, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
+register("all_gather_routed", _all_gather_routed, _shape_of_routed)
+register(
+    "moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_for_scatter
+)
 register("outer_products", _outer_products, _shape_of_products)

@@ -67,10 +67,12 @@ class MoE(nn.Module):
         weights, ids = route(router(tokens.to(router.weight.dtype)))
         self._check_routed(len(tokens), weights, ids)
         gate_up, down = (local(each) for each in (self.experts.gate_up, self.experts.down))
-        hidden = torch.ops.dist_autotune.all_gather_moe(tokens, gate_up.flatten(1, 2), ids, self.group_name)
+        hidden, routing = torch.ops.dist_autotune.all_gather_moe(
+            tokens, gate_up.flatten(1, 2), ids, weights, self.group_name
+        )
         gate, up = hidden.chunk(2, -1)
         result = torch.ops.dist_autotune.moe_reduce_scatter(
-            nn.functional.silu(gate) * up, down, ids, weights, self.group_name
+            nn.functional.silu(gate) * up, down, routing, weights, self.topk, self.group_name
         )
         return result.view(x.shape)
 

@@ -14,7 +14,7 @@ from dist_autotune.kernels.moe.ag_moe_kernel import all_gather_moe
 from dist_autotune.kernels.moe.moe_rs_kernel import GPU_CANDIDATES as SCATTER_CANDIDATES
 from dist_autotune.kernels.moe.moe_rs_kernel import moe_reduce_scatter
 from dist_autotune.kernels.moe.plan import search_bits
-from dist_autotune.kernels.moe.routing import count_choices, place_choices
+from dist_autotune.kernels.moe.routing import count_choices, place_choices, sort_choices
 
 pytestmark = pytest.mark.aot
 
@@ -50,12 +50,12 @@ KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, S
 CANDIDATES = {"gather": GATHER_CANDIDATES, "scatter": SCATTER_CANDIDATES}
 
 
-def compile_candidate(name, config, target, world=8, ones=(), by_columns=False):
+def compile_candidate(name, config, target, world=8, ones=(), by_columns=False, is_sorted=False):
     """Return the compiled kernel; ones: sizes that are 1, which Triton makes constants."""
     kernel, types = KERNELS[name]
     types = {each: kind for each, kind in types.items() if each not in ones}
     constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False}
-    constexprs["BY_COLUMNS"] = by_columns
+    constexprs |= {"BY_COLUMNS": by_columns, "SORTED": is_sorted}
     constexprs |= dict.fromkeys(ones, 1)
     if name == "gather":
         constexprs["HEIGHTS"] = 4
@@ -120,6 +120,23 @@ def order_of(compiled):
     return [name for name, before in zip(found, ["", *found], strict=False) if name != before]
 
 
+def test_sorted_rows_are_multiplied_without_asking_where_they_are():
+    """Compare how many words of the plan a kernel reads for its rows."""
+    words = {}
+    for name in KERNELS:
+        for is_sorted in (False, True):
+            compiled = compile_candidate(name, CANDIDATES[name][0], HOPPER, is_sorted=is_sorted)
+            loads = re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", compiled.asm["ttgir"])
+            words[name, is_sorted] = len(loads)
+            assert resources(compiled, HOPPER)["spilled"] <= SPILLED[name][HOPPER]
+    assert words == {
+        ("gather", False): 2,  # source and row
+        ("gather", True): 1,
+        ("scatter", False): 2,  # row, and where its weight is
+        ("scatter", True): 1,
+    }
+
+
 @pytest.mark.parametrize("config", [GATHER_CANDIDATES[0], GATHER_CANDIDATES[11]], ids=["TMA", "pointers"])
 def test_rows_are_loaded_behind_the_wait_for_their_chunk(config):
     order = order_of(compile_candidate("gather", config, HOPPER))
@@ -154,7 +171,12 @@ def test_the_sorting_compiles_for_every_target(target):
     types = {"ids_ptr": "*i64", "flags_ptr": "*i32", "errors_ptr": "*i64", **common}
     types |= dict.fromkeys(numbers, "i32")
     counting = compile_for(
-        target, count_choices, types, {"WORLD": 8, "BLOCK": 1024}, any_value=numbers, num_warps=8
+        target,
+        count_choices,
+        types,
+        {"WORLD": 8, "BLOCK": 1024, "SHARED": True},
+        any_value=numbers,
+        num_warps=8,
     )
     assert resources(counting, target)["spilled"] == 0
     for experts, by_first in ((64, False), (512, True)):
@@ -166,3 +188,7 @@ def test_the_sorting_compiles_for_every_target(target):
         constexprs |= {"EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
         placing = compile_for(target, place_choices, types, constexprs, any_value=numbers, num_warps=8)
         assert resources(placing, target)["spilled"] <= 8  # bytes; it runs once in a call
+        del constexprs["ORDERS"], constexprs["BY_FIRST"], types["within_ptr"]
+        types |= {"weights_ptr": "*fp32", "sorted_weights_ptr": "*fp32"}
+        sorting = compile_for(target, sort_choices, types, constexprs, any_value=numbers, num_warps=8)
+        assert resources(sorting, target)["spilled"] <= 8

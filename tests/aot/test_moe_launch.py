@@ -66,6 +66,7 @@ class Case:
     patience_ticks: int = 99
     has_tma: bool = True
     upcasts: bool = False
+    is_sorted: bool = False
 
 
 PLAIN = Case()
@@ -100,6 +101,7 @@ CHANGES = {
     "a stride of out, no multiple of 16": {"out_pad": 1},
     "no TMA": {"has_tma": False},
     "products in float32": {"upcasts": True},
+    "rows in the order of experts": {"is_sorted": True},
 }
 OF_Y = {"a stride of y": {"y_pad": 64}, "a stride of y, no multiple of 16": {"y_pad": 1}}
 
@@ -162,11 +164,13 @@ class Caller:
     def call(self) -> None:
         operands = (self.weight, self.tensors["c"], self.plan, self.case.topk)
         if self.name == "ag":
-            self.operation._launch(*operands)
+            self.operation._launch(*operands, is_sorted=self.case.is_sorted)
         else:
-            weight, out, *others = operands
+            weight, out, plan, topk = operands
             products = out.new_empty((self.case.choices, self.case.n))
-            self.operation._launch(self.tensors["a"], weight, out, products, *others)
+            of_plan = (plan, self.tensors["weights"], plan.ends, plan.tables, plan.counters)
+            choices = moe_rs._Choices(*of_plan, (), topk, self.case.is_sorted)
+            self.operation._launch(self.tensors["a"], weight, out, products, choices)
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,7 @@ def test_every_argument_is_where_the_kernel_expects_it(world, asked):
             **(of_rs if world.name == "rs" else {"HEIGHTS": HEIGHTS}),
             **{"stride_be": 192 * 112, "stride_b": 112, "stride_cm": 216, "rank": 1, "patience_ticks": 99},
             **{"WORLD": 2, "TMA_LEGAL": True, "BY_COLUMNS": False, "UPCAST": False},
+            "SORTED": case.is_sorted,
             **world.tiles[0].kwargs,
         }
         blocks = 256 // 32 + case.experts + 1
@@ -296,7 +301,7 @@ def test_the_choices_that_are_counted_lead_to_the_same_grid_as_all(programs, n):
                 Shape(
                     counting,
                     *(0, n, 64, 8, (), 2, programs),
-                    *(torch.float16, torch.device("cpu"), (), True, False, False),
+                    *(torch.float16, torch.device("cpu"), (), True, False, False, False),
                 ).grid(config.kwargs)
                 for counting in (choices, counted(choices, programs))
             }

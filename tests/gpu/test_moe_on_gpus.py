@@ -9,7 +9,7 @@ import pytest
 import torch
 from ag_moe_runs import GATHERING
 from gpu_cases import shapes_and_candidates
-from moe_rs_runs import SCATTERING, same_call_twice
+from moe_rs_runs import SCATTERING, captured_layer, routed_layers, same_call_twice
 from moe_runs import (
     HALF,
     SHAPES,
@@ -54,7 +54,10 @@ def cases_on_gpus(rank, runs, backend):
         lambda index: one_candidate(rank, runs, index, backend),
     )
     if runs.name == SCATTERING.name:
+        options = {"backend": backend, "timeout_s": PATIENCE_S}
         cases["same bits"] = lambda: same_call_twice(rank)
+        cases["a shared sorting"] = lambda: routed_layers(rank, [700, 333], "any", **options)
+        cases["a shared sorting, captured"] = lambda: captured_layer(rank, [700, 333], **options)
     else:
         cases["a capture without tokens="] = lambda: capture_without_tokens(rank, runs, backend)
     cases["late ranks"] = lambda: many_calls(rank, runs, "random")

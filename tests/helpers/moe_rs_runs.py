@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from ag_moe_runs import GATHERING
 from moe_runs import (
     HALF,
     ExpertRuns,
@@ -86,3 +87,73 @@ def same_call_twice(rank):
         first = op(*given)
         SCATTERING.call_and_compare(op, [5, 40], 16, 3, 2)
         return torch.equal(first, op(*given))
+
+
+def layer_operands(rank, tokens, kind, dtype):
+    """Return tokens, choices, their weights, NaN where one is dropped, and two weights of four experts."""
+    ids = random_choices(tokens[rank], 4, 2, kind)
+    weights = torch.rand(ids.shape, device=device()).where(ids >= 0, float("nan"))
+    first, second = randoms(4, 24, 16, dtype=dtype), randoms(4, 16, 24, dtype=dtype)
+    return randoms(tokens[rank], 16, dtype=dtype), ids, weights, first, second
+
+
+def layer_errors(hidden, routing, out, x, ids, weights, first, second):
+    """Return the errors of what a layer gathered, by expert, and of what it scattered."""
+    by_choice = torch.empty_like(hidden)
+    by_choice[routing.rows.long()] = hidden
+    return [
+        GATHERING.error_ratio(by_choice, x, first, ids),
+        SCATTERING.error_ratio(out, by_choice, second, ids, weights),
+    ]
+
+
+def routed_layers(rank, tokens, kind, dtype=HALF, **options):
+    """Gather, multiply, multiply and scatter with one sorting, then as backward would with what it kept."""
+    GATHERING.begin(rank)
+    SCATTERING.begin(rank)
+    errors, most = [], max(*tokens, 1)
+    with (
+        GATHERING.open(most, 16, dtype, **options) as up,
+        SCATTERING.open(most + 3, 16, dtype, **options) as down,
+        GATHERING.open(most + 5, 16, dtype, **options) as another,  # whose chunks lie further apart
+    ):
+        for told in (None, tokens):
+            SCATTERING.poison(down)
+            GATHERING.poison(up)
+            x, ids, weights, first, second = layer_operands(rank, tokens, kind, dtype)
+            hidden, routing = up.route(x, first, ids, weights, tokens=told)
+            out = down.by_expert(hidden, second, routing)
+            errors += layer_errors(hidden, routing, out, x, ids, weights, first, second)
+            again = another.by_expert(x, first, routing)
+            ones = torch.ones(len(hidden), device=device())
+            out = down.by_expert(again, second, routing, ones)
+            errors += layer_errors(again, routing, out, x, ids, torch.ones_like(weights), first, second)
+    return errors
+
+
+def captured_layer(rank, tokens, **options):
+    """Replay a layer with one sorting, with inputs that change, among eager calls."""
+    GATHERING.begin(rank)
+    SCATTERING.begin(rank)
+    errors, most = [], max(tokens)
+    with GATHERING.open(most, 16, HALF, **options) as up, SCATTERING.open(most, 16, HALF, **options) as down:
+        x, ids, weights, first, second = given = layer_operands(rank, tokens, "any", HALF)
+
+        def layer():
+            hidden, routing = up.route(x, first, ids, weights, tokens=tokens)
+            return hidden, routing, down.by_expert(hidden, second, routing)
+
+        layer()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = layer()
+        for call in range(4):
+            x.normal_()
+            ids.random_(-1, 4)
+            weights.uniform_()
+            result = layer() if call == 1 else captured
+            if call != 1:
+                graph.replay()
+            errors += layer_errors(*result, *given)
+    return errors

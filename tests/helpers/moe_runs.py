@@ -18,7 +18,7 @@ from dist_autotune.kernels.exchange.peers import ARRIVED
 
 HALF = torch.float16
 
-GIVEN_OTHERS = "rank 0 was given other tokens= than the ranks have. Close it"
+GIVEN_OTHERS = "rank 0 was given other tokens= than the ranks have, or one of them called route(). Close it"
 
 SHAPES = {  # tokens of each rank, K, N, experts, topk
     "whole tiles": ((32, 32), 32, 32, 2, 2),

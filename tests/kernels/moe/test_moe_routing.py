@@ -37,7 +37,9 @@ class Routed:
     failures: list[Failure | None]
 
 
-def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None) -> Routed:
+def route(
+    ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None, is_shared=False
+) -> Routed:
     """Sort `ids`, a matrix for each rank, as `rank` would whose peers have all told their choices.
 
     `told`, and for its peers `peers_told`, are the tokens of all ranks as the hosts know them.
@@ -51,13 +53,12 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
         everyone[peer * stride : peer * stride + part.numel()] = part.reshape(-1)
         if peer != rank:
             flags[TOLD.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
-            flags[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told)
+            flags[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told) + is_shared
     plan = Plan(
         world_size=world,
         experts=experts,
         most=world * stride,
-        orders=1 if by_first else 2,
-        heights=HEIGHTS,
+        orders=3 if is_shared else 1 if by_first else 2,
         by_first=by_first,
         device=torch.device("cpu"),
     )
@@ -68,7 +69,8 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
     pairs = sum(known) * topk
     plan.sort(
         everyone, flags, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
-        told=digest_of(known), rank=rank, first=first, patience_ticks=1,
+        told=digest_of(known) + is_shared, rank=rank, first=first, patience_ticks=1,
+        weights=weights_of(everyone) if is_shared else None,
     )  # fmt: skip
     all_ids = torch.cat(ids).reshape(-1).tolist()
     return Routed(
@@ -78,6 +80,11 @@ def route(ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_tol
         pairs=pairs,
         failures=[read_failure(int(flag)) for flag in errors],
     )
+
+
+def weights_of(choices: torch.Tensor) -> torch.Tensor:
+    """Return a weight for each place of a layout; NaN for what is no choice."""
+    return torch.arange(float(len(choices))).where(choices.abs() < 10**6, float("nan"))
 
 
 def entries(plan: Plan, table: int) -> list[tuple[int, ...]]:
@@ -104,12 +111,13 @@ def check(routed: Routed, ids, experts, *, first, by_first) -> None:
         assert covered == list(range(routed.pairs))
         most = sum(-(-sum(key[0] == expert for key in keys) // height) for expert in range(experts + 1))
         assert len(blocks) == most  # none is cut shorter than it must be
+        own_last = table // HEIGHTS == 2
         for expert, begin, end, stage in blocks:
             assert 0 < end - begin <= height
             assert {key[0] for key in keys[begin:end]} == {expert}
-            touched = [key[1] for key in keys[begin:end]]
-            assert stage == (min(touched) if by_first else max(touched))
-        if table < HEIGHTS:  # in the order of stages
+            touched = [(key[1] - own_last) % world for key in keys[begin:end]]
+            assert stage == (min(touched) if by_first or own_last else max(touched))
+        if table // HEIGHTS != 1:  # in the order of stages
             order = [block[3] for block in blocks]
             assert order == sorted(order)
             ends = [sum(stage <= last for stage in order) for last in range(world)]
@@ -127,17 +135,32 @@ def problems(draw):
         tokens = draw(st.integers(0, CAPACITY))
         chosen = draw(st.lists(st.sampled_from(favourites), min_size=tokens * topk, max_size=tokens * topk))
         ids.append(torch.tensor(chosen, dtype=torch.int64).reshape(tokens, topk))
-    return ids, experts, draw(st.integers(0, world - 1)), draw(st.booleans())
+    return ids, experts, draw(st.integers(0, world - 1))
 
 
-@given(problems())
-@settings(max_examples=25, deadline=None)
-def test_choices_are_sorted_and_the_tables_list_them(problem):
-    ids, experts, rank, by_first = problem
+@given(problems(), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_choices_are_sorted_and_the_tables_list_them(problem, by_first):
+    ids, experts, rank = problem
     first = (rank + by_first) % len(ids)
     routed = route(ids, experts, rank=rank, first=first, by_first=by_first)
     assert routed.failures == [None] * len(ids)
     check(routed, ids, experts, first=first, by_first=by_first)
+
+
+@given(problems())
+@settings(max_examples=10, deadline=None)
+def test_a_shared_sorting_keeps_the_order_of_choices_and_has_tables_for_both_operations(problem):
+    ids, experts, rank = problem
+    routed = route(ids, experts, rank=rank, first=rank, is_shared=True)
+    assert routed.failures == [None] * len(ids)
+    check(routed, ids, experts, first=rank, by_first=False)
+    plan, stages = routed.plan, [(source - rank) % len(ids) for source in routed.rank_of]
+    order = sorted(range(routed.pairs), key=lambda row: (routed.expert_of[row], stages[row], row))
+    assert plan.rows[: routed.pairs].tolist() == order
+    kept = [routed.expert_of[row] < experts for row in order]
+    wanted = plan.sources[: routed.pairs].float() * torch.tensor(kept)
+    assert torch.equal(plan.weights[: routed.pairs], wanted)
 
 
 def test_as_many_experts_as_a_program_counts_at_once_and_more_are_sorted():

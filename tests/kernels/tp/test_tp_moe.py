@@ -101,8 +101,10 @@ def operators_with_dropped_choices(rank):
             sums = sums + part.view(-1, TOPK, 8).sum(1)
         own = [shards[rank], weights[rank], backs[rank], factors[rank]]
         expected = torch.autograd.grad(sums.square().sum(), own)
-        rows = ops.all_gather_moe(shards[rank], weights[rank], ids, name).sin()
-        got = ops.moe_reduce_scatter(rows, backs[rank], ids, factors[rank], name)
+        given = factors[rank].where(ids >= 0, float("nan"))
+        rows, routing = ops.all_gather_moe(shards[rank], weights[rank], ids, given, name)
+        rows = rows.sin().where((torch.arange(len(rows)) < int(kept.sum()))[:, None], float("nan"))
+        got = ops.moe_reduce_scatter(rows, backs[rank], routing, given, TOPK, name)
         assert_close(got, sums.chunk(world)[rank])
         for pair in zip(torch.autograd.grad(got.square().sum(), own), expected, strict=True):
             assert_close(*pair)
@@ -117,11 +119,12 @@ def opchecked(rank):
         ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
         ids, factors = torch.tensor([[0, 2], [1, 0], [2, 2]]), tensor_of(rank, 3, 2)
         x, y = tensor_of(rank, 3, 8), tensor_of(rank, 6 * world, 16)
+        of_gather = (x, tensor_of(rank, 3, 16, 8), ids, factors.detach(), name)
+        routing = ops.all_gather_moe(*of_gather)[1]
+        of_scatter = (y, tensor_of(rank, 3, 8, 16), routing, factors, 2, name)
         found = [
-            torch.library.opcheck(ops.all_gather_moe.default, (x, tensor_of(rank, 3, 16, 8), ids, name)),
-            torch.library.opcheck(
-                ops.moe_reduce_scatter.default, (y, tensor_of(rank, 3, 8, 16), ids, factors, name)
-            ),
+            torch.library.opcheck(ops.all_gather_moe.default, of_gather),
+            torch.library.opcheck(ops.moe_reduce_scatter.default, of_scatter),
         ]
         return {result for one in found for result in one.values()}
 

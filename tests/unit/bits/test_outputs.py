@@ -101,6 +101,25 @@ def test_the_hash_on_a_gpu_is_that_of_the_interpreter():
             assert torch.equal(again, by_hand(tensor))
 
 
+@pytest.mark.gpu
+def test_outputs_on_cpu_and_gpu_are_hashed_where_they_are():
+    def made(changed=None):
+        parts = [torch.arange(6.0).view(2, 3).cuda().t(), torch.ones(4), torch.ones(4).cuda().to_sparse()]
+        parts += [
+            torch.ones(4).cuda().to(torch.float8_e4m3fn),
+            torch.zeros(0).cuda(),
+            torch.ones(2).cuda().bool(),
+        ]
+        if changed is not None:
+            parts[changed] = parts[changed].neg() if changed < 3 else parts[changed].float() * 2
+        return digests(parts)
+
+    assert made() == made()
+    for changed in range(4):
+        differing = {path.split("]")[0] for path, digest in made(changed).items() if made()[path] != digest}
+        assert differing == {f"the result[{changed}"}
+
+
 # ---- what is found
 
 

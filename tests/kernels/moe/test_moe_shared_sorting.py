@@ -1,0 +1,119 @@
+"""That both operations of a layer may share one sorting of its choices: results, mistakes, dead peers."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from ag_moe_runs import GATHERING as gathering
+from moe_rs_runs import SCATTERING as scattering
+from moe_rs_runs import routed_layers
+from moe_runs import GIVEN_OTHERS, HALF, random_choices, randoms
+from operation_runs import INTERPRETER, assert_right, device, message_of, results, values
+
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+from dist_autotune.kernels.signals import as_patience
+from ranks import assert_all_ok, assert_killed, meet
+
+pytestmark = INTERPRETER
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [((11,), "any"), ((21, 6), "any"), ((0, 9, 30), "any"), ((5, 12, 0, 40), "one"), ((7, 9), "none")],
+    ids=str,
+)
+def test_both_operations_of_a_layer_may_share_a_sorting(tokens, kind):
+    assert_right(values(routed_layers, len(tokens), tokens, kind, torch.float32))
+
+
+def routed(op, own, tokens):
+    """Return the products, by expert, of fresh tokens, and their routing."""
+    ids = random_choices(own, 3, 2)
+    x, weight = (randoms(*shape, dtype=op._dtype) for shape in ((own, 16), (3, 16, 16)))
+    return op.route(x, weight, ids, torch.ones(ids.shape, device=device()), tokens=tokens)
+
+
+def routes_alone(rank):
+    """Route on rank 0 and call on rank 1."""
+    gathering.begin(rank)
+    op = gathering.open(8, 16, HALF)
+    op._patience_ticks = as_patience(5.0)
+    call = (lambda: routed(op, 4, [4, 4])) if rank == 0 else (lambda: gathering.fresh_call(op, [4, 4]))
+    return message_of(call), message_of(op.close)
+
+
+def test_a_rank_that_routes_where_another_calls_is_named_on_both():
+    for rank, (message, at_close) in enumerate(values(routes_alone, 2)):
+        wanted = GIVEN_OTHERS.replace("rank 0", f"rank {1 - rank}")
+        assert message.startswith(f"ValueError: AllGatherMoE, rank {rank}: {wanted}")
+        assert at_close == message
+
+
+def dead_peer(rank, of_scatter):
+    """Kill rank 1 behind the routing; no later call of rank 0 tells it choices or awaits any."""
+    gathering.begin(rank)
+    scattering.begin(rank)
+    up, down = gathering.open(8, 16, torch.float32), MoEReduceScatter(8, 16, torch.float32)
+    hidden, routing = routed(up, 4, [4, 4])
+    meet()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    op = down if of_scatter else up
+    op._patience_ticks = as_patience(1.0)
+    x, weight = randoms(4, 16, dtype=torch.float32), randoms(3, 16, 16, dtype=torch.float32)
+
+    def call():
+        return down.by_expert(hidden, weight, routing) if of_scatter else up.by_expert(x, weight, routing)
+
+    return message_of(call), message_of(call), message_of(op.close)
+
+
+@pytest.mark.parametrize("of_scatter", [False, True], ids=["AllGatherMoE", "MoEReduceScatter"])
+def test_a_peer_that_dies_behind_the_routing_is_named_and_the_wait_ends(of_scatter):
+    survivor, dead = results(dead_peer, 2, of_scatter)
+    assert_killed(dead)
+    (messages,) = assert_all_ok([survivor])
+    name = "MoEReduceScatter" if of_scatter else "AllGatherMoE"
+    assert messages[0].startswith(
+        f"PeerTimeout: {name}, rank 0: rank 1, or one that it waits for, did not push"
+    )
+    assert set(messages) == {messages[0]}
+
+
+def mistakes(rank):
+    gathering.begin(rank)
+    scattering.begin(rank)
+    with (
+        gathering.open(8, 16, torch.float32) as up,
+        MoEReduceScatter(8, 16, torch.float32) as down,
+        MoEReduceScatter(3, 16, torch.float32) as small,
+    ):
+        hidden, routing = routed(up, 4, [4, 4])
+        weight = torch.zeros(3, 16, 16)
+        texts = [
+            message_of(lambda: up.by_expert(torch.zeros(5, 16), weight, routing)),
+            message_of(lambda: up.by_expert(torch.zeros(4, 16), torch.zeros(2, 16, 16), routing)),
+            message_of(lambda: down.by_expert(hidden[:15], weight, routing)),
+            message_of(lambda: down.by_expert(hidden, weight, routing, torch.ones(8, 2))),
+            message_of(lambda: down.by_expert(hidden, weight, routing, out=torch.zeros(3, 16))),
+            message_of(lambda: small.by_expert(hidden, weight, routing)),
+        ]
+        return texts, bool(down.by_expert(hidden, weight, routing).any())
+
+
+def test_what_does_not_fit_a_routing_raises_with_values_and_the_operations_stay_usable():
+    for texts, is_wrong in values(mistakes, 2):
+        wanted = [
+            "x_shard [5, 16] and a routing of tokens [4, 4]: rank",
+            "weight has 2 experts, the routing is of 3",
+            "y has 15 rows; tokens [4, 4] of the ranks with topk=2 are 16 rows",
+            "weights are [8, 2] in torch.float32; contiguous [16] in torch.float32 is needed",
+            "out has shape [3, 16]",
+            "the routing is of tokens [4, 4]; this operation is open for 2 ranks of up to 3 tokens",
+        ]
+        for text, part in zip(texts, wanted, strict=True):
+            assert text.startswith(f"ValueError: {part}"), text
+        assert not is_wrong
