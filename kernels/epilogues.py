@@ -7,15 +7,13 @@ registers. Without an epilogue it compiles to nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-
-from .tensors import key_of
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -37,9 +35,6 @@ class Epilogue:
 
     bias: torch.Tensor | None = None
     activation: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.bias is not None or self.activation is not None
 
     def check(self, columns: int, device: torch.device) -> None:
         """Raise TypeError or ValueError unless products of so many columns on that device can end so."""
@@ -63,10 +58,6 @@ class Epilogue:
         if columns > 1 and bias.stride(0) != 1:
             raise ValueError(f"bias has stride {bias.stride(0)}, not 1; call .contiguous()")
 
-    def key(self) -> Hashable:
-        """Return all that a call with this epilogue depends on but the elements of the bias."""
-        return key_of(self.bias), self.activation
-
     def kind(self) -> EpilogueKind:
         """Return what the code and its tuning depend on."""
         return EpilogueKind(None if self.bias is None else self.bias.dtype, self.activation or NO_ACTIVATION)
@@ -79,7 +70,7 @@ class Epilogue:
 
 
 class EpilogueKind(NamedTuple):
-    """What epilogues with the same code have in common. Made in each call: no dataclass."""
+    """What epilogues with the same code have in common."""
 
     bias_dtype: torch.dtype | None = None
     activation: str = NO_ACTIVATION

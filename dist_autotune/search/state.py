@@ -156,7 +156,7 @@ class SearchState:
             context.last_run, context.began = 0, None
             if not context.provisional:
                 self._comparison.defaults.pop(context.name, None)
-            elif not self.closing:
+            elif not self.closing and self.rules.mode == "replay":
                 self._begin(context, 0)
         if not any(self.unsettled):
             self._begin_next()
@@ -247,6 +247,10 @@ class SearchState:
             context.narrow(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
+            if context.status == "starved" and self.rules.mode == "online" and not self.closing:
+                context.apply_bans(part.bans)
+                self._begin(context, max(self.runs - 1, 0))  # launched again, but this run was no trial
+                return Outcome()
         by_launch = context.judge == BY_LAUNCH
         judged = part if by_launch else merged.run
         outcome = context.advance(part, judged, counts=by_launch or self._is_judging)

@@ -57,13 +57,14 @@ class Ballots:
 
     def _read_all(self, call: int) -> list[int]:
         """Return how many rows each rank names in a call, once all have written their ballots."""
-        deadline = time.monotonic() + self._timeout_s
-        return [self._read(peer, call, deadline) for peer in range(len(self._rings))]
+        return [self._read(peer, call) for peer in range(len(self._rings))]
 
-    def _read(self, peer: int, call: int, deadline: float) -> int:
-        ring, polls = self._rings[peer], 0
+    def _read(self, peer: int, call: int) -> int:
+        ring, polls, deadline = self._rings[peer], 0, 0.0
         while (ballot := int(ring[call % RING])) >> 32 != call:
             polls += 1
+            if polls == QUICK_POLLS:
+                deadline = time.monotonic() + self._timeout_s
             if polls > QUICK_POLLS:
                 if time.monotonic() > deadline:
                     last = max(ring) >> 32

@@ -41,7 +41,7 @@ _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
 _COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
 
 
-def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: torch.Tensor | None) -> None:
+def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: torch.Tensor | None = None) -> None:
     """Write C = A @ B on the current stream of the shape's device, which is the current device.
 
     bias: of C's columns, or of its rows where the shape is exchanged.

@@ -70,12 +70,12 @@ def persistent_matmul(
     """
     check_no_gradient("persistent_matmul", a=a, b=b, out=out, bias=bias)
     check_choices(variant, scheduler, programs)
-    epilogue = Epilogue(bias, activation)
     if out is None:
         check_operands(a, b)
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
-    key = (key_of(a), key_of(b), key_of(out), epilogue.key(), variant, scheduler, programs)
+    places = (key_of(a), key_of(b), key_of(out), key_of(bias))
+    key = (places, activation, variant, scheduler, programs)
     plan = _PLANS.get(key)
     if plan is not None and out_dtype in (None, out.dtype):
         with _on(a.device):
@@ -83,6 +83,7 @@ def persistent_matmul(
         return out
     check_operands(a, b)
     check_out(out, a, b, out_dtype)
+    epilogue = Epilogue(bias, activation)
     epilogue.check(b.shape[1], a.device)
     if out.numel() == 0:
         return out

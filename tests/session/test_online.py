@@ -10,6 +10,7 @@ from kernels_for_tests import Mine, double, launch, numbers, only, records, winn
 
 from dist_autotune import tunable
 from dist_autotune.logs.records import RunStarted
+from dist_autotune.search.state import ADMISSION_RUNS
 
 
 def test_online_makes_one_run_per_call_and_returns_its_result(bench):
@@ -158,3 +159,18 @@ def test_online_kernels_and_choices_are_tuned_over_the_calls(bench, objective):
         assert calls < 50
     assert (tuned(), bench.blocks()[-1]) == (2, 32)
     assert tuned.report.runs == calls
+
+
+def test_new_keys_without_end_leave_few_under_way_and_one_that_comes_again_goes_on(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    tuned(64)
+    under_way = []
+    for n in range(65, 265):
+        tuned(n)
+        under_way.append(sum(context.status == "tuning" for context in tuned.report.contexts))
+    assert max(under_way) <= ADMISSION_RUNS
+    for _ in range(8):
+        tuned(64)
+    (first,) = [context for context in tuned.report.contexts if context.key[0] == 64]
+    assert (first.status, winner(first)) == ("tuned", 32)

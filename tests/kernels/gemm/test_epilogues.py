@@ -98,6 +98,7 @@ def test_an_empty_inner_dimension_leaves_the_bias():
 
 def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
     monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
+    monkeypatch.setattr(plain_gemm, "cache", {})
     a, b = normal(33, 65), normal(65, 48)
     endings = [Epilogue(), Epilogue(normal(48)), Epilogue(normal(48).float()), Epilogue(activation="silu")]
 

@@ -239,7 +239,7 @@ def launch_as_tma(patched: pytest.MonkeyPatch) -> list[Shape]:
     """Have launches read and write memory as TMA does; return the list of their shapes."""
     shapes: list[Shape] = []
 
-    def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape) -> None:
+    def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: None) -> None:
         shapes.append(shape)
         assert all(matrix.is_addressable() for matrix in (a, b, c))
         assert (a.transposed, b.transposed, c.transposed) == (shape.trans_a, shape.trans_b, False)
@@ -282,7 +282,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matrix, Matrix, Matrix, Shape]]:
     """Have launches do nothing; return the list of what they were given."""
     launches: list[tuple[Matrix, Matrix, Matrix, Shape]] = []
-    monkeypatch.setattr(launching, "launch", lambda *given: launches.append(given))
+    monkeypatch.setattr(launching, "launch", lambda *given: launches.append(given[:4]))
     monkeypatch.setattr(copies, "copy", lambda source, target: None)
     monkeypatch.setattr(launching, "copy", lambda source, target: None)
     return launches

@@ -312,7 +312,7 @@ def tuned_while_compiled(rank):
 @INSTANTIATED
 @pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
 def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():
-    of_both = [("all_gather_gemm", "tuned"), ("gemm_reduce_scatter", "tuned")]
+    of_both = [(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")]
     assert values(tuned_while_compiled, 2) == [(True, of_both)] * 2
 
 
