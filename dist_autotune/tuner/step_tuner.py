@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from .. import settings
-from ..errors import InvalidOption
+from ..errors import InvalidOption, TuningError
 from ..options import Options
 from .tuned import Tuned
 
@@ -36,14 +37,26 @@ class StepTuner(Tuned):
         """Make the block one run. What it raises reaches the caller; a later step makes that run again.
 
         A step inside a tuned function, or inside another step, is a part of that run.
+
+        Raises TuningError where the block ends on another thread than it began on; that run counts nowhere.
         """
         mode = settings.run_mode()
         if mode == "off":
             yield
             return
+        opener = threading.current_thread()
         with self._turn() as is_own:
             if is_own:
                 with self._made_calls().step(mode):
                     yield
+                    self._check_closed_by(opener)
             else:
                 yield
+
+    def _check_closed_by(self, opener: threading.Thread) -> None:
+        closer = threading.current_thread()
+        if closer is not opener:
+            raise TuningError(
+                f"a step of {self._name} was opened on thread {opener.name} and closed on thread {closer.name}: "
+                "open and close a step on one thread, such as the one that runs the training loop"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,10 @@ class Tuned:
                     # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in
                     # between; without it, one came when the lock had just been taken.
                     if has_turn or turn.is_mine:
-                        lock.release()
+                        try:
+                            lock.release()
+                        except RuntimeError:  # a step that another thread has opened: only that one could
+                            turn.lock = threading.RLock()  # threads that wait look for it at each poll
 
 
 def _leave() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from kernels_for_tests import Mine, launch, no_bench, numbers, only, records, winner
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import ContextualAutotuner, StepTuner, is_tuning
-from dist_autotune.errors import InvalidOption
+from dist_autotune.errors import InvalidOption, TuningError
 from dist_autotune.logs.records import RunFailed, SessionOpened
 
 STOCK_RUN = Autotuner.run
+STOCK_START = threading.Thread.start
 
 
 @pytest.fixture
@@ -90,6 +93,64 @@ def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, step_tun
     assert (step_tuner.settled, inner.report, other.report) == (True, None, None)
     assert bench.blocks(n=8) == [32, 16]
     assert [record.thunk for record in records(SessionOpened)] == ["outer", "step"]
+
+
+def on_thread(name, function):
+    """Call it on a thread of this name; return what it raised."""
+    raised = []
+
+    def call():
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name=name)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    return next(iter(raised), None)
+
+
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+@pytest.mark.parametrize("opener_lives", [True, False], ids=["the opener goes on", "the opener has ended"])
+def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
+    bench, step_tuner, is_settled, opener_lives
+):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def step():
+        with step_tuner.step():
+            launch(kernel, numbers())
+
+    while is_settled and not step_tuner.settled:
+        step()
+    opened = step_tuner.step()
+    assert opener_lives or on_thread("opener", opened.__enter__) is None
+    if opener_lives:
+        opened.__enter__()
+        launch(kernel, numbers())
+    error = on_thread("closer", lambda: opened.__exit__(None, None, None))
+    names = "MainThread" if opener_lives else "opener"
+    assert isinstance(error, TuningError)
+    assert f"a step of step was opened on thread {names} and closed on thread closer" in str(error)
+    assert (Autotuner.run, threading.Thread.start, is_tuning()) == (STOCK_RUN, STOCK_START, False)
+    assert on_thread("another", step) is None
+    while not step_tuner.settled:
+        step()
+    assert winner(only(step_tuner.report)) == 32
+
+
+def test_what_a_step_closed_on_another_thread_raises_reaches_the_caller(bench, step_tuner):
+    def steps():
+        with step_tuner.step():
+            yield
+
+    opened, error = steps(), Mine("mine")
+    next(opened)
+    assert on_thread("closer", lambda: opened.throw(error)) is error
+    assert Autotuner.run is STOCK_RUN
+    assert on_thread("another", lambda: next(steps())) is None
 
 
 def test_retune_tunes_anew(bench, step_tuner):
