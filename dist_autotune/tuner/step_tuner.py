@@ -57,6 +57,6 @@ class StepTuner(Tuned):
         closer = threading.current_thread()
         if closer is not opener:
             raise TuningError(
-                f"a step of {self._name} was opened on thread {opener.name} and closed on thread {closer.name}: "
-                "open and close a step on one thread, such as the one that runs the training loop"
+                f"a step of {self._name} was opened on thread {opener.name} and closed on thread "
+                f"{closer.name}: open and close a step on one thread, the one that runs the loop"
             )
