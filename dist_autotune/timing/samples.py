@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidOption
 from ..search.messages import MIXED, Part, femtoseconds
 
 if TYPE_CHECKING:
@@ -122,11 +123,24 @@ class Samples:
     def _read_sample(self, ran: str | None) -> Sample | None:
         times = [(self._clock.read_ms(mark), self._gap_ms(mark)) for mark in self._marks]
         self._marks.clear()
-        usable = [(float(ms), gap) for ms, gap in times if ms is not None and math.isfinite(ms) and ms > 0]
+        numbers = [
+            (self._number("read_ms", ms), self._number("gap_ms", gap)) for ms, gap in times if ms is not None
+        ]
+        usable = [(ms, gap_ms) for ms, gap_ms in numbers if math.isfinite(ms) and ms > 0]
         if not usable or ran == MIXED:
             return None
-        gap_ms = statistics.fmean(min(float(gap_ms), ms) for ms, gap_ms in usable)
+        gap_ms = statistics.fmean(min(gap_ms, ms) for ms, gap_ms in usable)
         return Sample(statistics.fmean(ms for ms, _ in usable), gap_ms)
+
+    def _number(self, method: str, value: Any) -> float:
+        """Return what a method of the clock has returned; raises InvalidOption where that is no number."""
+        try:
+            math.isfinite(value)  # takes no text, which float() would read
+        except TypeError:
+            raise InvalidOption(
+                f"clock={self._clock!r}: {method}() returned {value!r}; return milliseconds, as a number"
+            ) from None
+        return float(value)
 
     def _with_statistic(self, report: Part, samples: list[Sample]) -> Part:
         if not samples:

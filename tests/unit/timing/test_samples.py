@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
+from dist_autotune.errors import InvalidOption
 from dist_autotune.search.messages import MIXED, Part, RunReport, decode, femtoseconds
 from dist_autotune.timing.samples import Samples
 
@@ -96,6 +98,16 @@ def test_each_candidate_has_samples_of_its_own():
 def test_a_time_that_cannot_be_is_left_out(bad):
     samples = Samples(ListClock(bad, 2.0, 4.0), "median")
     assert sample(samples, launches=3).worst_ms == 3.0
+
+
+@pytest.mark.parametrize("bad", ["1.0", b"1", [1.0], 1j], ids=repr)
+def test_what_is_no_number_is_an_error_with_the_method_and_the_value(bad):
+    with pytest.raises(InvalidOption, match=r"read_ms\(\) returned " + re.escape(repr(bad))):
+        run(Samples(ListClock(bad), "median"))
+    clock = ListClock(1.0)
+    clock.gap_ms = lambda mark: bad
+    with pytest.raises(InvalidOption, match=r"gap_ms\(\) returned " + re.escape(repr(bad))):
+        run(Samples(clock, "median", flags_gaps=True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])

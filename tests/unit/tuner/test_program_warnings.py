@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from kernels_for_tests import Bench, Mine, launch, numbers, only, records
+from triton.runtime.autotuner import Autotuner
 
+from dist_autotune import WallClock
+from dist_autotune.errors import InvalidOption
 from dist_autotune.logs.records import SessionClosed
 from dist_autotune.tuner import diagnosis
 from ranks import assert_all_ok, run_ranks
+
+STOCK_RUN = Autotuner.run
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +118,24 @@ def test_a_clock_that_gives_no_usable_time_is_named_once(bench, ms, mode):
     assert text.startswith("step: ScriptedClock returned only times that are not finite")
     assert tuned.report.warning == text == records(SessionClosed)[-1].warning
     assert only(tuned.report).config.kwargs["BLOCK"] == 16
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_clock_that_returns_text_is_an_error_with_the_clock_and_the_text(bench, mode):
+    class Clock(WallClock):
+        def __repr__(self) -> str:
+            return "Clock()"
+
+        def read_ms(self, mark: list[float]) -> Any:
+            return "1.5 ms"
+
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode, clock=Clock())
+    with pytest.raises(
+        InvalidOption, match=re.escape("clock=Clock(): read_ms() returned '1.5 ms'; return mill")
+    ):
+        tuned()
+    assert Autotuner.run is STOCK_RUN
 
 
 def test_a_clock_that_gives_one_usable_time_is_not_complained_of(bench):
