@@ -75,8 +75,13 @@ class EpilogueKind(NamedTuple):
     bias_dtype: torch.dtype | None = None
     activation: str = NO_ACTIVATION
 
+    def key(self) -> tuple[str, ...]:
+        """Return what it adds to the key of a choice: nothing where the product is the sums."""
+        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation)
+
 
 NO_EPILOGUE = EpilogueKind()
+ONLY_SUMS = Epilogue()
 
 
 # ---- in a kernel, of plain Triton or Gluon
