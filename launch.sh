@@ -146,6 +146,7 @@ launch() {
   choose_device
   : "${OMP_NUM_THREADS:=$((cores = $(nproc) / ranks, cores > 0 ? cores : 1))}"  # or every rank takes all
   export OMP_NUM_THREADS
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}  # benchmarks/NAME.py imports benchmarks.common
   # "--": torchrun would take an option of FILE, such as --m, for an abbreviation of its own.
   exec "$python" -m torch.distributed.run "${options[@]}" --nproc-per-node "$ranks" $module -- "$@"
 }

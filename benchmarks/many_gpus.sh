@@ -60,7 +60,7 @@ launch() { ./launch.sh --nproc "$nproc" "$@"; }
 # Run the module $1 of benchmarks/ with the other arguments; its record is $name.json, the page lies beside it.
 record() {
   launch -m "benchmarks.$1" "${@:2}" --json "$out/$name.json" &&
-    python3 -m benchmarks.render "$out/$name.json" --directory "$out/$name"
+    python3 -m benchmarks.common.render "$out/$name.json" --directory "$out/$name"
 }
 
 part_check() { launch tests/helpers/soak_ag_gemm.py --calls "$calls" && python3 -m dist_autotune doctor; }

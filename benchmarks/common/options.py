@@ -17,5 +17,5 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
 
 def add_record_options(parser: argparse.ArgumentParser) -> None:
     """Add the options about the record that a run leaves."""
-    parser.add_argument("--json", type=Path, help="the record; `benchmarks.render` makes its page")
+    parser.add_argument("--json", type=Path, help="the record; `benchmarks.common.render` makes its page")
     parser.add_argument("--commit", help="of the measured tree, where git cannot tell")

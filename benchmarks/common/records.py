@@ -17,7 +17,7 @@ from benchmarks.common.arms import QUANTILES, Plan
 from benchmarks.common.options import NOT_MEASURED, add_record_options
 from benchmarks.common.processes import ROOT
 from benchmarks.common.ranks import ON_GPU, Ranks
-from benchmarks.render import summary
+from benchmarks.common.render import summary
 from dist_autotune.doctor.examination import versions
 from dist_autotune.settings import variables
 from dist_autotune.storage.device import Device

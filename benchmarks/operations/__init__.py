@@ -1,1 +1,1 @@
-"""Each operation of kernels/, against the libraries that do the same."""
+"""Parts of the operations' benchmarks: their harness and peers, a call's timeline and host time."""

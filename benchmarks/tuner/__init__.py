@@ -1,1 +1,1 @@
-"""What the tuner costs, what its clock is worth, and what it does to programs of others."""
+"""What the tuner costs, what its clock is worth, and what equal bits cost."""

@@ -15,7 +15,7 @@ A row is the median over the rounds of the rank that settled last: seconds since
 then the parts of it; compiling, runs and exchanges are from the session's report (`TuningReport.spent`).
 
 Traps: the first process of all reads torch from a cold disk, so one that only imports goes before. Ranks
-share the compiling, so a rank that compiles little waits for its peers in exchanges. `benchmarks.render`
+share the compiling, so a rank that compiles little waits for its peers in exchanges. `common/render.py`
 makes a page of the --json file. Without a GPU a tiny shape runs in Triton's interpreter, where nothing
 is compiled.
 """
@@ -77,10 +77,10 @@ class Start:
 def rank_main(options: argparse.Namespace) -> None:
     """Be one rank: tune, and write down what it took."""
     began = float(os.environ[STARTED])
+    from benchmarks.ag_gemm import DEFAULT, DTYPES, Problem, Shape
     from benchmarks.common.arms import Plan
     from benchmarks.common.ranks import Ranks, run_on_ranks
     from benchmarks.common.records import describe_run, write_json
-    from benchmarks.operations.ag_gemm import DEFAULT, DTYPES, Problem, Shape
     from dist_autotune import contextual_autotune
     from dist_autotune.kernels.ag_gemm import AllGatherGemm
 
@@ -211,7 +211,7 @@ def main() -> None:
         rank_main(options)
         return
     from benchmarks.common.records import write_json
-    from benchmarks.render import summary
+    from benchmarks.common.render import summary
 
     shape = [f"--{name}={getattr(options, name)}" for name in "mnk" if getattr(options, name)]
     arguments = [*shape, f"--dtype={options.dtype}", f"--rounds={options.rounds}"]

@@ -53,7 +53,10 @@ class Registry:
     def find(self, launch: Launch) -> Binding | None:
         """Return how the key was launched through the Autotuner before; None: it was not."""
         key = launch.key()  # raises for an Autotuner that was never seen, too
-        return self._bindings.get(launch.tuner, {}).get(key)
+        binding = self._bindings.get(launch.tuner, {}).get(key)
+        if binding is not None:
+            self._choose_first(binding.rank_context)
+        return binding
 
     def admit(self, launch: Launch) -> Binding:
         """Return the binding of a launch that `find` does not know, from now on known."""
@@ -102,6 +105,7 @@ class Registry:
         key_text, tuner = identity.key_text(key), None if launch is None else launch.tuner
         own = {context.key_text: context for context in self.by_name.values() if context.kernel == kernel}
         if key_text in own:
+            self._choose_first(own[key_text])
             return own[key_text]
         slot, taken = key_text, {context.slot for context in own.values()}
         if self._options.agree == "ordinal":
@@ -129,8 +133,12 @@ class Registry:
         return context
 
     def _choose_first(self, context: RankContext) -> None:
-        """Let a context that no rank has announced begin with the winner of the nearest tuned key."""
-        if context.search is None and context.claim is None and len(context.texts) > 1:
+        """Let a context that no rank has announced begin with the winner of the nearest tuned key.
+
+        Anew in each run, by its first launch: ranks that announce it together know the same winners.
+        """
+        is_new = context.search is None and context.claim is None
+        if is_new and context.choice is None and len(context.texts) > 1:
             context.begin_with(self._find_winners(context))
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
@@ -160,7 +168,6 @@ class Registry:
         self.has_news = False
         for context in self.by_name.values():
             context.begin_run()
-            self._choose_first(context)  # anew: ranks that announce it together know the same winners
 
     def abandon_run(self) -> None:
         for context in self.by_name.values():
@@ -211,6 +218,7 @@ class Registry:
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
+        self._choose_first(context)  # what is announced for its bans was not launched
         kernel = context.kernel
         return Announcement(
             rank=context.rank,

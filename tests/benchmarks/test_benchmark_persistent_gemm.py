@@ -12,13 +12,13 @@ import torch
 from operation_runs import INTERPRETER
 from programs import run_program, torchrun
 
-from benchmarks import render
+from benchmarks import persistent_gemm as benchmark
+from benchmarks.common import render
 from benchmarks.common.cases import geometric_means
 from benchmarks.common.ranks import ON_GPU
 from benchmarks.common.records import INTERPRETER_NOTE
-from benchmarks.operations import persistent_gemm as benchmark
 
-PROGRAM, ADD = (f"benchmarks.operations.{name}" for name in ("persistent_gemm", "elementwise_add"))
+PROGRAM, ADD = (f"benchmarks.{name}" for name in ("persistent_gemm", "elementwise_add"))
 
 
 def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,16 +14,16 @@ import torch
 from operation_runs import INTERPRETER
 from programs import environment_of_rank, run_program, torchrun
 
-from benchmarks import render
+from benchmarks import ag_moe, moe_rs
 from benchmarks.common import arms as arms_module
-from benchmarks.common import records
+from benchmarks.common import records, render
 from benchmarks.common.arms import Arm, Plan, Timed, measure, quantiles
 from benchmarks.common.processes import with_benchmarks
 from benchmarks.common.ranks import Ranks, Unsupported
-from benchmarks.operations import ag_moe, moe_problem, moe_rs
+from benchmarks.operations import moe_problem
 from ranks import assert_all_ok, run_ranks, store_server
 
-AG_GEMM = "benchmarks.operations.ag_gemm"
+AG_GEMM = "benchmarks.ag_gemm"
 QUICK = ("--json", "record.json", "--commit", "0ff1ce", "--warm-ups", "1", "--iterations", "1")
 PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)
 
@@ -55,7 +55,7 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     assert all(arms[name]["ms"] > 0 and len(arms[name]["ranks_ms"]) == 2 for name in timed)
     assert max(arms[name]["error"] for name in timed) < 8e-3  # one bfloat16 rounding
     assert (record["commit"], record["figures"]) == ("0ff1ce", records.INTERPRETER_NOTE)
-    wanted = "./launch.sh --cpu --nproc 2 -m benchmarks.operations.ag_gemm --m 96 --warm-ups 1 --iterations 1"
+    wanted = "./launch.sh --cpu --nproc 2 -m benchmarks.ag_gemm --m 96 --warm-ups 1 --iterations 1"
     assert sorted(record["command"].split()) == sorted(wanted.split())
     tuned = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
     assert tuned["all_gather_gemm"] == tuned["ag_gemm consumer"] == "tuned"
@@ -65,7 +65,7 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
 @INTERPRETER
 @pytest.mark.slow
 def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_disagree_on() -> None:
-    case = case_of("models.training_step")
+    case = case_of("training_step")
     arms = {arm["name"]: arm for arm in case["arms"]}
     told = [name for name, arm in arms.items() if "unavailable" in arm]
     assert told == ["async TP"]
@@ -79,7 +79,7 @@ def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_di
 @INTERPRETER
 @pytest.mark.parametrize(("layer", "options"), [("mlp", ()), ("attention", ("--forward",))])
 def test_parallel_layers_checks_result_and_gradients_of_a_pair(layer: str, options: tuple[str, ...]) -> None:
-    case = case_of("models.parallel_layers", "--layers", layer, *options)
+    case = case_of("parallel_layers", "--layers", layer, *options)
     assert case["case"] == f"{layer} tiny, 16 tokens"
     arms = {arm["name"]: arm for arm in case["arms"]}
     timed = [name for name, arm in arms.items() if "unavailable" not in arm]
@@ -106,7 +106,7 @@ def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) ->
 
 def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     stem = f"ag_gemm_2xCPU-Triton-s-interpreter_{record['date'][:10]}"
-    run_program("benchmarks.render", "record.json", "--directory", "pages", ranks=1)
+    run_program("benchmarks.common.render", "record.json", "--directory", "pages", ranks=1)
     page = (tmp_path / "pages" / f"{stem}.md").read_text()
     for part in (
         "# All-gather + GEMM, 2 x CPU",
@@ -123,7 +123,7 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
 
 @INTERPRETER
 def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
-    case = case_of("models.overlap")
+    case = case_of("overlap")
     picks = ("alone", "kernel", "run", "collective", "both")
     names = [f"{pick}, {what}" for what in ("step", "GEMM") for pick in picks]
     names.remove("collective, GEMM")
@@ -137,7 +137,7 @@ def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
 
 @INTERPRETER
 def test_gemm_rs_times_what_is_right() -> None:
-    case = case_of("operations.gemm_rs")
+    case = case_of("gemm_rs")
     arms = {arm["name"]: arm for arm in case["arms"]}
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
     assert timed == {"ours", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"}
@@ -160,7 +160,7 @@ def test_gemm_rs_times_what_is_right() -> None:
 )
 def test_benchmarks_over_experts_time_what_is_right(name: str, others: set[str]) -> None:
     sizes = ("--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12")
-    case = case_of(f"operations.{name}", *sizes, "--zipf", "1.2")
+    case = case_of(f"{name}", *sizes, "--zipf", "1.2")
     assert case["case"] == "12 x 16 x 32, 2 of 2, Zipf 1.2"
     ratios = json.loads(Path("record.json").read_text())["ratios"]
     arms = {arm["name"]: arm for arm in case["arms"]}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from programs import torchrun
 
-from benchmarks import render
+from benchmarks.common import render
 from benchmarks.tuner import clock_error
 from benchmarks.tuner.clock_error import Row
 from dist_autotune import TunedContext, TuningReport

@@ -61,8 +61,10 @@ def test_pages_start_benchmarks_as_modules():
     assert [page.name for page in PAGES if OLD_PATHS.search(page.read_text())] == []
 
 
-NEEDED = {"benchmarks.regret": ["--op", "gemm_rs"], "benchmarks.render": ["RECORD"]}
-NEEDED |= {name: ["RECORD", "PICTURE"] for name in ("benchmarks.plot", "benchmarks.operations.timeline")}
+NEEDED = {"benchmarks.regret": ["--op", "gemm_rs"], "benchmarks.common.render": ["RECORD"]}
+NEEDED |= {
+    name: ["RECORD", "PICTURE"] for name in ("benchmarks.common.plot", "benchmarks.operations.timeline")
+}
 
 
 @pytest.mark.parametrize("module", PROGRAMS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plot import all_gather_gemm_ms, draw
+from benchmarks.common.plot import all_gather_gemm_ms, draw
 
 
 @pytest.mark.parametrize(

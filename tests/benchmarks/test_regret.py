@@ -14,15 +14,22 @@ import pytest
 from operation_runs import INTERPRETER
 from programs import run_program
 
-from benchmarks import render
+from benchmarks import regret
+from benchmarks.common import render
 from benchmarks.common.launched import Launched, Observer, autotuners
 from benchmarks.common.ranks import Ranks
-from benchmarks.regret import __main__ as regret
-from benchmarks.regret import plans as regret_plans
-from benchmarks.regret.plans import Contender, Contest, Replay, nothing_is_tried, ranked_configs, tuned
-from benchmarks.regret.sessions import Found, Pick, Sessions
-from benchmarks.regret.subjects import OPERATIONS, open_ag_gemm
-from benchmarks.regret.table import Regret, arms_table, table
+from benchmarks.fresh_sessions import plans as regret_plans
+from benchmarks.fresh_sessions.plans import (
+    Contender,
+    Contest,
+    Replay,
+    nothing_is_tried,
+    ranked_configs,
+    tuned,
+)
+from benchmarks.fresh_sessions.sessions import Found, Pick, Sessions
+from benchmarks.fresh_sessions.subjects import OPERATIONS, open_ag_gemm
+from benchmarks.fresh_sessions.table import Regret, arms_table, table
 from ranks import assert_all_ok, run_ranks
 
 PROGRAM = "benchmarks.regret"

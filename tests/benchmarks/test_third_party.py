@@ -1,4 +1,4 @@
-"""benchmarks/tuner/third_party.py: its arms, with a script whose kernel runs in the interpreter."""
+"""benchmarks/third_party.py: its arms, with a script whose kernel runs in the interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.processes import with_benchmarks
-from benchmarks.tuner.third_party import disagreements, picks_of
+from benchmarks.third_party import disagreements, picks_of
 
 SCRIPT = """
 import sys, time
@@ -38,7 +38,7 @@ for step in range(int(sys.argv[sys.argv.index("--steps") + 1])):
 def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path) -> None:
     script, record = tmp_path / "train.py", tmp_path / "record.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "benchmarks.tuner.third_party", "--steps", "30", "--limit-s", "60"]
+    command = [sys.executable, "-m", "benchmarks.third_party", "--steps", "30", "--limit-s", "60"]
     command += ["--arms", "tuned", "restarted", "--json", str(record), "--", str(script)]
     ended = subprocess.run(
         command, env={**with_benchmarks(os.environ), "TRITON_INTERPRET": "1"}, capture_output=True, text=True

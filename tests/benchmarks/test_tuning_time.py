@@ -12,7 +12,7 @@ import pytest
 from operation_runs import INTERPRETER
 from programs import run_program
 
-from benchmarks import render
+from benchmarks.common import render
 from benchmarks.tuner import tuning_time
 from benchmarks.tuner.tuning_time import ARMS, Start
 

@@ -136,3 +136,32 @@ def test_a_rank_outside_the_group_is_refused_by_name():
     *members, outsider = assert_all_ok(run_ranks(program, 3))
     assert members == [None, None]
     assert outsider == "InvalidOption: rank 2 is no member of the process group that it was given"
+
+
+def test_a_group_that_was_destroyed_is_refused_also_when_another_one_takes_its_place():
+    def program(rank):
+        settled = {}
+        for turn in range(2):
+            group = dist.new_group([0, 1])
+            settled[turn] = tunable("limit", OPTIONS, among=group)
+            dist.destroy_process_group(group)
+            settled["destroyed", turn] = ending(lambda group=group: tunable("limit", OPTIONS, among=group))
+        return settled
+
+    for settled in assert_all_ok(run_ranks(program, 2)):
+        assert (settled[0], settled[1]) == (None, None)
+        for turn in range(2):
+            assert settled["destroyed", turn].startswith("InvalidOption: among=<")
+            assert settled["destroyed", turn].endswith(" was destroyed")
+
+
+def test_what_is_no_process_group_is_refused():
+    def program(rank):
+        return [
+            ending(lambda value=value: tunable("limit", OPTIONS, among=value)) for value in (0, "", [], 7)
+        ]
+
+    for told in assert_all_ok(run_ranks(program, 2)):
+        assert [text.split(":")[:2] for text in told] == [
+            ["InvalidOption", f" among={value!r}"] for value in (0, "", [], 7)
+        ]

@@ -11,6 +11,7 @@ from kernels_for_tests import add, block_of, double, entries, launch, no_bench, 
 
 from dist_autotune import tunable
 from dist_autotune.logs.records import ContextAdmitted
+from dist_autotune.tuner.function_state import FunctionState
 
 # BLOCK -> ms: 32 wins for few numbers, 64 for many.
 SMALL_OR_LARGE = {
@@ -156,3 +157,26 @@ def test_autotuners_made_anew_share_what_their_kernel_has_found(bench):
     bench.forget()
     tuned(128)
     assert bench.blocks()[0] == 32
+
+
+def test_keys_that_are_launched_no_more_cost_no_search_for_neighbours_in_later_runs(bench, monkeypatch):
+    asked = []
+
+    def find_winners(state, context):
+        asked.append(context.key[0])
+        return found(state, context)
+
+    found = FunctionState.find_winners
+    monkeypatch.setattr(FunctionState, "find_winners", find_winners)
+    kernel = bench.kernel(SMALL_OR_LARGE)
+    tuned = bench.tune(lambda *ns: [launch(kernel, numbers(n)) for n in ns], mode="online", n_repeat=8)
+    while not tuned.settled:
+        tuned(64)
+    tuned(64, *range(1000, 1030))  # settled: keys are met, and tuned where they come again
+    asked.clear()
+    for _ in range(3):
+        tuned(64)
+    assert asked == []
+    tuned(1007)
+    assert set(asked) == {1007}
+    assert bench.blocks(n=1007) == [32, 32]

@@ -1,7 +1,7 @@
 """A training script that knows nothing of dist_autotune, started five ways, each from empty caches.
 
-    python -m benchmarks.tuner.third_party [--nproc N] [--steps N] [--arms NAME...] [--json FILE]
-                                           [-- SCRIPT ...]
+    python -m benchmarks.third_party [--nproc N] [--steps N] [--arms NAME...] [--json FILE]
+                                     [-- SCRIPT ...]
 
     untuned      through `dist_autotune run`, DIST_AUTOTUNE_MODE=cached, no results: first configs, no trial
     stock        alone: triton.autotune benchmarks each key, on each rank by itself
@@ -39,7 +39,7 @@ from benchmarks.common.options import add_record_options, new_parser
 from benchmarks.common.processes import ROOT, environment_without_torchrun, run_limited
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import describe_run, write_json
-from benchmarks.render import summary
+from benchmarks.common.render import summary
 
 SCRIPT = ROOT / "examples/train_third_party.py"
 STEP = re.compile(r"^step (\d+) loss (\S+) ms ([\d.]+)$")

@@ -1,7 +1,7 @@
 """Turns the record of a benchmark (its --json file) into tables: one for the terminal, a page in Markdown.
 
-    python -m benchmarks.render RECORD.json                              # print the page
-    python -m benchmarks.render RECORD.json --directory docs/benchmarks  # write it and the record there
+    python -m benchmarks.common.render RECORD.json                     # print the page
+    python -m benchmarks.common.render RECORD.json --directory DIRECTORY  # write it there, with the record
 
 A page has a picture too where plot.py has one of the operation; that needs matplotlib.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plot
+from benchmarks.common import plot
 from benchmarks.common.options import new_parser
 from dist_autotune.formatting import align
 

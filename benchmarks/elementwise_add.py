@@ -1,7 +1,7 @@
 """elementwise_add, both variants, against torch.add and the bandwidth of a copy, on one GPU.
 
-    ./launch.sh --nproc 1 -m benchmarks.operations.elementwise_add [--rows R] [--columns C]
-                                                                   [--dtype fp32|fp16|bf16]
+    ./launch.sh --nproc 1 -m benchmarks.elementwise_add [--rows R] [--columns C]
+                                                        [--dtype fp32|fp16|bf16]
 
 The rate of a sum counts two reads and one write, that of the copy one of each. The tensors are larger than
 the L2 cache. Protocol and traps: `common/arms.py`; results must have the bits of torch's. Without a GPU

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import overlap
 from benchmarks.common.arms import Plan, measure
 from benchmarks.common.examples import load_example
 from benchmarks.common.launched import Launched, Observer, autotuners
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
 from benchmarks.common.records import INTERPRETER_NOTE, clocks_seen, describe_run, write_json
-from benchmarks.models import overlap
-from benchmarks.operations.harness import PATIENCE_S
-from benchmarks.regret.plans import (
+from benchmarks.common.render import summary
+from benchmarks.fresh_sessions.plans import (
     Contender,
     Contest,
     Replay,
@@ -28,10 +28,10 @@ from benchmarks.regret.plans import (
     tuned_alternatives,
     void_what_launched_others,
 )
-from benchmarks.regret.sessions import Pick, Sessions
-from benchmarks.regret.subjects import OPERATIONS, Subject
-from benchmarks.regret.table import Regret, arms_table, table
-from benchmarks.render import summary
+from benchmarks.fresh_sessions.sessions import Pick, Sessions
+from benchmarks.fresh_sessions.subjects import OPERATIONS, Subject
+from benchmarks.fresh_sessions.table import Regret, arms_table, table
+from benchmarks.operations.harness import PATIENCE_S
 from dist_autotune.kernels.symm import open_symmetric_memory
 
 QUESTIONS = {  # of the example: which of its tunings is to be judged, and where

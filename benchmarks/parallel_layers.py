@@ -1,7 +1,7 @@
 """Pairs of tensor-parallel layers, forward and backward, against NCCL + cuBLAS and torch's asynchronous TP.
 
-    ./launch.sh -m benchmarks.models.parallel_layers [--shapes few|public|wide] [--forward] [--json FILE]
-    ./launch.sh -m benchmarks.models.parallel_layers --models 8B 70B --tokens 4096 8192 16384
+    ./launch.sh -m benchmarks.parallel_layers [--shapes few|public|wide] [--forward] [--json FILE]
+    ./launch.sh -m benchmarks.parallel_layers --models 8B 70B --tokens 4096 8192 16384
 
 A pair is gate and up behind one gather, then down, or q, k and v, then the output; between them elementwise
 torch, in all arms the same. A call computes the result and all gradients, with --forward the result alone.
@@ -33,7 +33,7 @@ from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import Tuned, in_both_ways
-from benchmarks.models.sequences import (
+from benchmarks.operations.sequences import (
     OWN_GEMM,
     PLAIN,
     Product,

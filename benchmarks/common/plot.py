@@ -1,6 +1,6 @@
 """Draws the record of a benchmark (its --json file): a group of bars for each shape, the bound across them.
 
-    python -m benchmarks.plot RECORD.json PICTURE.svg
+    python -m benchmarks.common.plot RECORD.json PICTURE.svg
 
 Bars are times over the time of the product alone, so that shapes of different size stand side by side.
 Needs matplotlib (the extra `plots`).

@@ -1,8 +1,8 @@
 """All-gather + grouped GEMM over experts: ours, NCCL and torch's grouped_mm in sequence, the parts alone.
 
-    ./launch.sh -m benchmarks.operations.ag_moe [--tokens T] [--hidden K] [--ffn N] [--experts E] [--topk J]
+    ./launch.sh -m benchmarks.ag_moe [--tokens T] [--hidden K] [--ffn N] [--experts E] [--topk J]
                                      [--shapes few|public|wide]
-                                               [--zipf S] [--empty-ranks R] [--json FILE]
+                                     [--zipf S] [--empty-ranks R] [--json FILE]
 
 Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned
 first, inside `contextual_autotune(is_dist=True)`.

@@ -17,8 +17,8 @@ import triton
 
 from benchmarks.common.launched import Held, Launched, Observer
 from benchmarks.common.ranks import Ranks, Unsupported
-from benchmarks.regret.sessions import Found, Pick
-from benchmarks.regret.subjects import Alternative, Call, Callee, Subject
+from benchmarks.fresh_sessions.sessions import Found, Pick
+from benchmarks.fresh_sessions.subjects import Alternative, Call, Callee, Subject
 from dist_autotune import TunedContext, contextual_autotune
 
 MODE = "DIST_AUTOTUNE_MODE"

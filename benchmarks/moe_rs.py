@@ -1,8 +1,8 @@
 """Grouped GEMM over experts + reduce-scatter: ours, torch's grouped_mm and NCCL in sequence, the parts alone.
 
-    ./launch.sh -m benchmarks.operations.moe_rs [--tokens T] [--hidden N] [--ffn K] [--experts E] [--topk J]
+    ./launch.sh -m benchmarks.moe_rs [--tokens T] [--hidden N] [--ffn K] [--experts E] [--topk J]
                                      [--shapes few|public|wide]
-                                               [--zipf S] [--empty-ranks R] [--json FILE]
+                                     [--zipf S] [--empty-ranks R] [--json FILE]
 
 Each rank has K / W elements of the rows of all T * J choices, and of each expert. Ours is `MoEReduceScatter`,
 tuned first, inside `contextual_autotune(is_dist=True)`.

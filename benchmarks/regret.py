@@ -1,7 +1,7 @@
 """Regret of tuning: how much slower a fresh session's pick is than the best there is.
 
     python -m benchmarks.regret --op OP [--nproc N] [--sessions N] [--shapes public] [--json FILE]
-    ./launch.sh --nproc N benchmarks/regret --op OP ...        # the same; rank 0 starts all processes
+    ./launch.sh --nproc N benchmarks/regret.py --op OP ...     # the same; rank 0 starts all processes
 
 OP is ag_gemm, ag_gemm_push, gemm_rs, ag_moe, moe_rs or overlap.
 
@@ -46,7 +46,7 @@ from pathlib import Path
 
 from benchmarks.common.options import add_record_options, new_parser
 from benchmarks.common.processes import end, environment_without_torchrun, run_limited, with_benchmarks
-from benchmarks.regret.sessions import Sessions, torchrun
+from benchmarks.fresh_sessions.sessions import Sessions, torchrun
 
 OPERATIONS = ("ag_gemm", "ag_gemm_push", "gemm_rs", "ag_moe", "moe_rs", "overlap")
 OF_THE_PARENT = (
@@ -95,7 +95,7 @@ def main() -> None:
     options = parse()
     if options.session is None and options.timing is None:
         sys.exit(start_all(options))
-    from benchmarks.regret import ranks  # it imports torch and Triton
+    from benchmarks.fresh_sessions import ranks  # it imports torch and Triton
 
     if options.session is None:
         ranks.run_timing(options)

@@ -1,6 +1,6 @@
 """persistent_matmul, every variant, against cuBLAS (torch.matmul), eager and as CUDA graphs, on one GPU.
 
-    ./launch.sh --nproc 1 -m benchmarks.operations.persistent_gemm [--m M --n N --k K]
+    ./launch.sh --nproc 1 -m benchmarks.persistent_gemm [--m M --n N --k K]
             [--shapes table|ragged|tests|all] [--parts] [--dtype bf16|fp16] [--json FILE]
 
     cuBLAS                torch.matmul(a, b, out=out)

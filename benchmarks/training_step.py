@@ -1,6 +1,6 @@
 """A tensor-parallel training step: tuned in context, against stock tuning, NCCL + cuBLAS, and torch's own.
 
-    ./launch.sh -m benchmarks.models.training_step [--tokens LENGTH] [--json FILE]
+    ./launch.sh -m benchmarks.training_step [--tokens LENGTH] [--json FILE]
 
 The step is forward and backward of `examples/train_transformer.py`: overlapped products, and its norm, rotary
 embedding and cross-entropy, all of them tuned kernels. All arms have one model and the same tokens:
@@ -47,7 +47,7 @@ from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
-from benchmarks.models.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
+from benchmarks.operations.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.configs import do_bench

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks import ag_gemm, ag_moe, gemm_rs, moe_rs
 from benchmarks.common.arms import Arm
 from benchmarks.common.ranks import ON_GPU, Ranks
-from benchmarks.operations import ag_gemm, ag_moe, gemm_rs, moe_problem, moe_rs
+from benchmarks.operations import moe_problem
 from benchmarks.operations.harness import DTYPES, PATIENCE_S, Closable
 from dist_autotune.formatting import counted
 from dist_autotune.kernels.ag_gemm import AllGatherGemm

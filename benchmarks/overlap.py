@@ -1,7 +1,7 @@
 """A GEMM beside an all-reduce: what tuning either side, or both, makes of the step.
 
-    ./launch.sh -m benchmarks.models.overlap [--m M] [--n N] [--k K] [--mib MIB] [--shapes published]
-                                             [--json FILE]
+    ./launch.sh -m benchmarks.overlap [--m M] [--n N] [--k K] [--mib MIB] [--shapes published]
+                                      [--json FILE]
 
 The step is that of `examples/overlap.py`, and so are the candidates: tiles and numbers of programs, and how
 many CTAs the all-reduce may take. It is tuned five times, each time from nothing. Then all picks are timed,

@@ -1,7 +1,7 @@
 """GEMM + reduce-scatter: ours against cuBLAS and NCCL in sequence, torch's fused operation, the parts alone.
 
-    ./launch.sh -m benchmarks.operations.gemm_rs [--m M] [--n N] [--k K] [--shapes few|public|wide]
-                                                [--json FILE]
+    ./launch.sh -m benchmarks.gemm_rs [--m M] [--n N] [--k K] [--shapes few|public|wide]
+                                      [--json FILE]
 
 M is the number of rows, K the inner dimension of all ranks together: each multiplies [M, K / W] by
 [K / W, N]. Ours is `GemmReduceScatter`, tuned first, inside `contextual_autotune(is_dist=True)`.

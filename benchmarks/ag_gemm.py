@@ -1,7 +1,7 @@
 """All-gather + GEMM: ours against NCCL and cuBLAS in sequence, torch's fused operation, and the parts alone.
 
-    ./launch.sh -m benchmarks.operations.ag_gemm [--m M] [--n N] [--k K] [--shapes few|public|wide]
-                                                [--json FILE]
+    ./launch.sh -m benchmarks.ag_gemm [--m M] [--n N] [--k K] [--shapes few|public|wide]
+                                      [--json FILE]
 
 M is the number of rows of all ranks together, N that of columns on each rank. Ours is `AllGatherGemm`, tuned
 first, inside `contextual_autotune(is_dist=True)`, with what the host may choose: `ours` may have found that

@@ -1,1 +1,0 @@
-"""Layers and training steps: several kernels beside each other and beside collectives."""

@@ -1,1 +1,0 @@
-"""How much slower the picks of fresh sessions are than the best there is."""
