@@ -75,8 +75,13 @@ class EpilogueKind(NamedTuple):
     bias_dtype: torch.dtype | None = None
     activation: str = NO_ACTIVATION
 
+    def key(self) -> tuple[str, ...]:
+        """Return what it adds to the key of a choice: nothing where the product is the sums."""
+        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation)
+
 
 NO_EPILOGUE = EpilogueKind()
+ONLY_SUMS = Epilogue()
 
 
 # ---- in a kernel, of plain Triton or Gluon
@@ -111,7 +116,7 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":  # as (1 + tanh(y)) / 2 = sigmoid(2 y)
-        x = x * _sigmoid(TWO_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+        x = x * _sigmoid((x + 0.044715 * x * x * x) * TWO_SQRT_2_OVER_PI)
     elif ACTIVATION == "silu":
         x = x * _sigmoid(x)
     return x

@@ -49,7 +49,7 @@ FORMAT_OF_3_6 = "iiiKKppOOOOOO"  # as its launchers parse what is before the ker
 IS_3_9 = triton.__version__.startswith("3.9.")
 
 Launch = Callable[[int, tuple[Any, ...]], None]
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor | None, ...]
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 
@@ -239,11 +239,12 @@ class SettledLaunches(Generic[Shape]):
     def remember(self, shape: Shape, compiled: Any, constants: dict[str, Any], tensors: Tensors) -> None:
         """Keep the short way to what the tuner has just launched, if that is what it has settled on.
 
-        constants: the constexprs that no config sets. tensors: those among the arguments.
+        constants: the constexprs that no config sets. tensors: those among the arguments; some may be None.
         """
         sizes, tuner = shape.sizes(), self._tuner
         named = {**sizes, **constants}
-        key = (*(named[name] for name in tuner.keys), *(str(tensor.dtype) for tensor in tensors))
+        types = (str(tensor.dtype) for tensor in tensors if tensor is not None)
+        key = (*(named[name] for name in tuner.keys), *types)
         config = self._choice(key)
         if take_first.configs_not_timed() > 1 and self._operation:
             self._tell_untuned(key, {name: named[name] for name in tuner.keys})

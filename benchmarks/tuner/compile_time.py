@@ -74,8 +74,9 @@ def launch_ag_gemm(device: str) -> Arguments:
     errors = torch.empty(WORLD, dtype=torch.int64, device=device)
     sizes = {"M": ROWS, "N": COLUMNS, "K": INNER, "slots": WORLD, "capacity": ROWS // WORLD}
     strides = {"stride_b": INNER, "stride_cm": COLUMNS}
-    any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0)
+    any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0) | {"bias_ptr": None}
     constants = {"WORLD": WORLD, "TMA_LEGAL": True, "BY_COLUMNS": False, "FENCE": True, "UPCAST": False}
+    constants["ACTIVATION"] = NO_ACTIVATION
     return (a, a, a, words, errors), {"grid": (1,), **any_value, **sizes, **strides, **constants}
 
 

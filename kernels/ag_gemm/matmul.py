@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import Exchange, part_from
 from ..launch import PreparedLaunch, load
 from .operands import Call
@@ -91,11 +92,26 @@ class MatmulConsumer:
         for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
             left = gather[slot : slot + count, :rows]
             product = result[chunk * rows : (chunk + count) * rows]
-            if count == 1 or rows == call.capacity:
-                torch.mm(left.flatten(0, 1), right, out=product)
+            if count == 1 or rows == call.capacity or call.epilogue.kind() != NO_EPILOGUE:
+                multiply_into(product, left.flatten(0, 1), right, call.epilogue)
             else:
                 # The chunks lie apart: one batched product, whose right side is one matrix for all.
                 torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))
+
+
+def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:
+    """Write left [M, K] @ right [K, N], behind its epilogue, to `out` [M, N].
+
+    An epilogue takes scratch memory, a few times [M, N] in float32.
+    """
+    if epilogue.kind() == NO_EPILOGUE:
+        torch.mm(left, right, out=out)
+        return
+    if left.device.type == "cpu":  # torch has no such product there
+        sums = left.float() @ right.float()
+    else:
+        sums = torch.mm(left, right, out_dtype=torch.float32)
+    out.copy_(epilogue.of(sums))
 
 
 def room_like(out: torch.Tensor) -> torch.Tensor:

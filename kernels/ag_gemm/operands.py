@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..tensors import key_of, remember
 from .choices import Options
 
@@ -28,24 +29,29 @@ class Call(NamedTuple):
     flags: torch.Tensor  # int32; pushed calls have their own
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     trace: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
+    epilogue: Epilogue = ONLY_SUMS
 
 
 class Consumer(Protocol):
     """Multiplies gather [slots, capacity, K] with weight [N, K] into out [world_size * rows, N].
 
-    It is made for tensors of one place and shape, and keeps their numbers alone.
+    The call's epilogue takes the float32 sums before they are rounded. A consumer is made for tensors of one
+    place and shape, and keeps their numbers alone.
     """
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         """Load what `launch` would run, and write nothing."""
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-        """Write the product of all chunks to `out`, on the current stream."""
+        """Write the product of all chunks, behind its epilogue, to `out`, on the current stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What all weights and results share that have the same shapes, strides and, each, the same alignment."""
+    """What calls share whose weights and results have the same shapes, strides and, each, alignment.
+
+    Their epilogues are of the same kind.
+    """
 
     options: Options
     # Consumers, whether pushed, and whether traced: what may be a kernel of its own.
@@ -61,6 +67,15 @@ class Operands:
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
 
 
+class Product(NamedTuple):
+    """What a call multiplies all rows by, where to, and how it ends. Made in each call: no dataclass."""
+
+    weight: torch.Tensor
+    out: torch.Tensor
+    epilogue: Epilogue
+    operands: Operands  # what is known of these
+
+
 class KnownOperands:
     """Keeps what is known, and finds out what is not."""
 
@@ -74,23 +89,25 @@ class KnownOperands:
         weight: torch.Tensor,
         out: torch.Tensor,
         rows: int,
-        options_of: Callable[[torch.Tensor, torch.Tensor, int], Options],
+        options_of: Callable[[torch.Tensor, torch.Tensor, int, EpilogueKind], Options],
+        epilogue: EpilogueKind = NO_EPILOGUE,
     ) -> Operands:
         """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
-        key = rows, key_of(weight), key_of(out)
+        key = rows, key_of(weight), key_of(out), epilogue
         found = self._operands.get(key)
         if found is None:
             lies = ((*each.stride(), each.data_ptr() % 16) for each in (weight, out))
-            alike = rows, weight.shape[0], *lies
+            alike = rows, weight.shape[0], epilogue, *lies
             kind = self._kinds.get(alike)
             if kind is None:
-                kind = remember(self._kinds, alike, Kind(options_of(weight, out, rows)))
+                kind = remember(self._kinds, alike, Kind(options_of(weight, out, rows, epilogue)))
             found = remember(self._operands, key, Operands(rows, kind))
         return found
 
-    def consumer(self, name: str, weight: torch.Tensor, out: torch.Tensor, operands: Operands) -> Consumer:
-        """Return the consumer of that name for these tensors, of which `operands` is known."""
-        found = operands.consumers.get(name)
+    def consumer(self, name: str, product: Product) -> Consumer:
+        """Return the consumer of that name for these tensors."""
+        found = product.operands.consumers.get(name)
         if found is None:
-            found = operands.consumers[name] = self._consumers[name](self._gather, weight, out)
+            found = self._consumers[name](self._gather, product.weight, product.out)
+            product.operands.consumers[name] = found
         return found

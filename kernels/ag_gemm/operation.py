@@ -19,16 +19,9 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 import torch.distributed as dist
 
+from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind
 from ..exchange.collective import Collective
-from ..exchange.flags import (
-    FLAGS,
-    NOT_COPIED,
-    NOT_FETCHED,
-    NOT_PUSHED,
-    NOT_READY,
-    OTHER_ROWS,
-    OTHER_ROWS_PUSHED,
-)
+from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
 from ..exchange.operation import Operation
 from ..exchange.pull import ChunkProducer
 from ..exchange.push import ChunkPusher
@@ -45,8 +38,8 @@ from ..tensors import (
 )
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
-from .matmul import MatmulConsumer, wait_for_all
-from .operands import Call, Consumer, KnownOperands, Operands
+from .matmul import MatmulConsumer, multiply_into, wait_for_all
+from .operands import Call, Consumer, KnownOperands, Operands, Product
 from .plain import PlainConsumer
 
 PRODUCERS = ("pull", "push")
@@ -54,6 +47,8 @@ PRODUCERS = ("pull", "push")
 
 class AllGatherGemm(Operation):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
+
+    With `bias` [N] and `activation` it returns activation(all_gather(a) @ weight.T + bias), see `__call__`.
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. The weight's
     rows are contiguous, or its columns, as those of `w.T`. Calls need no host synchronisation between them.
@@ -150,66 +145,75 @@ class AllGatherGemm(Operation):
         del self._producer, self._pusher, self._operands, self._collective
 
     def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == NOT_PUSHED.value:
-            return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
-        if failure.kind == OTHER_ROWS_PUSHED.value:
-            return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
-        call = self._calls - (self._calls - failure.epoch) % 2**28
-        if failure.kind == NOT_READY.value:
-            last = f"its last: call {failure.seen}"
-            return f"rank {peer} did not offer chunk {peer} of call {call} in time ({last})"
-        if failure.kind == NOT_COPIED.value:
-            return f"chunk {peer} of call {call} was offered by rank {peer} and not copied in time"
-        if failure.kind == NOT_FETCHED.value:
-            return f"rank {peer} did not fetch chunk {self.rank} of call {call} in time"
-        return f"in call {call} rank {peer} passed {failure.seen} rows, not as many as this rank"
+        return describe_failure(failure, peer, rank=self.rank, calls=self._calls)
 
     # ---- what the caller may use
 
     def __call__(
-        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        a_shard: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
     ) -> torch.Tensor:
         """Return the product; `out`, if given, is where it is written.
+
+        `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
+        "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
 
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a_shard, weight, out, pushed=self._pushes or self._is_capturing())
+        pushed = self._pushes or self._is_capturing()
+        epilogue = ONLY_SUMS if bias is None and activation is None else Epilogue(bias, activation)
+        return self._call(a_shard, weight, out, epilogue, pushed=pushed)
 
     def _call(
-        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *, pushed: bool
+        self,
+        a_shard: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        epilogue: Epilogue = ONLY_SUMS,
+        *,
+        pushed: bool,
     ) -> torch.Tensor:
         self._check_usable()
-        check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out)
-        key = given = key_of(a_shard), key_of(weight), key_of(out)
+        check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=epilogue.bias)
+        ending = key_of(epilogue.bias), epilogue.activation
+        key = given = key_of(a_shard), key_of(weight), key_of(out), ending
         operands = self._known.get(key)
         if operands is None:
-            self._check_tensors(a_shard, weight, out)
+            self._check_tensors(a_shard, weight, out, epilogue)
         self._check_device()
         if pushed and self._pusher is None:
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
             out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
-            key = given[0], given[1], key_of(out)
+            key = given[0], given[1], key_of(out), ending
             operands = self._known.get(key)
         if a_shard.data_ptr() != self._shard.data_ptr():
             self._shard[:rows].copy_(a_shard.detach())
         if operands is None:
-            operands = self._operands.find(weight, out, rows, self._options_of)
+            operands = self._operands.find(weight, out, rows, self._options_of, epilogue.kind())
             for checked in (given, key):
                 remember(self._known, checked, operands)
-        if not self._run_collective(weight, out, rows):
+        product = Product(weight, out, epilogue, operands)
+        if not self._run_collective(product):
             choice = self._choose(operands)
-            self._load(weight, out, operands, choice, pushed=pushed)
-            (self._run_pushed if pushed else self._run)(weight, out, operands, choice)
+            self._load(product, choice, pushed=pushed)
+            (self._run_pushed if pushed else self._run)(product, choice)
         if self.device.type == "cpu":
             self._check_usable()
         return out
 
-    def _options_of(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Options:
+    def _options_of(
+        self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind
+    ) -> Options:
         shape = (rows, weight.shape[0], self._k, lies_by_columns(weight))
-        key = (*shape, str(self._dtype), self.world_size, self._producer_name)
+        key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
         can_run = specialized.can_run(self._gather.local, weight, out, rows)
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
         return options.narrowed(self._fixed)
@@ -217,18 +221,16 @@ class AllGatherGemm(Operation):
     def _choose(self, operands: Operands) -> Choice:
         return operands.kind.options.choose()
 
-    def _load(
-        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, *, pushed: bool
-    ) -> None:
+    def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
-        kernel = choice.consumer, pushed, self._trace is not None
-        if kernel in operands.kind.loaded or self._is_capturing():
+        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.operands.kind.loaded
+        if kernel in loaded or self._is_capturing():
             return
-        call = self._call_of(operands.rows, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
-        consumer = self._operands.consumer(choice.consumer, weight, out, operands)
-        consumer.load(self._gather.local, weight, out, call)
+        call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
+        consumer = self._operands.consumer(choice.consumer, product)
+        consumer.load(self._gather.local, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
-        operands.kind.loaded.add(kernel)
+        loaded.add(kernel)
 
     def trace(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
@@ -279,7 +281,9 @@ class AllGatherGemm(Operation):
 
     # ---- one call
 
-    def _check_tensors(self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+    def _check_tensors(
+        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, epilogue: Epilogue
+    ) -> None:
         check_tensor("a_shard", a_shard, self._dtype, self.device)
         check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
         rows = a_shard.shape[0]
@@ -294,34 +298,33 @@ class AllGatherGemm(Operation):
             raise ValueError("weight has no rows; there is nothing to compute")
         check_out(out, [self.world_size * rows, weight.shape[0]], self._dtype, self.device)
         check_overlap("a_shard", a_shard, self._shard, "m")
+        epilogue.check(weight.shape[0], self.device)
 
-    def _run(self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice) -> None:
+    def _run(self, product: Product, choice: Choice) -> None:
         self._calls += 1
-        rows = operands.rows
+        rows = product.operands.rows
         self._rows, self._gathered = rows, None
         epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
-        call = self._call_of(rows, choice, self._flags.local, epoch, base)
+        call = self._call_of(product, choice, self._flags.local, epoch, base)
         try:
             with self._telling(0):
                 self._producer.start(rows, epoch, base, choice.pieces)
-                self._launch(weight, out, operands, choice, call)
+                self._launch(product, choice, call)
                 self._producer.join()
         except BaseException as error:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
             _finish_alone(call, self._producer.join)
             raise
 
-    def _run_pushed(
-        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice
-    ) -> None:
+    def _run_pushed(self, product: Product, choice: Choice) -> None:
         assert self._pusher is not None
-        rows = operands.rows
+        rows = product.operands.rows
         before, self._told_rows = self._told_rows, rows
-        call = self._call_of(rows, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
+        call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
         try:
             self._pusher.start(rows, choice.pieces)
-            self._launch(weight, out, operands, choice, call)
+            self._launch(product, choice, call)
             self._pusher.finish()
         except BaseException as error:
             if not self._is_capturing():
@@ -333,8 +336,10 @@ class AllGatherGemm(Operation):
                 raise RuntimeError(f"AllGatherGemm cannot be captured here: {error}") from error
             raise
 
-    def _run_collective(self, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
+    def _run_collective(self, product: Product) -> bool:
         """Make the call by the collective if all ranks agree on that; return whether they do."""
+        weight, out, epilogue, operands = product
+        rows = operands.rows
         of_all, is_capturing, before = self.world_size * rows, self._is_capturing(), self._told_rows
         wants = self._fixed.consumer is None and self._collective.wants(of_all, self._key)
         try:
@@ -343,7 +348,7 @@ class AllGatherGemm(Operation):
             gathered = self._room(rows)
             with self._telling(-rows if is_capturing else 0):
                 self._collective.all_gather(gathered, self._shard[:rows])
-                torch.mm(gathered, weight.detach().T, out=out.detach())
+                multiply_into(out.detach(), gathered, weight.detach().T, epilogue)
         except BaseException as error:
             self._told_rows = before  # of what is captured nothing has happened
             if not is_capturing:
@@ -370,11 +375,11 @@ class AllGatherGemm(Operation):
             yield
 
     def _call_of(
-        self, rows: int, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
+        self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
     ) -> Call:
         slots, capacity, _ = self._gather.local.shape
         return Call(
-            rows,
+            product.operands.rows,
             self.rank,
             self.world_size,
             slots,
@@ -387,13 +392,12 @@ class AllGatherGemm(Operation):
             flags,
             self._errors,
             self._trace,
+            product.epilogue,
         )
 
-    def _launch(
-        self, weight: torch.Tensor, out: torch.Tensor, operands: Operands, choice: Choice, call: Call
-    ) -> None:
-        consumer = self._operands.consumer(choice.consumer, weight, out, operands)
-        consumer.launch(self._gather.local, weight, out, call)
+    def _launch(self, product: Product, choice: Choice, call: Call) -> None:
+        consumer = self._operands.consumer(choice.consumer, product)
+        consumer.launch(self._gather.local, product.weight, product.out, call)
 
 
 def _finish_alone(call: Call, finish: Callable[[], None]) -> None:

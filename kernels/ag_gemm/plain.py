@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
+from ..epilogues import EpilogueKind, apply_epilogue
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
-from ..launch import SettledLaunches, load
+from ..launch import SettledLaunches, Tensors, load
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
 from .operands import Call
@@ -45,17 +46,18 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS"],
+    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "ACTIVATION"],  # and the type of a bias, if any
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
-@triton.jit(do_not_specialize=["M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"])
+@triton.jit(do_not_specialize=["bias_ptr", "M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"])
 def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
     c_ptr,  # out [M, N], rows stride_cm apart
     flags_ptr,  # int32 [FLAGS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    bias_ptr,  # [N], or None
     M,
     N,
     K,
@@ -73,6 +75,7 @@ def all_gather_gemm(
     BY_COLUMNS: tl.constexpr,
     FENCE: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    ACTIVATION: tl.constexpr,  # of `epilogues`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -80,7 +83,7 @@ def all_gather_gemm(
     EPILOGUE_SUBTILE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Write C = A @ B.T, tile by tile, chunk `rank` first and then in the order in which chunks arrive."""
+    """Write C = activation(A @ B.T + bias), chunk `rank` first, then in the order in which chunks arrive."""
     exchange = Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -118,6 +121,8 @@ def all_gather_gemm(
             *(factors, a_desc, b_desc, slot * capacity, row, m, col),
             *(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
+        rows = row + tl.arange(0, BLOCK_M)
+        acc = apply_epilogue(acc, rows, col + tl.arange(0, BLOCK_N), None, bias_ptr, m, N, ACTIVATION)
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col, EPILOGUE_SUBTILE)
         else:
@@ -169,6 +174,7 @@ class Shape(NamedTuple):
     by_columns: bool
     needs_fence: bool
     upcasts: bool
+    epilogue: EpilogueKind
 
     def sizes(self) -> dict[str, int]:
         return {"M": self.m, "N": self.n, "K": self.k}
@@ -180,6 +186,7 @@ class Shape(NamedTuple):
             "BY_COLUMNS": self.by_columns,
             "FENCE": self.needs_fence,
             "UPCAST": self.upcasts,
+            "ACTIVATION": self.epilogue.activation,
         }
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
@@ -221,12 +228,13 @@ class PlainConsumer:
         _SETTLED.launch(self._shape_of(call), *self._arguments_of(gather, weight, out, call))
 
     def _shape_of(self, call: Call) -> Shape:
-        return Shape._make((*self._sizes, call.world_size, call.programs, *self._place, *self._compiled_in))
+        of_call = (call.world_size, call.programs)
+        return Shape._make((*self._sizes, *of_call, *self._place, *self._compiled_in, call.epilogue.kind()))
 
     def _arguments_of(
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    ) -> tuple[Tensors, tuple[int, ...]]:
         """Return the kernel's arguments before the constants: tensors and scalars."""
-        tensors = (gather, weight, out, call.flags, call.errors)
+        tensors = (gather, weight, out, call.flags, call.errors, call.epilogue.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return tensors, (*self._sizes, *scalars)

@@ -10,6 +10,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import INTERPRETED, not_too_large, shared_memory_bytes, take_first
+from ..epilogues import NO_EPILOGUE, EpilogueKind
 from ..gemm.configs import blocks_of, gluon_candidate
 from ..gemm.pruning import fits
 from ..launch import SettledLaunches, load
@@ -63,7 +64,7 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 tuned = triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "DTYPE", "TRANS_B"],
+    key=["M", "N", "K", "DTYPE", "TRANS_B", "ACTIVATION"],  # and the type of a bias, if any
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )(specialized_all_gather_gemm)
@@ -81,6 +82,7 @@ class Shape(NamedTuple):
     device: torch.device
     by_columns: bool
     trace: bool
+    epilogue: EpilogueKind = NO_EPILOGUE
 
     def sizes(self) -> dict[str, int]:
         return {"M": self.m, "N": self.n, "K": self.k}
@@ -92,6 +94,7 @@ class Shape(NamedTuple):
             "DTYPE": TYPE_NAMES[self.dtype],
             "TRANS_B": not self.by_columns,
             "TRACE": self.trace,
+            "ACTIVATION": self.epilogue.activation,
         }
 
     def tiles(self, meta: dict[str, Any]) -> int:
@@ -148,16 +151,18 @@ class SpecializedConsumer:
             return
         constants = shape.constants()
         compiled = tuned[shape.grid](*self._describe(), *arguments, **constants)
-        _SETTLED.remember(shape, compiled, constants, arguments[:3])
+        _SETTLED.remember(shape, compiled, constants, arguments[:4])
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices
         sizes, of_launch = (c.rows, c.columns, a.columns), (call.world_size, call.programs, weight.device)
-        return Shape(*sizes, a.dtype, *of_launch, b.transposed, call.trace is not None)
+        is_traced, epilogue = call.trace is not None, call.epilogue.kind()
+        return Shape(*sizes, a.dtype, *of_launch, b.transposed, is_traced, epilogue)
 
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
-        """Return the kernel's arguments between descriptors and constants: three tensors and the scalars."""
-        tensors = (call.flags, call.errors, call.errors if call.trace is None else call.trace)
+        """Return the kernel's arguments between descriptors and constants: four tensors and the scalars."""
+        trace = call.errors if call.trace is None else call.trace
+        tensors = (call.flags, call.errors, trace, call.epilogue.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
 

@@ -105,7 +105,7 @@ class Chunks:
 
 
 UNSPECIALIZED = [
-    *("flags_ptr", "errors_ptr", "trace_ptr"),
+    *("flags_ptr", "errors_ptr", "trace_ptr", "bias_ptr"),
     *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks"),
 ]
 
@@ -120,6 +120,7 @@ def specialized_all_gather_gemm(
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     trace_ptr,  # int64 [tiles, 4] with TRACE: ns before and after the wait, ns of the store, SM
+    bias_ptr,  # [N], or None
     M,
     N,
     K,
@@ -134,6 +135,7 @@ def specialized_all_gather_gemm(
     DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
     TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
     TRACE: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # of `epilogues`
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -144,7 +146,7 @@ def specialized_all_gather_gemm(
     STORE_BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """Write C = A @ B.T, tile by tile, chunk `rank` first. M / WORLD is not below BLOCK_M."""
+    """Write C = activation(A @ B.T + bias), chunk `rank` first. M / WORLD is not below BLOCK_M."""
     gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp is to wait")
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
     config = Config(
@@ -159,6 +161,6 @@ def specialized_all_gather_gemm(
         *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
         *(gl.cdiv(K, BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
     )
-    pointwise = Pointwise((None, None), M, N, "none")  # C is the sums
+    pointwise = Pointwise((None, bias_ptr), M, N, ACTIVATION)
     # The flags are in place of a counter: the schedule is static.
     run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, pointwise, config)

@@ -60,8 +60,7 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: torch.Tensor | N
     sizes, constants = shape.sizes().values(), shape.constants()
     with _TURN:
         compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, *biases, **constants)
-        tensors = (counter, parts) if bias is None else (counter, parts, bias)
-        _SETTLED.remember(shape, compiled, constants, tensors)
+        _SETTLED.remember(shape, compiled, constants, (counter, parts, bias))
 
 
 def part_elements(config: triton.Config) -> int:

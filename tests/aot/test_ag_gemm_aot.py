@@ -24,6 +24,7 @@ from compiled import (
 from dist_autotune.kernels import configs
 from dist_autotune.kernels.ag_gemm.matmul import await_chunks
 from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.epilogues import NO_ACTIVATION
 
 pytestmark = pytest.mark.aot
 
@@ -43,13 +44,16 @@ def compile_candidate(config, target, dtype="bf16", **values):
     on_nvidia = target.backend == "cuda"
     types = {name: kind.replace("bf16", dtype) for name, kind in TYPES.items() if name not in values}
     constexprs = {"WORLD": 8, "TMA_LEGAL": on_nvidia, "FENCE": on_nvidia, "UPCAST": False}
-    constexprs |= {"BY_COLUMNS": False} | config.kwargs | values
+    constexprs |= {"BY_COLUMNS": False, "bias_ptr": None, "ACTIVATION": NO_ACTIVATION}
+    constexprs |= config.kwargs | values
+    if constexprs["bias_ptr"] is not None:
+        types["bias_ptr"] = constexprs.pop("bias_ptr")
     return compile_for(
         target,
         all_gather_gemm.fn,
         types,
         constexprs,
-        any_value=("M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"),
+        any_value=tuple(all_gather_gemm.fn.do_not_specialize),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -81,6 +85,19 @@ def test_a_weight_by_columns_is_loaded_by_tma_like_one_by_rows():
     compiled = compile_candidate(GPU_CANDIDATES[0], HOPPER, BY_COLUMNS=True)
     assert resources(compiled, HOPPER)["spilled"] == 0
     assert early_load(compiled.asm["ttgir"]) is None
+
+
+@pytest.mark.parametrize("config", [GPU_CANDIDATES[1], GPU_CANDIDATES[-1]], ids=["tma", "pointers"])
+def test_an_epilogue_fits_and_no_chunk_is_read_early(config):
+    """A gelu by erf spills up to 128 bytes of large tiles, behind their K loop, and 472 without TMA."""
+    compiled = compile_candidate(config, HOPPER, bias_ptr="*fp32", ACTIVATION="gelu_tanh")
+    used = resources(compiled, HOPPER)
+    assert used["spilled"] == 0
+    assert used["shared_bytes"] <= SHARED_BYTES[HOPPER]
+    lines = compiled.asm["ttgir"].splitlines()
+    of_chunks = [line for line in lines if not re.search(r"tt\.load .*!tt\.ptr<f32>", line)]
+    assert len(lines) - len(of_chunks) == 1  # the bias, in float32
+    assert early_load("\n".join(of_chunks)) is None
 
 
 def test_float16_compiles_like_bfloat16():

@@ -39,7 +39,9 @@ from operation_runs import (
 from programs import run_program
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm.operands import Product
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.epilogues import ONLY_SUMS
 from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
@@ -157,7 +159,7 @@ def dead_peer(rank, last):
     op._patience_ticks = as_patience(600.0)
     for _ in range(2):  # what graphs that are enqueued already would do
         operands = operands_of(op, weight, out, 8)
-        op._run_pushed(weight, out, operands, op._choose(operands))
+        op._run_pushed(Product(weight, out, ONLY_SUMS, operands), op._choose(operands))
     return message, message_of(op.check) == message
 
 

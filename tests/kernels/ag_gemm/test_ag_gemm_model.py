@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 import gluon_model
 import numpy as np
 import pytest
+import torch
 from gluon_machine import Task, machine, now
 from gluon_memory import Descriptor, Pointer
 from gluon_model import Deadlock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from dist_autotune.kernels.epilogues import ACTIVATIONS, NO_ACTIVATION
 
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
@@ -145,6 +148,8 @@ def gather_and_multiply(
     tensor_memory: bool = False,
     trace: bool = False,
     by_columns: bool = False,
+    bias: np.ndarray | None = None,
+    activation: str = NO_ACTIVATION,
 ) -> np.ndarray:
     """Run the call to its end, check what it wrote, and return the trace."""
     width = BLOCK_N + extra_n
@@ -168,6 +173,7 @@ def gather_and_multiply(
         Pointer(scene.flags),
         Pointer(scene.errors),
         Pointer(written.reshape(-1)),
+        None if bias is None else Pointer(bias),
         scene.world * scene.m,
         scene.n,
         scene.k,
@@ -184,6 +190,7 @@ def gather_and_multiply(
         DTYPE="bf16",
         TRANS_B=not by_columns,
         TRACE=trace,
+        ACTIVATION=activation,
         VARIANT=variant,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -199,7 +206,12 @@ def gather_and_multiply(
         launch()
     product = scene.c.reshape(scene.world, scene.m, scene.n)
     alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
-    np.testing.assert_array_equal(product[alive], scene.a[alive] @ scene.b.T)
+    wanted = scene.a[alive] @ scene.b.T + (0 if bias is None else bias)
+    if activation == NO_ACTIVATION:
+        np.testing.assert_array_equal(product[alive], wanted)
+    else:
+        wanted = ACTIVATIONS[activation](torch.from_numpy(wanted)).numpy()
+        np.testing.assert_allclose(product[alive], wanted, rtol=1e-6, atol=1e-6)
     # What the last tiles share with those before them is stored twice, with the same values; nothing else.
     rows, columns = np.ones((scene.m, 1), dtype=int), np.ones((1, scene.n), dtype=int)
     rows[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
@@ -235,6 +247,17 @@ def test_no_row_is_read_before_it_is_here_and_the_sums_are_right(
 ):
     scene = Scene(world, seed % world, *sizes, pushed=pushed, programs=programs, seed=seed)
     gather_and_multiply(scene, variant, buffers=buffers, store=store, tensor_memory=tensor_memory)
+
+
+@KINDS
+@LANES
+@pytest.mark.parametrize("activation", [NO_ACTIVATION, "gelu"])
+def test_each_piece_meets_the_bias_of_its_columns(variant, tensor_memory, pushed, activation):
+    for seed, (n, store) in enumerate([(16, (4, 1)), (19, (4, 2)), (3, (8, 1))]):
+        scene = Scene(3, seed, 9, n, 3, pushed=pushed, programs=2, seed=seed)
+        bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
+        of_tiles = {"store": store, "tensor_memory": tensor_memory}
+        gather_and_multiply(scene, variant, bias=bias, activation=activation, **of_tiles)
 
 
 @KINDS
