@@ -11,7 +11,8 @@ ends with, the option of each `tunable` and the config of each kernel, is its pi
 every pick as a tuned function that reads the session's cache and tries nothing, and the alternatives:
 
     ag_gemm, _push    consumer and pieces fixed by the operation's arguments, with --alternatives all programs
-                      too; each is tuned alone, in this process
+                      too; each is tuned alone, in this process. And cuBLAS with a collective
+    gemm_rs           as the others, and cuBLAS with a collective
     others            what tuning finds in this process, and the configs that the sessions timed best
     overlap           all configs
 

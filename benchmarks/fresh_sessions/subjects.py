@@ -96,9 +96,23 @@ def open_ag_gemm(
         op.shard.copy_(problem.a)
         return Callee(lambda: op(op.shard, problem.weight, problem.out), op.check)
 
+    return Subject(
+        free=opened(),
+        alternatives=_alternatives_of_ag_gemm(problem.rows, opened, options, ranks),
+        has_choices=True,
+        refresh=problem.refresh,
+        arm=problem.product,
+        operations=operations,
+    )
+
+
+def _alternatives_of_ag_gemm(
+    rows: int, opened: Callable[..., Callee], options: argparse.Namespace, ranks: Ranks
+) -> dict[str, Alternative]:
+    """Return the choices that are fixed by arguments: of overlapped calls, and the collective."""
     sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count if ON_GPU else 0
-    found = options_for(problem.rows, sms, world_size=ranks.world_size, specialized=ON_GPU, key=())
-    alternatives: dict[str, Alternative] = {}
+    found = options_for(rows, sms, world_size=ranks.world_size, specialized=ON_GPU, key=())
+    alternatives = {"collective": _collective("ag_gemm", lambda: opened(collective=True))}
     for consumer in found.consumers:
         is_persistent = consumer != "matmul"
         counts = found.programs if options.alternatives == "all" and is_persistent else found.programs[:1]
@@ -111,14 +125,12 @@ def open_ag_gemm(
                 choices=tuple(f"ag_gemm {what} {json.dumps(option)}" for what, option in chosen.items()),
                 has_kernel=is_persistent,
             )
-    return Subject(
-        free=opened(),
-        alternatives=alternatives,
-        has_choices=True,
-        refresh=problem.refresh,
-        arm=problem.product,
-        operations=operations,
-    )
+    return alternatives
+
+
+def _collective(operation: str, opened: Callable[[], Callee]) -> Alternative:
+    """Return the alternative of cuBLAS with a collective, which has no kernel of ours."""
+    return Alternative(open=opened, choices=(f'{operation} way "collective"',), has_kernel=False)
 
 
 def _without_choices(op: Any, call: Call, problem: Any) -> Subject:
@@ -139,8 +151,17 @@ def _without_choices(op: Any, call: Call, problem: Any) -> Subject:
 def open_gemm_rs(shape: gemm_rs.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
     dtype = DTYPES[options.dtype]
     problem = gemm_rs.Problem(shape, dtype, ranks)
-    op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
-    return _without_choices(op, lambda: op(problem.a, problem.weight, problem.out), problem)
+    settings = {"backend": options.backend, "timeout_s": PATIENCE_S}
+    op = GemmReduceScatter(shape.m, shape.n, dtype, **settings)
+    subject = _without_choices(op, lambda: op(problem.a, problem.weight, problem.out), problem)
+
+    def open_collective() -> Callee:
+        other = GemmReduceScatter(shape.m, shape.n, dtype, collective=True, **settings)
+        subject.operations.append(other)
+        return Callee(lambda: other(problem.a, problem.weight, problem.out), other.check)
+
+    subject.alternatives["collective"] = _collective("gemm_rs", open_collective)
+    return subject
 
 
 def _open_experts(

@@ -235,6 +235,30 @@ def test_a_pick_loaded_from_the_cache_of_its_session_is_what_is_launched(tmp_pat
     assert not_its_own["unavailable"].startswith("it launched all_gather_gemm: BLOCK_M")
 
 
+def collective_of(rank: int, name: str) -> tuple[bool, tuple[str, ...]]:
+    """Make a call of the operation by its collective; return whether it is right, and what it fixes."""
+    ranks, operation = Ranks(), OPERATIONS[name]
+    options = Namespace(dtype="fp32", backend="auto", alternatives="quick")
+    subject = operation.open(operation.shape(64, 48, 32), options, ranks)
+    subject.refresh()
+    alternative = subject.alternatives["collective"]
+    callee = alternative.open()
+    arm = subject.arm("collective", lambda: callee.call)
+    is_right = arm.error(callee.call()) <= arm.limit
+    callee.check()
+    for each in subject.operations:
+        each.close()
+    assert (len(subject.operations), alternative.has_kernel) == (2, False)
+    return is_right, alternative.choices
+
+
+@INTERPRETER
+@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs"])
+def test_a_collective_is_an_alternative_that_computes_what_the_operation_does(name):
+    outcomes = assert_all_ok(run_ranks(collective_of, 2, name))
+    assert outcomes == [(True, (f'{name} way "collective"',))] * 2
+
+
 @INTERPRETER
 def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Path) -> None:
     common = ("--op", "ag_gemm", "--shapes", TINY, "--sessions", "2", "--directory", str(tmp_path / "kept"))
@@ -261,7 +285,8 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
     for session, percent in regrets["percent"].items():
         assert percent == pytest.approx(100 * (ms[arm_of[session]] / least - 1))
     fixed = {choice for plan in case["plans"] for choice in plan["choices"]}
-    assert {'ag_gemm consumer "plain"', 'ag_gemm consumer "matmul"'} <= fixed
+    ways = {'ag_gemm consumer "plain"', 'ag_gemm consumer "matmul"', 'ag_gemm way "collective"'}
+    assert ways <= fixed
     page = render.page(record)
     for part in (
         "regret of 2 sessions, 2 x CPU",
