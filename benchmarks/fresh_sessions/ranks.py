@@ -223,7 +223,7 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
         for tensor in (step.a, step.b, step.bucket):
             tensor.normal_()
 
-    arms = overlap.arms_of(step, configs)
+    arms = overlap.arms_of(step, {label: example.Pick(config, None) for label, config in configs.items()})
     timed = [
         Contender(arm.name, arm.prepare(), (Launched("persistent_gemm", str(config)),))
         for arm, config in zip(arms, [*configs.values(), *configs.values()], strict=False)
@@ -233,16 +233,8 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
     ours = {**measured, "arms": measured["arms"][: len(timed)]}
     void_what_launched_others(ours, timed, observer, ranks, trouble)
     ms = {arm["name"]: arm["ms"] for arm in ours["arms"] if "unavailable" not in arm}
-    sessions, of_config = Sessions(options.directory), {str(c): label for label, c in configs.items()}
-    regrets = {}
-    for question, (name, where) in QUESTIONS.items():
-        picks = sessions.picks(f"{case}: {name}", options.sessions)
-        of_sessions = {n: f"{of_config[pick.launched[0][1]]}, {where}" for n, pick in picks.items()}
-        of_question = {arm: time for arm, time in ms.items() if arm.endswith(f", {where}")}
-        if of_question:
-            regrets[question] = Regret.of(of_question, of_sessions).as_dict()
-        for number, arm in of_sessions.items() if question in OWN_QUESTIONS else ():
-            next(each for each in timed if each.arm == arm).sessions.append(number)
+    of_config = {str(config): label for label, config in configs.items()}
+    regrets = regrets_of_overlap(case, options, timed, ms, of_config)
     return {
         **ours,
         "arms": [*ours["arms"], *rest],
@@ -254,6 +246,30 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
         "clocks": clocks_seen(ranks),
         "trouble_at_closing": [],
     }
+
+
+def regrets_of_overlap(
+    case: overlap.Case,
+    options: argparse.Namespace,
+    timed: Sequence[Contender],
+    ms: dict[str, float],
+    of_config: dict[str, str],
+) -> dict[str, Any]:
+    """Return the regret by question, and note with each contender the sessions that picked it.
+
+    ms: by arm, of those that were timed. of_config: the label of each config, by its text.
+    """
+    sessions = Sessions(options.directory)
+    regrets = {}
+    for question, (name, where) in QUESTIONS.items():
+        picks = sessions.picks(f"{case}: {name}", options.sessions)
+        of_sessions = {n: f"{of_config[pick.launched[0][1]]}, {where}" for n, pick in picks.items()}
+        of_question = {arm: time for arm, time in ms.items() if arm.endswith(f", {where}")}
+        if of_question:
+            regrets[question] = Regret.of(of_question, of_sessions).as_dict()
+        for number, arm in of_sessions.items() if question in OWN_QUESTIONS else ():
+            next(each for each in timed if each.arm == arm).sessions.append(number)
+    return regrets
 
 
 # ---- the record

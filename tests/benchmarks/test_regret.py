@@ -27,9 +27,11 @@ from benchmarks.fresh_sessions.plans import (
     ranked_configs,
     tuned,
 )
+from benchmarks.fresh_sessions.ranks import time_overlap
 from benchmarks.fresh_sessions.sessions import Found, Pick, Sessions
 from benchmarks.fresh_sessions.subjects import OPERATIONS, open_ag_gemm
 from benchmarks.fresh_sessions.table import Regret, arms_table, table
+from benchmarks.overlap import DEFAULT
 from ranks import assert_all_ok, run_ranks
 
 PROGRAM = "benchmarks.regret"
@@ -295,3 +297,18 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
     ):
         assert part in page
     assert "they show behaviour, not speed" in page
+
+
+def timed_overlap(rank: int, directory: Path) -> dict[str, Any]:
+    options = Namespace(directory=directory, sessions=1, warm_ups=1, iterations=1, shape_limit_s=60.0)
+    return time_overlap(DEFAULT, options, Ranks(), directory / "own")
+
+
+@INTERPRETER
+def test_every_config_of_the_step_beside_an_all_reduce_is_timed(tmp_path):
+    (case,) = assert_all_ok(run_ranks(timed_overlap, 1, tmp_path))
+    assert case["trouble"] == []
+    assert len(case["plans"]) >= 4
+    assert [arm["name"] for arm in case["arms"] if "unavailable" in arm] == []
+    assert all(regret["best_ms"] > 0 for regret in case["regrets"].values())
+    assert len(case["regrets"]) == 4
