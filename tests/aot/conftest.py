@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,19 @@ class Device:
         """Drop what this process has compiled; Triton's cache on disk stays."""
         for kernel in self._kernels:
             kernel.device_caches.clear()
-        gc.collect()  # kernels unload themselves from the device they were loaded on: now
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_unloads() -> None:
+    """Keep kernels that are collected from asking for the device that they were loaded on: it was pretended.
+
+    Pytest would tell of the error, and parse source for it; where a collection begins while Triton parses a
+    kernel, Python 3.11 then refuses to go on with that kernel.
+    """
+    from triton.compiler import CompiledKernel
+
+    if hasattr(CompiledKernel, "__del__"):
+        del CompiledKernel.__del__
 
 
 @pytest.fixture
@@ -51,29 +61,11 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     shared_memory = triton.compiler.compiler.max_shared_mem
     shared_memory.cache_clear()
-    loaded = note_loaded_kernels(monkeypatch)
     device = Device(made, square, shifted)
     device.forget()
     yield device
     shared_memory.cache_clear()
     device.forget()
-    for kernel in loaded:  # still held by something: the device that it would unload itself from is going
-        kernel.module = None
-
-
-def note_loaded_kernels(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Any]:
-    """Return the kernels that are loaded from now on, as long as they live."""
-    from triton.compiler import CompiledKernel
-
-    loaded: weakref.WeakSet[Any] = weakref.WeakSet()
-    load = CompiledKernel._init_handles
-
-    def note(self: Any) -> None:
-        loaded.add(self)
-        load(self)
-
-    monkeypatch.setattr(CompiledKernel, "_init_handles", note)
-    return loaded
 
 
 @pytest.fixture

@@ -87,7 +87,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
         yield made
         copies._LAUNCHES.clear()
         copies.copy_rows.device_caches.clear()
-        gc.collect()  # kernels unload themselves from the device they were loaded on: now
     copies.plan_copies.cache_clear()
 
 
