@@ -129,7 +129,8 @@ class Peer:
 
 def opened(memory: HostAsPeer, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
     operation.open_symmetric_memory = lambda *_, **__: memory
-    return kind(*args, DTYPE, timeout_s=PATIENCE_S, **options)
+    # No collective: there is no process group.
+    return kind(*args, DTYPE, timeout_s=PATIENCE_S, collective=False, **options)
 
 
 def choose_candidate(consumer: str, name: str) -> None:
