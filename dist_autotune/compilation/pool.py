@@ -55,14 +55,8 @@ class Terms:
         """Return the terms for a rank whose peers wait `patience_s`, inf without peers or behind runs."""
         local_rank, local_ranks = settings.place_on_host(position, ranks)
         limit_s, until = settings.compile_timeout_s(), time.monotonic() + PATIENCE_SHARE * patience_s
-        return cls(
-            session=session,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            limit_s=limit_s,
-            until=until,
-            **chosen,
-        )
+        chosen |= {"local_rank": local_rank, "local_ranks": local_ranks}
+        return cls(session=session, limit_s=limit_s, until=until, **chosen)
 
     @property
     def workers(self) -> int:
@@ -101,15 +95,11 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         """Return the tally of the binaries of both."""
-        remarks = dict.fromkeys(filter(None, (self.remark, other.remark)))
+        sums = ("compiled", "from_peers", "cached", "failed", "seconds")
         return Tally(
-            compiled=self.compiled + other.compiled,
-            from_peers=self.from_peers + other.from_peers,
-            cached=self.cached + other.cached,
-            failed=self.failed + other.failed,
-            seconds=self.seconds + other.seconds,
+            **{name: getattr(self, name) + getattr(other, name) for name in sums},
             workers=max(self.workers, other.workers),
-            remark="; ".join(remarks),
+            remark="; ".join(dict.fromkeys(filter(None, (self.remark, other.remark)))),
         )
 
     def count(self, ending: str) -> None:
