@@ -40,7 +40,7 @@ START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
 SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
-STARVED = 10  # times its limit that a child may last whose parent yields the cores
+WALL_FACTOR = 10  # times its limit that a child may last whose parent yields the cores
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -63,7 +63,7 @@ class CompilerChild:
         self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False, yields: bool = False
     ) -> None:
         self._limit_s = limit_s
-        self._lasts_s = limit_s * STARVED if yields else limit_s
+        self._lasts_s = limit_s * WALL_FACTOR if yields else limit_s
         self._what = "the hook" if is_cut_off else "the compiler"
         self._late = "the hook did not end" if is_cut_off else "did not compile"
         self._said = os.memfd_create("compiler-stderr")
