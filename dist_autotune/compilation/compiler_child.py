@@ -147,12 +147,24 @@ class CompilerChild:
 
 
 def fork() -> int:
-    """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process."""
+    """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process.
+
+    The child collects no garbage, from its first instruction on: some of it may be of a device, whose library
+    ends a forked process that calls it.
+    """
     _flush()
-    with warnings.catch_warnings():
-        # From Python 3.12 on, a fork beside other threads is a warning; these children are made for it.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return os.fork()
+    collects = gc.isenabled()
+    pid = -1
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            # From Python 3.12 on, a fork beside other threads is a warning; these children are made for it.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            pid = os.fork()
+    finally:
+        if collects and pid != 0:
+            gc.enable()
+    return pid
 
 
 def reaped(pid: int) -> int | None:
@@ -215,7 +227,6 @@ def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> N
 
     One signal ends it with its helpers. leads_session: Ctrl-C in the terminal does not reach it.
     """
-    gc.disable()
     prctl(PR_SET_PDEATHSIG, dies_by)
     if os.getppid() != parent:
         os._exit(1)
