@@ -21,7 +21,7 @@ from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
 from .registry import Registry
-from .tunable import CHOICES, KnownChoices, Ranks, texts_of
+from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 
 
 class Dispatcher:
@@ -89,7 +89,7 @@ class Dispatcher:
             return CHOICES.recall(name, options, key, among)
         if (known := self._known_choices.find(name, options, key, among)) is not None:
             return options[known]
-        texts = texts_of(name, options)
+        texts = option_texts(name, options)
         with self._lock:
             by_text = dict(zip(texts, options, strict=True))
             context = self._registry.choice(name, key, by_text, is_joint=bool(among))
