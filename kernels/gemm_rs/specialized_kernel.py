@@ -36,7 +36,7 @@ from ..exchange.peers import ARRIVED, Peers, wait_for_all
 from ..gemm.any_width import piece_start
 from ..gemm.epilogue import Pointwise, complete_stores
 from ..gemm.operands import Config, allocate_mbarriers
-from ..gemm.problem import INSTRUCTION_K, slots_of_visits
+from ..gemm.problem import end_steps_of, slots_of_visits
 from ..gemm.roles import run
 from ..rings import ring_phase, ring_slot
 from ..tiles import grouped_tile, rotated_chunk
@@ -48,7 +48,9 @@ class Summed:
     """The sums of a tile and what is added to them, in place of an accumulator."""
 
     accumulator: gl.tuple  # that alone: each MMA part has its own
-    pointers: gl.tuple  # to what this rank adds to the tile, [BLOCK_M, N], or None; to what the peers have sent
+    pointers: (
+        gl.tuple
+    )  # to what this rank adds to the tile, [BLOCK_M, N], or None; to what the peers have sent
     between: gl.tensor  # elements between what two peers have sent
     col: gl.tensor
     pitch: gl.tensor  # elements from a row to the next
@@ -132,8 +134,8 @@ class Chunks:
 
     @gluon.jit
     def end_steps(self):
-        """Return how many times INSTRUCTION_K elements of K the last k block of a tile has."""
-        return gl.cdiv(self.k - (self.k_blocks - 1) * self.config.BLOCK_K, INSTRUCTION_K)
+        """Return how many instructions along K the last k block of a tile needs."""
+        return end_steps_of(self.k, self.k_blocks, self.config)
 
     @gluon.jit
     def blocks_of(self, number):
@@ -251,7 +253,7 @@ def specialized_gemm_reduce_scatter(
     """
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("dynamic", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED),
+        *("dynamic", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, 2),
     )
     SLOTS: gl.constexpr = slots_of_visits(NUM_BUFFERS)
     stored = allocate_mbarriers(SLOTS)
@@ -272,5 +274,5 @@ def specialized_gemm_reduce_scatter(
         2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,
         SLOTS,
     )
-    pointwise = Pointwise((None, None), M, N, "none")
+    pointwise = Pointwise((None, None), (None, None), M, N, "none")
     run(problem, a_desc, b_desc, extra_desc, c_desc, counts_ptr + WORLD, pointwise, config, True)

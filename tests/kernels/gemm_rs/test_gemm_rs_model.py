@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from gluon_machine import Task, machine, now
 from gluon_memory import Descriptor, Pointer
-from gluon_model import Deadlock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
