@@ -21,7 +21,7 @@ from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..search.messages import Claim, Offer, Offers
 from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
-from ..triton_api import autotuner_cache, identity, stock_files, subclasses
+from ..triton_api import autotuner_cache, identity, other_launchers, stock_files
 from ..triton_api.launch import Key
 from ..version import __version__
 
@@ -174,7 +174,7 @@ class Results:
         else:
             is_ours = is_alone or origin.group is group
             counts = is_ours and origin.scope == self._scope and not origin.provisional
-        return tuner.cache.get(key) if counts and not subclasses.keeps_its_own_cache(tuner) else None
+        return tuner.cache.get(key) if counts and not other_launchers.keeps_its_own_cache(tuner) else None
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
@@ -213,7 +213,7 @@ class Results:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
-            if subclasses.keeps_its_own_cache(tuner):  # it might take the entry for another key's
+            if other_launchers.keeps_its_own_cache(tuner):  # it might take the entry for another key's
                 continue
             standing = tuner.cache.get(binding.key) if is_cached else None
             if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:

@@ -24,6 +24,15 @@ ALIGNED = gl.constexpr(8)
 INSTRUCTION_K = gl.constexpr(16)
 
 
+@gluon.constexpr_function
+def slots_of_visits(num_buffers):
+    """Return how many visits the loader may publish before all partitions have taken the first of them.
+
+    A partition that loads for itself publishes up to `num_buffers` before it takes the first.
+    """
+    return num_buffers + 2
+
+
 @aggregate
 class StaticSchedule:
     tiles: gl.tensor

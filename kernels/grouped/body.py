@@ -115,8 +115,8 @@ def run(problem, b_desc, epilogue, config):
     if PINGPONG:
         gl.warp_specialize(
             [
-                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, True, True, False, False)),
-                (work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, True, True, False, False)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, "both", False)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, "both", False)),
                 (gather, (problem, schedule, operands)),
                 (load, (problem, schedule, operands, 2)),
             ],
@@ -126,7 +126,7 @@ def run(problem, b_desc, epilogue, config):
     else:
         gl.warp_specialize(
             [
-                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "both", False)),
                 (gather, (problem, schedule, operands)),
                 (load, (problem, schedule, operands, 1)),
             ],
