@@ -1,4 +1,4 @@
-"""The device side of `AllGatherMoE` on Hopper: the roles of `grouped` wait for chunks.
+"""The kernel of `AllGatherMoE` for Hopper: the roles of `grouped` wait for chunks.
 
 Only the load warp waits: once a tile, for the stages up to the tile's last one that it has not waited for
 yet. Rows are gathered, and weights loaded, when it has; the tensor cores go on with what was there before.
@@ -95,7 +95,7 @@ class Blocks:
 
     @gluon.jit
     def await_rows(self, number, known):
-        """Return once the tile's chunks are here, or their peers have been given up: then it loads garbage."""
+        """Return once the tile's chunks are here, or their peers are given up: then it loads garbage."""
         entry_ptr, _col = self.find(number)
         stage = gl.load(entry_ptr + 3)
         while known < stage:
@@ -132,7 +132,7 @@ class Blocks:
     ]
 )
 def specialized_all_gather_moe(
-    b_desc,  # weights [experts * N, K]; without TRANS_B [experts * K, N]
+    b_desc,  # weights [experts * N, K]; BY_COLUMNS [experts * K, N]
     a_ptr,  # gather buffer: tokens of K elements, those of chunk p behind p * (tokens of a chunk)
     c_ptr,  # out [choices, N], rows stride_cm apart
     rows_ptr,  # of the plan: the row of `out` of each sorted choice
@@ -152,7 +152,7 @@ def specialized_all_gather_moe(
     patience_ticks,
     WORLD: gl.constexpr,
     HEIGHTS: gl.constexpr,
-    TRANS_B: gl.constexpr,  # the weights' rows are contiguous; else their columns
+    BY_COLUMNS: gl.constexpr,  # the weights' columns are contiguous, not their rows
     SORTED: gl.constexpr,  # the rows of `out` are the sorted choices
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -165,11 +165,11 @@ def specialized_all_gather_moe(
 ):
     """Write each choice's token times its expert's B.T; zeros for a choice that is dropped.
 
-    N, K and stride_cm are multiples of 8; without TRANS_B, K is one of BLOCK_K.
+    N, K and stride_cm are multiples of 8; BY_COLUMNS, K is one of BLOCK_K.
     """
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, 0, BLOCK_K, NUM_BUFFERS, STORE_N, 1),
-        *("grouped", GROUP_M, False, False, TRANS_B, False, False),
+        *("grouped", GROUP_M, False, False, not BY_COLUMNS, False, False),
     )
     table = table_of(BLOCK_M) + (0 if BY_ARRIVAL else HEIGHTS)
     blocks = gl.load(ends_ptr + ((table + 1) * WORLD - 1))

@@ -16,9 +16,10 @@ early or as much out of turn as it may be:
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
 read that it overwrites without one, is an error of its own, and so is a product of what cp.async has written
-without a fence behind its arrival, and a read of what another program has written and not published. Words in global memory are read and written at once; what a task has acquired and
-fenced is known, so a test can say what it may load (`may_load`), and can let others change memory beside the
-launch. The memory of a program that has ended must not be used.
+without a fence behind its arrival, and a read of what another program has written and not published. Words
+in global memory are read and written at once; what a task has acquired, itself or through an mbarrier, and
+fenced is known, so a test can say what it may load (`may_load`) or gather (`may_read`), and can let others
+change memory beside the launch. The memory of a program that has ended must not be used.
 
 Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts, and integers that
 wrap around.
