@@ -17,7 +17,7 @@ Which tiles there are is asked of a part as well, the `problem`. It has `tiles` 
     place(number)                 a tile's first row of A and of C, its first column and first k block
     blocks_of(number)             how many k blocks it has: one or more. Where tiles differ in it, a program's
                                   are the program_id-th one and every num_programs-th one behind
-    end_steps()                   of JOINED only: how many times 16 elements of K the last one of a tile has
+    end_steps()                   of JOINED only: how many instructions along K the last one of a tile needs
     await_rows(number, known)     return once those rows of A may be read. Only `load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
     loaded()                      `load` has started its last load
@@ -293,9 +293,9 @@ def _create_mma(problem, dtype: gl.constexpr, config):
     if config.TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
     elif config.JOINED:
-        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M, BLOCK_N + EXTRA_N, dtype)
+        mma = WgmmaAnyWidth.create(problem.end_steps(), dtype, config)
     else:
-        mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
+        mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N, config.ITEM_BYTES)
     return mma
 
 

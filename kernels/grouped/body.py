@@ -104,7 +104,7 @@ def run(problem, b_desc, epilogue, config):
     PINGPONG: gl.constexpr = config.VARIANT == "pingpong"
     gl.static_assert(PINGPONG or config.VARIANT == "cooperative", "somebody else is to gather")
     operands = GatheredOperands.create(b_desc, config)
-    mma = Wgmma.create(config.BLOCK_M, config.BLOCK_N, 0)
+    mma = Wgmma.create(config.BLOCK_M, config.BLOCK_N, 0, config.ITEM_BYTES)
     schedule = StaticSchedule(problem.tiles, "strided")
     turn = operands.full
     if PINGPONG:

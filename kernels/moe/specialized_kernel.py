@@ -169,7 +169,7 @@ def specialized_all_gather_moe(
     """
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, 0, BLOCK_K, NUM_BUFFERS, STORE_N, 1),
-        *("grouped", GROUP_M, False, False, not BY_COLUMNS, False, False),
+        *("grouped", GROUP_M, False, False, not BY_COLUMNS, False, False, 2),
     )
     table = table_of(BLOCK_M) + (0 if BY_ARRIVAL else HEIGHTS)
     blocks = gl.load(ends_ptr + ((table + 1) * WORLD - 1))
