@@ -75,7 +75,7 @@ class OwnBuffers:
 
     @gluon.jit
     def into(self, c_desc):
-        """Return the same buffers for another matrix, of whose blocks as many elements are stored at a time."""
+        """Return the same buffers for another matrix; its descriptor has the same block."""
         return OwnBuffers(
             *(c_desc, self.pointwise, self.bufs, self.BUFFERS, self.WIDTH, self.STORE_N, self.TRANS_C)
         )

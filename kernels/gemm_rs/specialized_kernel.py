@@ -1,28 +1,27 @@
 """The device side of `GemmReduceScatter` on Hopper and Blackwell: the roles of `gemm` hand over chunks.
 
-    `_load`     claims tiles one by one, in the order of their chunks: the peers', `rank` + 1 first, then the own
-    `_work`     multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
-                chunk it adds what the peers have sent, in float32, before that is rounded
-    `_notify`   counts the tiles for peers that are in memory and hands over what is complete; in the own chunk it
-                waits for the peers and lets `_work` go on
-
-**Counted is what is in memory.** A TMA store goes on when its thread does. At its next tile, when that has been
-multiplied, `_work` has each thread wait until the stores that it started are complete, which they are by then
-(`cp.async.bulk.wait_group` without `.read`, which would only say that shared memory has been read). Completion
-makes them visible to that thread, in the generic proxy as well (PTX ISA, "async proxy"); a barrier gathers the
-threads, an arrival hands that on to `_notify`, and its count, at GPU scope, to whoever counts the last tile of
-the chunk. That one sets DONE at system scope, behind which the copy engine reads.
-
+    load      claims tiles one by one, in the order of their chunks: the peers', `rank` + 1 first, then the own
+    work      multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
+              chunk it adds what the peers have sent, in float32, before that is rounded
+    notify    counts the tiles for peers that are in memory and hands over what is complete. In the own chunk it
+              waits for the peers and lets `work` go on
     ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two tiles
               compute gets the same sums, to the bit, from both
 
-**It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own chunk.
-`_work` waits for the peers' sums in an own tile only, after it has told of all before it: so `_notify` counts
-all tiles for peers without waiting for another program, and then alone waits for the peers, each for as long as
-its patience. `_work` and `_load` never wait for anybody outside their program but through `_notify`.
+**Counted is what is in memory.** A thread goes on while what it stores by TMA is on its way. Before `work`
+stores its next tile, each of its threads waits until its stores are complete, which they long are by then.
+(`cp.async.bulk.wait_group` without `.read`, which would only tell that shared memory has been read. A thread
+that has waited sees what it stored, without a fence between the proxies: PTX ISA, "async proxy".) A barrier
+gathers the threads, an arrival hands that on to `notify`, and its count, at GPU scope, to whoever counts the
+chunk's last tile. That one sets DONE, at system scope, behind which the copy engine reads.
 
-`stored` is a ring, with a slot for each visit that may be published: a storing partition is no further than the
-loader, who is no more than so many visits ahead of `_notify`, so no phase is passed before `_notify` saw it.
+**It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own chunk.
+`work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So `notify` counts
+all tiles for peers without waiting for another program; then it alone waits for the peers, for each as long as
+its patience. Nobody else waits for anything outside the program.
+
+`stored` is a ring with a slot for each visit that may be published. A storing partition is no further than the
+loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -153,7 +152,7 @@ class Chunks:
 
     @gluon.jit
     def stored_before(self, visit):
-        """Tell `_notify` that what this partition has stored before that visit is in memory."""
+        """Tell `notify` that what this partition has stored before that visit is in memory."""
         complete_stores()
         partition_barrier()
         mbarrier.arrive(self.stored.index(ring_slot(visit, self.SLOTS)), count=1)
