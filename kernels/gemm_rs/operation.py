@@ -93,9 +93,9 @@ class GemmReduceScatter(Operation):
     peers, such as collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
-    With `body="auto"` a warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows that
-    TMA can address and as many for each rank as its lowest tile has. With "plain" it never does. Ranks may
-    differ in that.
+    With `body="auto"` a warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows
+    that TMA can address and as many for each rank as its lowest tile has. With "plain" it never does. Ranks
+    may differ in that.
 
     `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
     the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
@@ -117,7 +117,7 @@ class GemmReduceScatter(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
-        body: str = "auto",
+        body: str = "plain",
         collective: bool | None = None,
     ) -> None:
         if m < 1 or n < 1:

@@ -1,4 +1,4 @@
-"""The host side of the body for Hopper and Blackwell: whether it can run, its configs, the way to a launch."""
+"""The body for Hopper and Blackwell, on the host: whether it can run, its configs, the way to a launch."""
 
 from __future__ import annotations
 

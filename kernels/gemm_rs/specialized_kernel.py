@@ -1,12 +1,12 @@
 """The device side of `GemmReduceScatter` on Hopper and Blackwell: the roles of `gemm` hand over chunks.
 
-    load      claims tiles one by one, in the order of their chunks: the peers', `rank` + 1 first, then the own
+    load      claims tiles one by one, in the order of their chunks: for peers, `rank` + 1 first, then own
     work      multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
               chunk it adds what the peers have sent, in float32, before that is rounded
-    notify    counts the tiles for peers that are in memory and hands over what is complete. In the own chunk it
-              waits for the peers and lets `work` go on
-    ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two tiles
-              compute gets the same sums, to the bit, from both
+    notify    counts the tiles for peers that are in memory and hands over what is complete. In the own chunk
+              it waits for the peers and lets `work` go on
+    ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two
+              tiles compute gets the same sums, to the bit, from both
 
 **Counted is what is in memory.** A thread goes on while what it stores by TMA is on its way. Before `work`
 stores its next tile, each of its threads waits until its stores are complete, which they long are by then.
@@ -15,13 +15,13 @@ that has waited sees what it stored, without a fence between the proxies: PTX IS
 gathers the threads, an arrival hands that on to `notify`, and its count, at GPU scope, to whoever counts the
 chunk's last tile. That one sets DONE, at system scope, behind which the copy engine reads.
 
-**It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own chunk.
-`work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So `notify` counts
-all tiles for peers without waiting for another program; then it alone waits for the peers, for each as long as
-its patience. Nobody else waits for anything outside the program.
+**It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own
+chunk. `work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So
+`notify` counts all tiles for peers without waiting for another program; then it alone waits for the peers,
+for each as long as its patience. Nobody else waits for anything outside the program.
 
-`stored` is a ring with a slot for each visit that may be published. A storing partition is no further than the
-loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
+`stored` is a ring with a slot for each visit that may be published. A storing partition is no further than
+the loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gluon_machine import Task, machine, now
 from gluon_memory import Descriptor, Pointer
+from gluon_model import Deadlock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ class Scene:
     addend: bool = False
     dead: int | None = None  # the peer that neither gives a permit nor pushes
     rows_of: dict[int, int] = field(default_factory=dict)  # peers that push another number of rows
+    late: bool = False  # peers push when all that is for them has left
     patience_ticks: int = 10_000
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class Scene:
         self.extra = numbers.integers(-9, 10, (self.world * self.m, self.n)).astype(float)
         self.theirs = numbers.integers(-9, 10, (slots, self.m, self.n)).astype(float)
         self.partial = np.full((slots * self.capacity, self.n), np.nan)
-        self.staged = np.full((slots, self.capacity, self.n), np.nan)
+        self.staged = np.full(slots * self.capacity * self.n, np.nan)
         self.out = np.full((self.m, self.n), np.nan)
         self.flags = np.zeros(PEERS.FLAGS * self.world, dtype=np.int64)
         self.counts = np.zeros(self.world + 2, dtype=np.int64)
@@ -94,8 +96,15 @@ class Scene:
         return [functools.partial(self.receive, *at) for at in enumerate(self.peers()) if at[1] != self.dead]
 
     def receive(self, slot: int, peer: int) -> None:
+        if self.late:
+            now().pause(lambda: len(self.pushed) == self.world - 1, "our sums")
         self.wait_a_while()
-        self.staged[slot, : self.m] = self.theirs[slot]
+        first = slot * self.capacity * self.n
+        here = slice(first, first + self.m * self.n)
+        clocks = machine().published.setdefault(id(self.staged), np.full(self.staged.shape, -1.0))
+        self.staged[here], clocks[here] = self.theirs[slot].reshape(-1), np.inf
+        self.wait_a_while()
+        clocks[here] = machine().turns  # who reads must have acquired what follows
         self.raise_late("ARRIVED", peer, self.rows_of.get(peer, self.m))
 
     def raise_late(self, row: str, peer: int, value: int) -> None:
@@ -135,7 +144,7 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
         *(Descriptor(b, block) for block in of_b),
         Descriptor(scene.out, [block_m, store[0]]),
         Descriptor(scene.partial, [block_m, store[0]]),
-        Pointer(scene.staged.reshape(-1)),
+        Pointer(scene.staged),
         Pointer(scene.flags),
         Pointer(scene.counts),
         Pointer(scene.errors),
@@ -219,11 +228,112 @@ CALLS = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captur
     store=st.sampled_from([(4, 1), (4, 2), (8, 1)]),
     addend=st.booleans(),
     by_columns=st.booleans(),
+    late=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_every_chunk_is_complete_when_it_leaves_and_the_sums_are_right(
-    variant, tensor_memory, captured, world, sizes, programs, buffers, store, addend, by_columns, seed
+    variant, tensor_memory, captured, world, sizes, programs, buffers, store, addend, by_columns, late, seed
 ):
-    scene = Scene(world, seed % world, *sizes, seed=seed, captured=captured, addend=addend)
+    scene = Scene(world, seed % world, *sizes, seed=seed, captured=captured, addend=addend, late=late)
     options = {"programs": programs, "buffers": buffers, "store": store, "by_columns": by_columns}
     reduce_scatter(scene, variant, tensor_memory=tensor_memory, **options)
+
+
+@KINDS
+@CALLS
+def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tensor_memory, captured):
+    for seed in range(3):
+        scene = Scene(3, 1, 9, 14, 3, seed=seed, captured=captured, dead=(2, 0, 2)[seed], patience_ticks=1)
+        reduce_scatter(scene, variant, tensor_memory=tensor_memory)
+
+
+def test_a_peer_with_other_rows_is_recorded():
+    scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
+    reduce_scatter(scene)
+    assert scene.errors[2] & 0xFFFFFFFF == 7
+
+
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_a_tile_of_two_widths_and_programs_without_a_tile(variant):
+    for seed in range(2):
+        reduce_scatter(Scene(2, 1, 9, 29, 5, seed=seed, addend=True), variant, extra_n=4, programs=13)
+
+
+@pytest.mark.parametrize(("variant", "warps"), [("cooperative", 8), ("pingpong", 4)])
+def test_a_tile_of_any_width_is_added_up(variant, warps):
+    options = {"blocks": (128, 64, 64), "extra_n": 16, "joined": True, "store": (32, 1), "warps": warps}
+    reduce_scatter(Scene(3, 1, 131, 170, 70, seed=1, addend=True), variant, **options)
+
+
+# ---- that the model finds what it is there to find
+
+
+def fails(variant: str = "cooperative", *, captured: bool = False, seeds: int = 12) -> str:
+    """Return the first failure among a few calls in different orders; empty if there is none."""
+    for seed in range(seeds):
+        try:
+            scene = Scene(3, 1, 11, 20, 5, seed=seed, captured=captured, late=not captured)
+            reduce_scatter(scene, variant, programs=3, buffers=2)
+        except AssertionError as error:
+            return "deadlock" if isinstance(error, Deadlock) else str(error)
+    return ""
+
+
+@CALLS
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_nothing_is_found_in_the_kernel_as_it_is(variant, captured):
+    assert fails(variant, captured=captured, seeds=3) == ""
+
+
+def test_a_count_of_what_has_only_been_read_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL, "complete_stores", lambda: gluon_model.instructions.store_wait(0))
+    assert "pushed to" in fails()
+
+
+@pytest.mark.parametrize(("variant", "every"), [("cooperative", 1), ("pingpong", 2)])
+def test_a_count_before_the_next_visit_is_found(monkeypatch, variant, every):
+    notify = KERNEL.Chunks.notify
+    monkeypatch.setattr(
+        KERNEL.Chunks, "notify", lambda self, number, visit, known: notify(self, number, visit - every, known)
+    )
+    assert "pushed to" in fails(variant)
+
+
+def test_sums_that_nobody_waits_for_are_found(monkeypatch):
+    monkeypatch.setattr(KERNEL, "wait_for_all", lambda *args: None)
+    assert "before it is known to be there" in fails()
+
+
+def test_a_wait_that_acquires_nothing_is_found(monkeypatch):
+    add = SIGNALS.tl.atomic_add
+    relaxed = type("tl", (), {**vars(SIGNALS.tl)})
+
+    def add_relaxed(pointer, value, *, sem, scope):
+        return add(pointer, value, sem="relaxed", scope=scope)
+
+    relaxed.atomic_add = staticmethod(add_relaxed)
+    monkeypatch.setattr(SIGNALS, "tl", relaxed)
+    assert "before it is known to be there" in fails()
+
+
+def test_a_tile_that_is_told_of_behind_the_own_ones_is_a_deadlock(monkeypatch):
+    """The peers' sums wait for nothing here, but the side stream does: for DONE."""
+    told = KERNEL.Chunks.stored_before
+    monkeypatch.setattr(KERNEL.Chunks, "stored_before", lambda self, visit: None)
+    monkeypatch.setattr(KERNEL.Chunks, "notified", lambda self: told(self, 0))
+    assert fails() == "deadlock"
+
+
+def test_tiles_that_are_dealt_out_instead_of_claimed_are_refused():
+    with pytest.raises(AssertionError, match="takes what a loader claims"):
+        config = KERNEL.Config
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(KERNEL, "Config", lambda *values: config(*values[:8], "grouped", *values[9:]))
+            reduce_scatter(Scene(2, 0, 5, 9, 3, seed=0))
+
+
+def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL.Chunks, "notified", lambda self: None)
+    scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
+    with pytest.raises(AssertionError):
+        reduce_scatter(scene)
