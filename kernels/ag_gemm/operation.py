@@ -298,7 +298,7 @@ class AllGatherGemm(Operation):
             raise ValueError("weight has no rows; there is nothing to compute")
         check_out(out, [self.world_size * rows, weight.shape[0]], self._dtype, self.device)
         check_overlap("a_shard", a_shard, self._shard, "m")
-        epilogue.check(weight.shape[0], self.device)
+        epilogue.check(self.world_size * rows, weight.shape[0], self.device)
 
     def _run(self, product: Product, choice: Choice) -> None:
         self._calls += 1

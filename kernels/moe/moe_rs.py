@@ -105,9 +105,9 @@ class MoEReduceScatter(ExpertOperation):
 
     The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
     outside, a shape that has not been tuned takes the first candidate. What `AllGatherMoE` says about
-    `tokens=`, CUDA graphs, timeouts and `collective` holds here too; a collective adds the ranks' parts in its
-    own way. Kernels of other streams that wait for peers, such as
-    collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
+    `tokens=`, CUDA graphs, timeouts and `collective` holds here too; a collective adds parts in its own way.
+    Kernels of other streams that wait for peers, such as collectives of another dimension of a mesh, may run
+    beside a call, if they leave it an SM.
 
     Each rank holds 2 * (W - 1) * tokens_per_rank * n elements, half of them of symmetric memory, and in a
     call T * topk * n more.

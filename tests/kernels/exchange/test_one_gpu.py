@@ -25,7 +25,7 @@ from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.exchange import flags, operation, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import kernel as rs
+from dist_autotune.kernels.gemm_rs import plain as rs
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
