@@ -172,7 +172,7 @@ class Caller:
         else:
             weight, out, plan, topk = operands
             products = out.new_empty((self.case.choices, self.case.n))
-            of_plan = (plan, self.tensors["weights"], plan.ends, plan.tables, plan.counters)
+            of_plan = (plan, self.tensors["weights"], plan.offsets, plan.ends, plan.tables, plan.counters)
             choices = moe_rs._Choices(*of_plan, (), topk, self.case.is_sorted)
             self.operation._launch(self.tensors["a"], weight, out, products, choices)
 

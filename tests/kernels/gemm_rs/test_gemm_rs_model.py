@@ -324,12 +324,11 @@ def test_a_tile_that_is_told_of_behind_the_own_ones_is_a_deadlock(monkeypatch):
     assert fails() == "deadlock"
 
 
-def test_tiles_that_are_dealt_out_instead_of_claimed_are_refused():
+def test_tiles_that_are_dealt_out_instead_of_claimed_are_refused(monkeypatch):
+    config = KERNEL.Config
+    monkeypatch.setattr(KERNEL, "Config", lambda *values: config(*values[:8], "grouped", *values[9:]))
     with pytest.raises(AssertionError, match="takes what a loader claims"):
-        config = KERNEL.Config
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(KERNEL, "Config", lambda *values: config(*values[:8], "grouped", *values[9:]))
-            reduce_scatter(Scene(2, 0, 5, 9, 3, seed=0))
+        reduce_scatter(Scene(2, 0, 5, 9, 3, seed=0))
 
 
 def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
