@@ -55,8 +55,8 @@ def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) 
 
     The result is rounded once, by eps of its type. Sums of K products, which are exact, are off by sqrt(K)
     float32 eps of what they are of. Hopper's tensor cores keep 13 bits behind the largest number that an
-    instruction adds up, of which there is one for 32 products: it cuts off up to 2**-13 of a sum so far, which
-    of random signs is hardly ever above five of its standard deviations.
+    instruction adds up, of which there is one for 32 products: it cuts off up to 2**-13 of a sum so far. That
+    is hardly ever above five standard deviations of sums of such products.
     """
     bias, activation, scale_a, scale_b = epilogue
     scales = {"scale_a": scale_a, "scale_b": scale_b}
