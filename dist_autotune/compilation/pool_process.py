@@ -28,7 +28,7 @@ PRIORITY_TRIES, PRIORITY_PAUSE_S = 100, 0.1  # Linux lets ten sessions of a host
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileOutcome:
     """How a compilation ended."""
 
     place: int  # in what the process was given
@@ -56,12 +56,12 @@ class PoolProcess:
         self._report, self._read_bytes, self._pid = report, 0, pid
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
 
-    def read(self) -> list[Compiled]:
+    def read(self) -> list[CompileOutcome]:
         """Return the compilations that have ended since this was last called."""
         text = os.pread(self._report, READ_BYTES, self._read_bytes)
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [Compiled(*json.loads(line)) for line in whole.splitlines() if line]
+        return [CompileOutcome(*json.loads(line)) for line in whole.splitlines() if line]
 
     @property
     def has_begun(self) -> bool:
@@ -94,8 +94,8 @@ def _end(pid: int, report: int, parent: int) -> None:
 
 def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: int, report: int) -> NoReturn:
     def tell(task: Task) -> None:
-        told = Compiled(pool.tasks.index(task), task.ending, task.reason)
-        os.write(report, json.dumps(astuple(told)).encode() + b"\n")
+        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason)
+        os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
     try:
         signal.signal(signal.SIGTERM, _leave)  # before that signal can come

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ..compilation import preflight
 from ..compilation.compiler_child import START_S
 from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
-from ..compilation.pool_process import Compiled, PoolProcess
+from ..compilation.pool_process import CompileOutcome, PoolProcess
 from ..compilation.preflight import keeping_reason
 from ..triton_api.launch import Launch, load
 from .rank_context import RankContext
@@ -19,7 +19,7 @@ from .rank_context import RankContext
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
 LOADING_SHARE = 0.25  # of the time from run to run: what loading may add to it; one candidate in any case
-STARTS_IN_VAIN = 3  # of processes that end and tell of no candidate; then this one compiles
+MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then this one compiles
 
 
 @dataclass(eq=False)
@@ -40,13 +40,13 @@ class _Entry:
         """Return how many candidates lack something."""
         return len({candidate for candidate, _ in (*self.to_compile, *self.to_load)})
 
-    def end(self, work: Work, told: Compiled) -> None:
+    def end(self, work: Work, outcome: CompileOutcome) -> None:
         """Take up how a compilation ended."""
         if (compilation := self.to_compile.pop(work, None)) is None:
             return  # its candidate has failed in another form
-        self.counts.add(told.ending)
-        if told.reason:
-            self.reasons[work[0]] = told.reason
+        self.counts.add(outcome.ending)
+        if outcome.reason:
+            self.reasons[work[0]] = outcome.reason
             self.drop_failed()
         else:
             self.to_load[work] = compilation
@@ -76,8 +76,8 @@ class Backlog:
         self._process: PoolProcess | None = None
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
-        self._in_vain = 0  # processes in a row that told of no candidate
-        self._why_here = why_no_child(options)  # this process compiles, a candidate a run
+        self._failed_starts = 0  # processes in a row that told of no candidate
+        self._no_child_because = why_no_child(options)  # this process compiles, a candidate a run
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:
@@ -160,17 +160,17 @@ class Backlog:
     # -- the process ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take up what the process has told, and whether it has ended."""
+        """Take up what the process has reported, and whether it has ended."""
         if (process := self._process) is None:
             return
         has_ended = process.has_ended  # asked first, so that nothing it has told is missed
         has_ended |= not process.has_begun and time.monotonic() - self._started > START_S
-        for told in process.read():
-            entry, work = self._asked[told.place]
-            entry.end(work, told)
-            self._in_vain = 0
+        for outcome in process.read():
+            entry, work = self._asked[outcome.place]
+            entry.end(work, outcome)
+            self._failed_starts = 0
         if has_ended:
-            self._in_vain += any(work in entry.to_compile for entry, work in self._asked)
+            self._failed_starts += any(work in entry.to_compile for entry, work in self._asked)
             self._stop()
 
     def _start(self) -> None:
@@ -181,21 +181,21 @@ class Backlog:
         if not (wanted and is_due) or (self._process is not None and set(wanted) <= set(self._asked)):
             return
         self._stop()
-        if self._in_vain >= STARTS_IN_VAIN:
-            self._why_here = "child processes do not start, or do not last"
-        if not self._why_here:
+        if self._failed_starts >= MOST_FAILED_STARTS:
+            self._no_child_because = "child processes do not start, or do not last"
+        if not self._no_child_because:
             compilations = [entry.to_compile[work] for entry, work in wanted]
             try:
                 self._process = PoolProcess(compilations, self._options)
             except OSError as error:
-                self._why_here = f"no child ({error.strerror})"
+                self._no_child_because = f"no child ({error.strerror})"
             else:
                 self._asked, self._started = wanted, time.monotonic()
                 return
-        remark = f"compiled in this process, without a limit: {self._why_here}"
+        remark = f"compiled in this process, without a limit: {self._no_child_because}"
         for entry, work in wanted:
             entry.counts.remark = remark
-            entry.end(work, Compiled(0, COMPILED, ""))
+            entry.end(work, CompileOutcome(0, COMPILED, ""))
 
     def _stop(self) -> None:
         if self._process is not None:

@@ -232,7 +232,7 @@ class Dispatcher:
                 yield context, _with_remark(sum(all_counts, CompileCounts()), context)
             context.forms.clear()
 
-    def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
+    def preflight_in_background(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
         for context, launches in self._take_launches():
             for binding, launch in launches:

@@ -117,15 +117,15 @@ class RankRun:
         if self._backlog is None:
             loading = functools.partial(self._state.guard.launching, loads=True)
             self._backlog = Backlog(self._pool_options(), self._state.registry.ban, loading)
-        return dispatcher.preflight_behind(self._backlog)
+        return dispatcher.preflight_in_background(self._backlog)
 
     def _pool_options(self) -> PoolOptions:
         """Return how this rank compiles; online nobody waits for it."""
         function, session = self._state.function, self._log.session
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
         patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
-        jobs = function.options.resolved_compile_jobs()
-        return PoolOptions.of_rank(session, position, count, patience_s, jobs=jobs, is_behind=not self._waits)
+        chosen = {"jobs": function.options.resolved_compile_jobs(), "in_background": not self._waits}
+        return PoolOptions.of_rank(session, position, count, patience_s, **chosen)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""

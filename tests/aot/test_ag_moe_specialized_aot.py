@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from typing import Any
 
 import pytest
+import torch
 import triton
 from compiled import HOPPER, REGISTERS, SHARED_BYTES, compile_for, of_each_value, resources
 from gemm_compiled import descriptor_type, in_parallel
+from launch_path import arguments, only_compiling
 
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 from dist_autotune.kernels.grouped.body import GATHER_REGISTERS
 from dist_autotune.kernels.grouped.configs import blocks_of, shared_bytes
-from dist_autotune.kernels.moe import ag_moe_kernel
+from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
+from dist_autotune.kernels.moe import launch as launch_of_moe
 from dist_autotune.kernels.moe.ag_moe_kernel import SPECIALIZED_CANDIDATES as CANDIDATES
 from dist_autotune.kernels.moe.specialized_kernel import specialized_all_gather_moe
 
@@ -95,7 +99,7 @@ def test_the_tensor_cores_read_behind_a_fence_that_is_behind_the_wait():
 
 
 def test_only_the_load_warp_polls_and_each_keeps_to_its_registers():
-    for config, kernel in compiled():
+    for config, kernel in compiled()[:2]:  # disassembling takes a second
         parts = re.split(r"USETMAXREG", kernel.asm["sass"])
         (loading,) = [part for part in parts if "UTMALDG" in part]
         (gathering,) = [part for part in parts if "LDGSTS" in part]
@@ -104,3 +108,109 @@ def test_only_the_load_warp_polls_and_each_keeps_to_its_registers():
         assert "LDG.E.STRONG.SYS" in loading, config
         assert "LDG.E.STRONG.SYS" not in gathering, config
         assert not re.search(r"atom\.\S*add", kernel.asm["ptx"]), config
+
+
+# ---- the launch path, on a device that compiles and does not run
+
+SMALL = next(config for config in CANDIDATES if config.kwargs["NUM_BUFFERS"] == 8)
+PLAN = ("rows", "sources", "ends", "tables")
+CHOICES, N, K, EXPERTS = 256, 256, 128, 4
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(launch_of_moe, "_is_hopper", lambda device: True)
+    tuner = ag_moe_kernel.specialized
+    with only_compiling(monkeypatch, ag_moe, tuner, SMALL, "_SPECIALIZED", blocks_of) as made:
+        yield made
+
+
+class Call:
+    """The part of an operation that launches, with the operands of a call."""
+
+    def __init__(self, *, n: int = N, k: int = K, by_columns: bool = False, choices: int = CHOICES) -> None:
+        self.gather = torch.zeros(2, 64, k, dtype=torch.bfloat16)
+        weight = torch.zeros((EXPERTS, k, n) if by_columns else (EXPERTS, n, k), dtype=torch.bfloat16)
+        self.weight = weight.mT if by_columns else weight
+        self.out = torch.zeros(choices, n, dtype=torch.bfloat16)
+        words = {name: torch.zeros(512, dtype=torch.int32) for name in PLAN}
+        self.plan = types.SimpleNamespace(capacity=77, **words)
+        self.flags, self.errors = torch.zeros(7, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+
+    def operation(self, body: str) -> Any:
+        op = object.__new__(ag_moe.AllGatherMoE)
+        op.rank, op.world_size, op._patience_ticks, op._body, op._sms = 1, 2, 99, body, 132
+        op._has_tma, op._upcasts, op._errors = True, False, self.errors
+        op._gather, op._flags = (types.SimpleNamespace(local=local) for local in (self.gather, self.flags))
+        return op
+
+    def launch(self, *, is_sorted: bool = False) -> None:
+        self.operation("auto")._launch(self.weight, self.out, self.plan, 2, is_sorted=is_sorted)
+
+    def suits(self, body: str = "auto") -> bool:
+        op, seen = self.operation(body), []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(ag_moe, "_launch_specialized", lambda *given: seen.append(True))
+            monkeypatch.setattr(ag_moe._SETTLED, "launch", lambda *given, **named: seen.append(False))
+            op._launch(self.weight, self.out, self.plan, 2)
+        return seen == [True]
+
+
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+def test_every_argument_is_where_the_kernel_expects_it_both_ways(device, monkeypatch, by_columns):
+    call = Call(n=192, by_columns=by_columns)
+    call.launch()
+    run = lambda *args, **kwargs: pytest.fail("the tuner was asked")  # noqa: E731
+    monkeypatch.setattr(type(ag_moe_kernel.specialized), "run", run)
+    call.launch()
+    first, second = (arguments(launched) for launched in device.launched)
+    assert first == second
+    named = dict(zip(ag_moe_kernel.specialized.arg_names, first, strict=True))
+    rows, columns = (K, 192) if by_columns else (192, K)
+    block = (64, 128) if by_columns else (128, 64)
+    described = (call.weight.data_ptr(), EXPERTS * rows, columns, columns, 1, *block)
+    assert named.pop("b_desc")[:7] == described
+    plan = {f"{name}_ptr": getattr(call.plan, name).data_ptr() for name in PLAN}
+    assert named == {
+        "a_ptr": call.gather.data_ptr(),
+        "c_ptr": call.out.data_ptr(),
+        **plan,
+        **{"flags_ptr": call.flags.data_ptr(), "errors_ptr": call.errors.data_ptr()},
+        **{"size_class": CHOICES, "N": 192, "K": K, "experts": EXPERTS, "topk": 2, "capacity": 77},
+        **{"stride_cm": 192, "rank": 1, "patience_ticks": 99, "WORLD": 2, "HEIGHTS": 4},
+        **{"BY_COLUMNS": by_columns, "SORTED": False, **SMALL.kwargs},
+    }
+    blocks = CHOICES // 64 + EXPERTS + 1
+    assert [launched[:3] for launched in device.launched] == [(blocks * 2, 1, 1)] * 2
+
+
+def test_sorted_calls_are_another_kernel(device):
+    call = Call()
+    for is_sorted in (False, True, False, True):
+        call.launch(is_sorted=is_sorted)
+    at = ag_moe_kernel.specialized.arg_names.index("SORTED")
+    assert [arguments(launched)[at] for launched in device.launched] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "suits"),
+    [
+        ({}, True),
+        ({"n": 260}, False),
+        ({"k": 100}, False),
+        ({"k": 136}, True),
+        ({"k": 136, "by_columns": True}, False),  # a k block would reach into the next expert
+        ({"choices": 64 * EXPERTS // 2}, False),  # few rows for an expert
+    ],
+    ids=str,
+)
+def test_calls_that_it_does_not_suit_are_left_to_the_plain_kernel(device, change, suits):
+    assert Call(**change).suits() == suits
+
+
+def test_it_takes_no_call_of_the_plain_body_and_none_on_other_devices(device, monkeypatch):
+    call = Call()
+    assert call.suits()
+    assert not call.suits(body="plain")
+    monkeypatch.setattr(launch_of_moe, "_is_hopper", lambda device: False)
+    assert not call.suits()
