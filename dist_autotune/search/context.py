@@ -42,7 +42,7 @@ class Context:
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
-        self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
+        self.is_outside_plan = False  # starved as the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
@@ -223,7 +223,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, self.is_unasked, self.is_decided = "", False, False, False
+        self.status, self.waiting, self.is_outside_plan, self.is_decided = "", False, False, False
         if self._flow is None:
             self._flow = RunningFlow(self._rules, len(self.digests))
             self._resume(None)

@@ -128,7 +128,7 @@ class Scene:
                     done = end
                 if not self.pushed and peer != self.dead:
                     if self.random.random() < 0.5:  # when only load warps are left, which have loaded all
-                        now().pause(lambda: all(t.done for t in kernel_tasks() if "_load" not in t.name))
+                        now().pause(lambda: all(t.done for t in kernel_tasks() if "/load" not in t.name))
                     ended = all(task.done for task in kernel_tasks())
                     assert not ended, f"the kernel ended before rank {peer} had fetched our chunk"
                     self.flag("FETCHED", peer).set(EPOCH)
