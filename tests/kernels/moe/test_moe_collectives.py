@@ -263,6 +263,18 @@ def cases_on_gpus(rank, runs, backend):
     return run_cases(cases)
 
 
+def cases_on_one_gpu(rank):
+    errors = []
+    for runs in (GATHERING, SCATTERING):
+        errors += every_call(rank, runs, (300,), 264, 520, 8, 2, torch.bfloat16)
+    return errors + routed_layers(rank, [300], "any", **ALWAYS) + captured_layer(rank, [300], **ALWAYS)
+
+
+@pytest.mark.gpu(devices=1)
+def test_what_stands_between_the_collectives_is_right_on_one_gpu():
+    assert_right(values(cases_on_one_gpu, 1))
+
+
 @pytest.mark.gpu(devices=2)
 @BOTH
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
