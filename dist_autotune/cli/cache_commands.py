@@ -170,7 +170,7 @@ def import_entries(
     _report_unused(entries, here.driver)
 
 
-def _report_import(cache: Winners, merged: bundle.Merged, *, replaces: bool) -> None:
+def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: bool) -> None:
     """Say what became of the entries; of those that differ, which one stands."""
     differing = f"{len(merged.conflicts)} with another winner or other bits"
     terminal.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
