@@ -118,5 +118,5 @@ def add_to_unsigned(out_ptr):
 
 
 def test_operands_that_do_not_go_together_are_still_refused():
-    with pytest.raises(InterpreterError, match="negative scalar|out of range"):
+    with pytest.raises(InterpreterError, match=r"negative scalar|out of range"):
         add_to_unsigned[(1,)](torch.zeros(1, dtype=torch.uint8))
