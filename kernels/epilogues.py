@@ -1,14 +1,15 @@
-"""What becomes of a product's float32 sums before they are rounded and stored: activation(sums + bias).
+"""What becomes of a product's float32 sums before they are rounded and stored.
 
-`Epilogue` is what a call asks for; in a kernel `apply_epilogue` does it with each piece of a tile, in
-registers. Without an epilogue it compiles to nothing.
+    activation(sums * row_scale * column_scale + bias)
+
+`Epilogue` is what a call asks for; in a kernel `apply_scales` and `apply_epilogue` do it with each piece of a
+tile, in registers. Without an epilogue they compile to nothing.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,15 +30,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 NO_ACTIVATION = "none"  # as a kernel is told
 
 
-@dataclass(frozen=True, eq=False)
-class Epilogue:
-    """What a call does to the sums of its product, [M, N]: adds bias [N], then applies the activation."""
+class Epilogue(NamedTuple):
+    """What a call does to the sums of its product, [M, N]. Made in each call: no dataclass.
+
+    It multiplies them by the scale of their row, [M] or [M, 1], and of their column, [N] or [1, N], adds bias
+    [N], then applies the activation.
+    """
 
     bias: torch.Tensor | None = None
     activation: str | None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
 
     def check(self, columns: int, device: torch.device) -> None:
-        """Raise TypeError or ValueError unless products of so many columns on that device can end so."""
+        """Raise TypeError or ValueError unless bias and activation are for so many columns on that device."""
         if self.activation is not None and self.activation not in ACTIVATIONS:
             known = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"there is no activation {self.activation!r}; there are {known}, and None")
@@ -60,10 +66,16 @@ class Epilogue:
 
     def kind(self) -> EpilogueKind:
         """Return what the code and its tuning depend on."""
-        return EpilogueKind(None if self.bias is None else self.bias.dtype, self.activation or NO_ACTIVATION)
+        bias_dtype = None if self.bias is None else self.bias.dtype
+        scaled = self.scale_a is not None, self.scale_b is not None
+        return EpilogueKind(bias_dtype, self.activation or NO_ACTIVATION, scaled)
 
     def of(self, sums: torch.Tensor) -> torch.Tensor:
         """Return what becomes of the sums, computed by torch in their type."""
+        if self.scale_a is not None:
+            sums = sums * self.scale_a.reshape(-1, 1).to(sums.dtype)
+        if self.scale_b is not None:
+            sums = sums * self.scale_b.reshape(1, -1).to(sums.dtype)
         if self.bias is not None:
             sums = sums + self.bias.to(sums.dtype)
         return sums if self.activation is None else ACTIVATIONS[self.activation](sums)
@@ -74,10 +86,11 @@ class EpilogueKind(NamedTuple):
 
     bias_dtype: torch.dtype | None = None
     activation: str = NO_ACTIVATION
+    scaled: tuple[bool, bool] = (False, False)  # the rows, the columns
 
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> tuple[str | bool, ...]:
         """Return what it adds to the key of a choice: nothing where the product is the sums."""
-        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation)
+        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation, *self.scaled)
 
 
 NO_EPILOGUE = EpilogueKind()
@@ -85,6 +98,20 @@ ONLY_SUMS = Epilogue()
 
 
 # ---- in a kernel, of plain Triton or Gluon
+
+
+@triton.jit
+def apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, M, N, origin=0, pitch=1):
+    """Return sums at these rows and columns of C [M, N], see `apply_epilogue`, times their scales.
+
+    A row's scale is the (origin + row)-th, and scales of rows are `pitch` apart.
+    """
+    if row_scale_ptr is not None:
+        at = tl.cast(rows + origin, tl.int64) * pitch
+        sums *= tl.load(row_scale_ptr + at, mask=rows < M, other=0.0)[:, None]
+    if column_scale_ptr is not None:
+        sums *= tl.load(column_scale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+    return sums
 
 
 @triton.jit

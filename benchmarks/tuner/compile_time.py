@@ -41,7 +41,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from benchmarks.common.options import new_parser
 from benchmarks.common.pretended_device import PretendedDevice
-from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.preflight import preflight
 from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
@@ -74,7 +74,8 @@ def launch_ag_gemm(device: str) -> Arguments:
     errors = torch.empty(WORLD, dtype=torch.int64, device=device)
     sizes = {"M": ROWS, "N": COLUMNS, "K": INNER, "slots": WORLD, "capacity": ROWS // WORLD}
     strides = {"stride_b": INNER, "stride_cm": COLUMNS}
-    any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0) | {"bias_ptr": None}
+    names = all_gather_gemm.fn.do_not_specialize
+    any_value = {name: None if name.endswith("_ptr") else 0 for name in names}
     constants = {"WORLD": WORLD, "TMA_LEGAL": True, "BY_COLUMNS": False, "FENCE": True, "UPCAST": False}
     constants["ACTIVATION"] = NO_ACTIVATION
     return (a, a, a, words, errors), {"grid": (1,), **any_value, **sizes, **strides, **constants}
@@ -91,7 +92,7 @@ def launch_persistent_gemm(device: str) -> Arguments:
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16", "ACTIVATION": NO_ACTIVATION}
     tuned_by = (0, 132, 128, 128, ROWS, COLUMNS)  # wanted, programs, alignments and classes
-    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, None, None)
+    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, *(None,) * 4)
     return arguments, {"grid": (1,), **constants, **names}
 
 
@@ -104,7 +105,7 @@ KERNELS = {
 def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
     """Return the arm in which a rank compiles every candidate in `threads` threads."""
 
-    def compile_all(launch: Launch, configs: dict[str, Any], terms: Terms) -> dict[str, Any]:
+    def compile_all(launch: Launch, configs: dict[str, Any], options: PoolOptions) -> dict[str, Any]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
             kernels = [compiled(launch, config) for config in configs.values()]
         for kernel in kernels:
@@ -120,12 +121,12 @@ def compiled(launch: Launch, config: triton.Config) -> Any:
     return launch.compile(config)
 
 
-def shared(launch: Launch, configs: dict[str, Any], terms: Terms) -> dict[str, Any]:
+def shared(launch: Launch, configs: dict[str, Any], options: PoolOptions) -> dict[str, Any]:
     """Compile as a session does."""
-    found = preflight(launch, configs, terms)
+    found = preflight(launch, configs, options)
     assert not found.reasons, found.reasons
-    assert not found.tally.remark, found.tally.remark
-    return vars(found.tally)
+    assert not found.counts.remark, found.counts.remark
+    return vars(found.counts)
 
 
 ARMS = {
@@ -156,8 +157,8 @@ def rank_main(
         assert time.monotonic() < deadline, "a rank is missing"
         time.sleep(1e-3)
     began, before_s = time.monotonic(), computed_s()
-    terms = Terms(session="benchmark", local_rank=rank, local_ranks=ranks)
-    done = ARMS[arm](launch, configs, terms)
+    options = PoolOptions(session="benchmark", local_rank=rank, local_ranks=ranks)
+    done = ARMS[arm](launch, configs, options)
     record = {"began": began, "ended": time.monotonic(), "computed_s": computed_s() - before_s, **done}
     (directory / f"record-{rank}.json").write_text(json.dumps(record))
 

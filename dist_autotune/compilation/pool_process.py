@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from .binaries import has_binary
 from .compiler_child import PR_SET_DUMPABLE, close_files, fork, leave_job, prctl, reaped
-from .pool import Compilation, Pool, Task, Terms
+from .pool import Compilation, Pool, PoolOptions, Task
 
 READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
 PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
@@ -28,7 +28,7 @@ PRIORITY_TRIES, PRIORITY_PAUSE_S = 100, 0.1  # Linux lets ten sessions of a host
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileOutcome:
     """How a compilation ended."""
 
     place: int  # in what the process was given
@@ -43,7 +43,7 @@ class PoolProcess:
     made it.
     """
 
-    def __init__(self, compilations: Sequence[Compilation], terms: Terms) -> None:
+    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
         report = os.memfd_create("compiled")  # an empty line when it begins, then one for each candidate
         parent = os.getpid()
         try:
@@ -52,16 +52,16 @@ class PoolProcess:
             os.close(report)
             raise
         if pid == 0:
-            _serve(compilations, terms, parent, report)
+            _serve(compilations, options, parent, report)
         self._report, self._read_bytes, self._pid = report, 0, pid
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
 
-    def read(self) -> list[Compiled]:
+    def read(self) -> list[CompileOutcome]:
         """Return the compilations that have ended since this was last called."""
         text = os.pread(self._report, READ_BYTES, self._read_bytes)
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [Compiled(*json.loads(line)) for line in whole.splitlines() if line]
+        return [CompileOutcome(*json.loads(line)) for line in whole.splitlines() if line]
 
     @property
     def has_begun(self) -> bool:
@@ -92,10 +92,10 @@ def _end(pid: int, report: int, parent: int) -> None:
 # ---- in the process
 
 
-def _serve(compilations: Sequence[Compilation], terms: Terms, parent: int, report: int) -> NoReturn:
+def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: int, report: int) -> NoReturn:
     def tell(task: Task) -> None:
-        told = Compiled(pool.tasks.index(task), task.ending, task.reason)
-        os.write(report, json.dumps(astuple(told)).encode() + b"\n")
+        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason)
+        os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
     try:
         signal.signal(signal.SIGTERM, _leave)  # before that signal can come
@@ -104,7 +104,7 @@ def _serve(compilations: Sequence[Compilation], terms: Terms, parent: int, repor
         os.write(report, b"\n")
         _yield_cores()
         prctl(PR_SET_DUMPABLE, 0)  # now that this process may write what is its own in /proc
-        with Pool(compilations, terms, _find, tell) as pool:
+        with Pool(compilations, options, _find, tell) as pool:
             pool.run()
     except Exception:
         traceback.print_exc()

@@ -42,7 +42,7 @@ class Context:
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
-        self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
+        self.is_outside_plan = False  # starved as the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
@@ -158,10 +158,22 @@ class Context:
         ms = self.times.agreed_ms(self.incumbent)
         return least(ms), float(ms)
 
-    def ban_texts(self) -> dict[str, str]:
-        """Return candidate's text -> `rank 3: reason`."""
-        bans = sorted(self.banned.items())
-        return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
+    def result(self) -> dict[str, Any]:
+        """Return the figures of its result so far, by the names that they have in logs and reports."""
+        best = -1 if self.is_spent else self.incumbent
+        bans, classes = sorted(self.banned.items()), sorted(self.bit_classes.items())
+        return {
+            "status": self.status or "tuning",
+            "ms": self.times.ms.get(best),
+            "fastest_rank_ms": self.times.fastest_ms.get(best),
+            "default_ms": self.default_ms,
+            "judge": self.final_judge,
+            "launch_bound": best >= 0 and self.is_launch_bound,
+            "timings": {self.texts[index]: ms for index, ms in self.known_ms()},
+            "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
+            "bit_classes": {self.texts[index]: number for index, number in classes},
+            "output_digest": self.output_digests.get(best, ""),
+        }
 
     @property
     def default(self) -> int:
@@ -211,7 +223,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, self.is_unasked, self.is_decided = "", False, False, False
+        self.status, self.waiting, self.is_outside_plan, self.is_decided = "", False, False, False
         if self._flow is None:
             self._flow = RunningFlow(self._rules, len(self.digests))
             self._resume(None)

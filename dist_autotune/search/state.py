@@ -273,10 +273,10 @@ class SearchState:
             if any(search is not None and search.explains_absence(context) for search in searches):
                 continue
             if self.runs - context.last_run >= patience:
-                context.is_unasked = self._is_unasked(context)
+                context.is_outside_plan = self._is_outside_plan(context)
                 context.settle("starved")
 
-    def _is_unasked(self, context: Context) -> bool:
+    def _is_outside_plan(self, context: Context) -> bool:
         """Return whether a winner keeps the context from being launched: it has had no turn yet."""
         defaults = self._comparison.defaults
         others = (other for other in self.contexts.values() if other is not context)

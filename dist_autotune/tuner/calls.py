@@ -60,10 +60,10 @@ class Calls:
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
-        self._forgets = False  # what memory and disk hold, in the next session
+        self._ignores_known = False  # what memory and disk hold, in the next session
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
-        self._calls_in_vain = 0  # settled calls since one met a new key, or a session
+        self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session
 
     @property
     def report(self) -> TuningReport | None:
@@ -117,7 +117,7 @@ class Calls:
     def _begin_call(self, mode: str) -> FunctionState:
         if self.retunes:
             self.close()
-            self._wants_session, self._forgets, self.retunes = True, True, False
+            self._wants_session, self._ignores_known, self.retunes = True, True, False
         return self._current_state(mode)
 
     @contextlib.contextmanager
@@ -126,8 +126,8 @@ class Calls:
         options, function, dispatcher, run = self._options, state.function, state.dispatcher, SettledRun()
         votes = function.tunes and options.watch and not (function.is_alone or is_quiet)
         may_tune = votes or (function.tunes and function.is_alone and not is_quiet)
-        keeps = may_tune and options.mode == "replay" and self._calls_in_vain < CALLS_THAT_KEEP_STATE
-        self._calls_in_vain += 1
+        keeps = may_tune and options.mode == "replay" and self._calls_without_new_keys < CALLS_THAT_KEEP_STATE
+        self._calls_without_new_keys += 1
         dispatcher.begin_run(tunes=False)
         dispatcher.to_tune.clear()
         if votes or (function.is_strict and not function.is_alone):
@@ -139,7 +139,7 @@ class Calls:
                 yield run
             run.wants_session = bool(dispatcher.to_tune)
         if run.wants_session and not is_quiet:
-            self._calls_in_vain = 0
+            self._calls_without_new_keys = 0
             self._wants_session = may_tune
             if not may_tune:
                 self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
@@ -180,7 +180,7 @@ class Calls:
 
     def _quiet_run(self, state: FunctionState) -> AbstractContextManager[object]:
         """Let the block run where nothing may be tried and nobody asked, as in a capture."""
-        if not self._forgets:
+        if not self._ignores_known:
             state.results.looks_on_disk |= state.function.is_alone
         return self._settled_run(state, is_quiet=True)
 
@@ -222,7 +222,7 @@ class Calls:
         tunes = state.function.tunes
         if tunes and not self._options.is_dist:
             diagnosis.warn_of_missing_is_dist(self._name)
-        state.results.ignores_known = self._forgets and tunes
+        state.results.ignores_known = self._ignores_known and tunes
         self._wants_session = True
         return Session(state, self._log_dir, self._interception)
 
@@ -231,9 +231,10 @@ class Calls:
         session = self._session
         if session is not None and session.is_over:
             self._report, self._session = session.report(), None
-            self._calls_in_vain = 0
+            self._calls_without_new_keys = 0
             self._wants_session = session.wants_another
-            self._forgets = self._forgets and (session.has_failed or not session.state.results.ignores_known)
+            has_retuned = session.state.results.ignores_known and not session.has_failed
+            self._ignores_known = self._ignores_known and not has_retuned
 
     def _current_state(self, mode: str) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""

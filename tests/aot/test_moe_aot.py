@@ -50,7 +50,9 @@ KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, S
 CANDIDATES = {"gather": GATHER_CANDIDATES, "scatter": SCATTER_CANDIDATES}
 
 
-def compile_candidate(name, config, target, world=8, ones=(), by_columns=False, is_sorted=False):
+def compile_candidate(
+    name, config, target, world=8, ones=(), by_columns=False, is_sorted=False, by_tma=False
+):
     """Return the compiled kernel; ones: sizes that are 1, which Triton makes constants."""
     kernel, types = KERNELS[name]
     types = {each: kind for each, kind in types.items() if each not in ones}
@@ -59,6 +61,8 @@ def compile_candidate(name, config, target, world=8, ones=(), by_columns=False, 
     constexprs |= dict.fromkeys(ones, 1)
     if name == "gather":
         constexprs["HEIGHTS"] = 4
+    else:
+        constexprs["A_TMA_LEGAL"] = by_tma
     return compile_for(
         target,
         kernel.fn,
@@ -137,6 +141,17 @@ def test_sorted_rows_are_multiplied_without_asking_where_they_are():
     }
 
 
+def test_sorted_rows_that_tma_can_address_are_loaded_by_it():
+    for config in of_each_value(SCATTER_CANDIDATES[:11]):
+        used = resources(compile_candidate("scatter", config, HOPPER, is_sorted=True, by_tma=True), HOPPER)
+        assert used["registers"] <= REGISTERS[HOPPER], config
+        assert used["spilled"] == 0, config
+        assert used["shared_bytes"] <= SHARED_BYTES[HOPPER], config
+    for config, by_tma in ((SCATTER_CANDIDATES[0], True), (SCATTER_CANDIDATES[11], False)):
+        ptx = compile_candidate("scatter", config, HOPPER, is_sorted=True, by_tma=True).asm["ptx"]
+        assert ("cp.async.bulk.tensor.2d" in ptx, "cp.async.c" in ptx) == (by_tma, not by_tma)
+
+
 @pytest.mark.parametrize("config", [GATHER_CANDIDATES[0], GATHER_CANDIDATES[11]], ids=["TMA", "pointers"])
 def test_rows_are_loaded_behind_the_wait_for_their_chunk(config):
     order = order_of(compile_candidate("gather", config, HOPPER))
@@ -174,7 +189,7 @@ def test_the_sorting_compiles_for_every_target(target):
         target,
         count_choices,
         types,
-        {"WORLD": 8, "BLOCK": 1024, "SHARED": True},
+        {"WORLD": 8, "STAGES": 8, "BLOCK": 1024, "SHARED": True},
         any_value=numbers,
         num_warps=8,
     )
@@ -185,10 +200,10 @@ def test_the_sorting_compiles_for_every_target(target):
         numbers = ("experts", "stride", "first", "capacity")
         types |= dict.fromkeys(numbers, "i32")
         constexprs = {"ORDERS": 2 - by_first, "HEIGHTS": 4, "BY_FIRST": by_first, "WORLD": 8, "BLOCK": 1024}
-        constexprs |= {"EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
+        constexprs |= {"STAGES": 8, "EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
         placing = compile_for(target, place_choices, types, constexprs, any_value=numbers, num_warps=8)
         assert resources(placing, target)["spilled"] <= 8
-        del constexprs["ORDERS"], constexprs["BY_FIRST"], types["within_ptr"]
+        del constexprs["ORDERS"], constexprs["BY_FIRST"], constexprs["STAGES"], types["within_ptr"]
         types |= {"weights_ptr": "*fp32", "sorted_weights_ptr": "*fp32"}
         sorting = compile_for(target, sort_choices, types, constexprs, any_value=numbers, num_warps=8)
         assert resources(sorting, target)["spilled"] <= 8

@@ -24,8 +24,8 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
-from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, Terms
-from dist_autotune.compilation.pool_process import Compiled
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
+from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned, Preflight
 from dist_autotune.launch import backlog
 from dist_autotune.logs.writer import SessionLog
@@ -91,7 +91,7 @@ class VirtualDisk:
 class VirtualPoolProcess:
     """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
 
-    def __init__(self, compilations: Sequence[Compilation], terms: Terms) -> None:
+    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
         self._left = list(enumerate(compilations))
         self._looks = 0
         self.has_begun = True
@@ -102,12 +102,12 @@ class VirtualPoolProcess:
         """Return whether it has ended, or was killed."""
         return not self._left or self._drawn("killed") % 20 == 0
 
-    def read(self) -> list[Compiled]:
+    def read(self) -> list[CompileOutcome]:
         self._looks += 1
         count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
         told, self._left = self._left[:count], self._left[count:]
         return [
-            Compiled(place, FAILED if compilation.key else COMPILED, compilation.key)
+            CompileOutcome(place, FAILED if compilation.key else COMPILED, compilation.key)
             for place, compilation in told
         ]
 

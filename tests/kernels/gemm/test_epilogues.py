@@ -194,10 +194,11 @@ def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-def test_every_candidate_ends_with_its_epilogue_on_a_gpu(out_dtype, by_columns, monkeypatch):
+@pytest.mark.parametrize("kind", sorted({config.kwargs["VARIANT"] for config in GLUON_CANDIDATES}))
+def test_every_candidate_ends_with_its_epilogue_on_a_gpu(kind, out_dtype, by_columns, monkeypatch):
     major = torch.cuda.get_device_capability()[0]
     a, b, bias = normal(1000, 520), normal(520, 1304), normal(1304)
-    for config in GLUON_CANDIDATES:
+    for config in [config for config in GLUON_CANDIDATES if config.kwargs["VARIANT"] == kind]:
         if not fits(config, out_dtype.itemsize, 232448, tensor_memory=major == 10):
             continue
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
