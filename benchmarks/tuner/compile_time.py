@@ -74,7 +74,8 @@ def launch_ag_gemm(device: str) -> Arguments:
     errors = torch.empty(WORLD, dtype=torch.int64, device=device)
     sizes = {"M": ROWS, "N": COLUMNS, "K": INNER, "slots": WORLD, "capacity": ROWS // WORLD}
     strides = {"stride_b": INNER, "stride_cm": COLUMNS}
-    any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0) | {"bias_ptr": None}
+    names = all_gather_gemm.fn.do_not_specialize
+    any_value = {name: None if name.endswith("_ptr") else 0 for name in names}
     constants = {"WORLD": WORLD, "TMA_LEGAL": True, "BY_COLUMNS": False, "FENCE": True, "UPCAST": False}
     constants["ACTIVATION"] = NO_ACTIVATION
     return (a, a, a, words, errors), {"grid": (1,), **any_value, **sizes, **strides, **constants}
@@ -91,7 +92,7 @@ def launch_persistent_gemm(device: str) -> Arguments:
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16", "ACTIVATION": NO_ACTIVATION}
     tuned_by = (0, 132, 128, 128, ROWS, COLUMNS)  # wanted, programs, alignments and classes
-    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, None, None)
+    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, *(None,) * 4)
     return arguments, {"grid": (1,), **constants, **names}
 
 

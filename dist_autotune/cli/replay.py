@@ -12,7 +12,7 @@ from typing import Any
 
 from ..codec import from_json
 from ..errors import InvalidOption, TuningError
-from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent, one_line
+from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent
 from ..logs import decisions
 from ..logs.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -123,7 +123,7 @@ def verdicts_tables(verdicts: Iterable[Verdict]) -> list[Table]:
             found = counted(len(each.differences), "difference")
         sessions.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
         for one in each.differences:
-            values = (one_line(value)[:LONGEST] for value in (one.recorded, one.recomputed))
+            values = (value[:LONGEST] for value in (one.recorded, one.recomputed))
             run = "-" if one.run is None else str(one.run)
             differences.append((each.session, run, one.about, one.what, *values))
     names = ("session", "function", "search", ">runs", ">compared", "recomputed")

@@ -16,7 +16,10 @@ import triton.language as tl
 from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import Exchange, part_from
 from ..launch import PreparedLaunch, load
+from ..tensors import FP8
 from .operands import Call
+
+FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 
 
 @triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "patience_ticks"])
@@ -89,11 +92,14 @@ class MatmulConsumer:
 
     def _multiply(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         rows, right, result = call.rows, weight.detach().T, out.detach()
+        ending, of_rows = call.epilogue, call.epilogue.scale_a
         for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
             left = gather[slot : slot + count, :rows]
+            if of_rows is not None:
+                ending = ending._replace(scale_a=of_rows[slot : slot + count, :rows].flatten())
             product = result[chunk * rows : (chunk + count) * rows]
-            if count == 1 or rows == call.capacity or call.epilogue.kind() != NO_EPILOGUE:
-                multiply_into(product, left.flatten(0, 1), right, call.epilogue)
+            if count == 1 or rows == call.capacity or ending.kind() != NO_EPILOGUE:
+                multiply_into(product, left.flatten(0, 1), right, ending)
             else:
                 # The chunks lie apart: one batched product, whose right side is one matrix for all.
                 torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))
@@ -107,11 +113,29 @@ def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, ep
     if epilogue.kind() == NO_EPILOGUE:
         torch.mm(left, right, out=out)
         return
-    if left.device.type == "cpu":  # torch has no such product there
+    if left.device.type == "cpu":  # torch has no such products there
         sums = left.float() @ right.float()
-    else:
+    elif left.dtype != FP8:
         sums = torch.mm(left, right, out_dtype=torch.float32)
+    elif out.shape[1] % FEWEST_COLUMNS_OF_FP8:
+        sums = torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
+    elif epilogue.bias is None and epilogue.activation is None:
+        scales = _of_rows_and_columns(epilogue, out)
+        torch._scaled_mm(left, right, *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
+        return
+    else:  # scaled by row and by column, cuBLAS has no float32 results
+        one = torch.ones((), device=out.device)
+        sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=True)
     out.copy_(epilogue.of(sums))
+
+
+def _of_rows_and_columns(epilogue: Epilogue, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales as cuBLAS takes them, [M, 1] and [1, N]."""
+    rows, columns = epilogue.scale_a, epilogue.scale_b
+    if columns is None:
+        columns = torch.ones(out.shape[1], device=out.device)
+    assert rows is not None
+    return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1)
 
 
 def room_like(out: torch.Tensor) -> torch.Tensor:

@@ -23,20 +23,25 @@ from .operands import allocate_ring
 class Pointwise:
     """What becomes of the sums of C [M, N] before they are rounded, see `epilogues`."""
 
-    scales: gl.tuple  # pointers to float32 [M] and [N], or None
+    scales: gl.tuple  # pointers to float32 [M] and [N], or None, and how far apart the former are
     biases: gl.tuple  # pointers to [M] and [N], or None
     M: gl.tensor
     N: gl.tensor
     ACTIVATION: gl.constexpr
 
     @gluon.jit
-    def apply(self, sums, row, col, FIRST: gl.constexpr):
-        """Return what becomes of a piece that begins FIRST columns behind that row and column of C."""
+    def apply(self, sums, row, col, FIRST: gl.constexpr, origin=0):
+        """Return what becomes of a piece that begins FIRST columns behind that row and column of C.
+
+        origin: which scale is that of row 0.
+        """
         layout: gl.constexpr = sums.type.layout
         rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
         columns = col + FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
-        row_scale_ptr, column_scale_ptr = self.scales
-        sums = apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, self.M, self.N)
+        row_scale_ptr, column_scale_ptr, pitch = self.scales
+        sums = apply_scales(
+            *(sums, rows, columns, row_scale_ptr, column_scale_ptr, self.M, self.N, origin, pitch)
+        )
         row_bias_ptr, column_bias_ptr = self.biases
         return apply_epilogue(
             *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N, self.ACTIVATION)
@@ -63,8 +68,8 @@ class OwnBuffers:
         )
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
-        """Start the stores of a tile.
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr, origin=0):
+        """Start the stores of a tile; `origin`: see `Pointwise`.
 
         A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
         first piece waits for all of the tile before, which was long ago. TMA reads through the async proxy:
@@ -74,7 +79,7 @@ class OwnBuffers:
         """
         for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
             sums = accumulator.piece(i, self.STORE_N)
-            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH))
+            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH), origin)
             piece = sums.to(self.c_desc.dtype)
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -112,6 +113,20 @@ def test_a_log_of_an_older_version_shows_what_it_says(tmp_path: Path) -> None:
     lines = printed(tmp_path)
     assert max(map(cell_len, lines)) <= 80
     assert [line.split()[:3] for line in lines if " tuned " in line] == [["100.0", "2.000", "-"]]
+
+
+def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
+    text = "\x1b[31mred\x07"
+    for record in session_records("s1", 0, text, "EventClock"):
+        about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
+        reason = {"reason": text} if isinstance(record, records.Banned) else {}
+        with SessionLog(tmp_path, 0) as log:
+            log.write(dataclasses.replace(record, **about, **reason))
+            log.write(records.Note(session="s1", text=text))
+    for width in (80, 1000):
+        lines = "\n".join(printed(tmp_path, width))
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", lines)
+        assert lines.count(r"\x1b[31mred\x07") >= 4
 
 
 def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
