@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..logs.history import History, load
+from ..logs.history import History, load_history
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from ..version import __version__
@@ -185,7 +185,7 @@ def _read(given: Path | None) -> History:
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
         terminal.fail(f"There is no directory {directory}. {advice}")
-    history = load(directory)
+    history = load_history(directory)
     if not history.sessions:
         unread = "".join(f"; {name}: {text}" for name, text in history.skipped.items())
         terminal.fail(f"{directory} holds no records in rank-N.jsonl{unread}. {advice}")

@@ -15,7 +15,6 @@ from ..formatting import (
     counted,
     format_ms,
     format_percent,
-    one_line,
     status_label,
 )
 from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
@@ -174,7 +173,7 @@ def _candidates_table(context: ContextHistory) -> Table:
         slowest = "-" if each.spread_percent is None else str(max(each.rank_ms, key=each.rank_ms.__getitem__))
         figures = format_ms(each.agreed_ms), format_percent(over_best), format_percent(each.spread_percent)
         winner = "winner" if each is context.winner else ""
-        remark = f"banned on all ranks by {one_line(each.banned)}" if each.banned else winner
+        remark = f"banned on all ranks by {each.banned}" if each.banned else winner
         texts = short_config(each, shared), remark
         bits = bits_label(context.settled.bit_classes.get(each.config), "")
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))

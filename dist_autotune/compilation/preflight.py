@@ -20,7 +20,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, keep, load
+from ..triton_api.launch import Launch, keep, load_kernel
 from .config_failures import config_failure
 from .pool import Compilation, CompileCounts, NotCompiled, Pool, PoolOptions
 from .pre_hooks import rehearse
@@ -80,7 +80,7 @@ def preflight(
     for digest, kernel in kernels.items():
         if digest not in reasons:
             with keeping_reason(reasons, digest), loading(digest):
-                load(kernel)
+                load_kernel(kernel)
     counts = pool.counts()
     counts.seconds = time.monotonic() - began
     counts.remark = "; ".join(filter(None, (counts.remark, planned.remark)))

@@ -13,7 +13,7 @@ from ..compilation.compiler_child import START_S
 from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
 from ..compilation.pool_process import CompileOutcome, PoolProcess
 from ..compilation.preflight import keeping_reason
-from ..triton_api.launch import Launch, load
+from ..triton_api.launch import Launch, load_kernel
 from .rank_context import RankContext
 
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
@@ -96,7 +96,7 @@ class Backlog:
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
-                load(kernel)
+                load_kernel(kernel)
         for candidate, compilation in self._options.in_turn(list(planned.compilations.items())):
             entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
@@ -154,7 +154,7 @@ class Backlog:
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.keep(compilation.compile())
             with self._loading(context.name, candidate):
-                load(kernel)
+                load_kernel(kernel)
         entry.drop_failed()
 
     # -- the process ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
-from ..triton_api.launch import Key, Launch, kernel_of, load
+from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
@@ -145,7 +145,7 @@ class Dispatcher:
             return loaded
         with self._compiling():
             kernel = launch.compile(binding.configs[candidate])
-            load(kernel)
+            load_kernel(kernel)
         context.is_varied |= loaded is not None and kernel is not loaded
         binding.loaded[candidate, device] = kernel
         return kernel

@@ -240,7 +240,7 @@ class History:
         return tuple({session.opened.thunk: session for session in in_order}.values())
 
 
-def load(directory: Path) -> History:
+def load_history(directory: Path) -> History:
     """Return the sessions in the `rank-N.jsonl` files of `directory`."""
     records: dict[str, list[Record]] = {}
     skipped: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -15,7 +15,7 @@ from .client import Client, HubLost, HubSilent
 from .hub import SEND_S, Hub
 from .rendezvous import Rendezvous
 from .store import OPERATION_S, StoreLost
-from .wire import End, Message
+from .wire import End, HubMessage
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
@@ -108,7 +108,7 @@ class Exchange:
             self._deadline = min(time.monotonic() + 3 * watchdog.HEARTBEAT_S, latest)
         return dict(reply["end"])
 
-    def _receive_in_time(self, client: Client, request: int) -> Message | None:
+    def _receive_in_time(self, client: Client, request: int) -> HubMessage | None:
         """Return the reply, or None when the time is up; see meanwhile whether the hub still answers.
 
         If it does not, this rank records its arrival in the store, where the others look for it.

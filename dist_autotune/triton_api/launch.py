@@ -133,7 +133,7 @@ def kernel_of(launched: Any) -> Any:
     return launched if hasattr(launched, "_init_handles") else None
 
 
-def load(kernel: Any) -> None:
+def load_kernel(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
     if hasattr(kernel, "_init_handles"):
         kernel._init_handles()  # compiling alone does not check shared memory

@@ -20,7 +20,7 @@ from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
-from .function_state import FunctionState, TunedFunction
+from .function_state import FunctionSetup, FunctionState
 from .report import TuningReport
 from .session import Session
 from .snapshot import Snapshot
@@ -242,7 +242,7 @@ class Calls:
         if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
-                known = FunctionState(TunedFunction(options, self._name, source, group, mode=mode))
+                known = FunctionState(FunctionSetup(options, self._name, source, group, mode=mode))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise

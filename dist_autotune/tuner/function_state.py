@@ -43,7 +43,7 @@ LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 
-class TunedFunction:
+class FunctionSetup:
     """What stays the same from call to call. mode: DIST_AUTOTUNE_MODE, but for `off`."""
 
     def __init__(
@@ -91,7 +91,7 @@ class TunedFunction:
 class FunctionState:
     """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's."""
 
-    def __init__(self, function: TunedFunction) -> None:
+    def __init__(self, function: FunctionSetup) -> None:
         disk = Winners(function.options.resolved_cache_dir())
         self.function = function
         self.results = Results(function, disk)

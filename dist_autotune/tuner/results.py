@@ -26,7 +26,7 @@ from ..triton_api.launch import Key
 from ..version import __version__
 
 if TYPE_CHECKING:
-    from .function_state import TunedFunction
+    from .function_state import FunctionSetup
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def mark_provisional(tuner: Autotuner, key: Key) -> None:
 class Results:
     """The results of one tuned function on one group of ranks, in `Autotuner.cache` and on disk."""
 
-    def __init__(self, function: TunedFunction, disk: Winners) -> None:
+    def __init__(self, function: FunctionSetup, disk: Winners) -> None:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
