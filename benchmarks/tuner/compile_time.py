@@ -47,7 +47,7 @@ from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import Block, as_matrix, describe
-from dist_autotune.triton_api.launch import Launch, load
+from dist_autotune.triton_api.launch import Launch, load_kernel
 
 WORLD, ROWS, COLUMNS, INNER = 8, 8192, 4096, 4096
 READY_S = 600.0
@@ -109,7 +109,7 @@ def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
             kernels = [compiled(launch, config) for config in configs.values()]
         for kernel in kernels:
-            load(kernel)
+            load_kernel(kernel)
         return {"compiled": len(kernels)}
 
     return compile_all
@@ -149,7 +149,7 @@ def rank_main(
     *others, warm_up = kernel.configs(launch)
     if not 0 < candidates <= len(others):
         raise SystemExit(f"--candidates: 1 to {len(others)}")
-    load(compiled(launch, warm_up))
+    load_kernel(compiled(launch, warm_up))
     configs = {str(index): config for index, config in enumerate(others[:candidates])}
     (directory / f"ready-{rank}").touch()
     deadline = time.monotonic() + READY_S

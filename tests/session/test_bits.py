@@ -237,7 +237,7 @@ def test_same_does_not_take_what_autotuner_cache_holds(bench):
 def test_the_log_replays_to_the_same_bans_and_winners(bench):
     tuned = bench.tune(Function(bench), bits="same", search="racing", n_repeat=None, n_warmup=None)
     tuned()
-    (verdict,) = verify(history.load(Path(".autotune_logs")).sessions)
+    (verdict,) = verify(history.load_history(Path(".autotune_logs")).sessions)
     assert verdict.compared > 10
     assert verdict.differences == []
 

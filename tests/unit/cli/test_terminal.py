@@ -16,7 +16,7 @@ from rich.console import Console
 from dist_autotune.cli import terminal
 from dist_autotune.cli.session_report import reports_of
 from dist_autotune.logs import records
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.tuner.report import TunedContext, TuningReport
 
@@ -27,7 +27,7 @@ KEY = "8192, 3584, 8192, 1, 'torch.bfloat16', 'torch.bfloat16', 'torch.int64', "
 
 def printed(directory: Path, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    history = load(directory)
+    history = load_history(directory)
     terminal.print_history(console, history, reports_of(history, history.sessions))
     return console.file.getvalue().splitlines()
 
@@ -138,7 +138,7 @@ def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
             log.write(records.ContextAdmitted(**about, candidates=("A", "B"), incumbent=0))
             winner = {"config_id": 0, "config": "A", "status": "tuned", "ms": ms, "judge": "launch"}
             log.write(records.ContextSettled(**about, **winner, launches=2))
-    history = load(tmp_path)
+    history = load_history(tmp_path)
     (shown,) = reports_of(history, history.sessions)
     assert [context.kernel for context in shown.report.contexts] == ["large", "medium", "small"]
     rows = [line.split()[0] for line in printed(tmp_path) if " tuned " in line]
