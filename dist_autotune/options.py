@@ -155,7 +155,7 @@ class Options:
         return settings.compile_jobs() if self.compile_jobs is None else self.compile_jobs
 
     def resolved_cache_dir(self) -> Path | None:
-        """Return the directory of the on-disk cache; None: caching is off, or there is no place for it."""
+        """Return the directory of the on-disk cache; None: caching is off, or the user has no directory."""
         if self.cache is False:
             return None
         if self.cache is not True:

@@ -116,7 +116,7 @@ def export_entries(
 
 
 def _export_files(path: Path, entries: list[Entry], format_name: str, *, replaces: bool) -> None:
-    """Write the files of another tool into a directory, and say what is left out."""
+    """Write the files of another tool into a directory; name the entries left out."""
     devices = sorted({entry.key.device for entry in entries})
     if len(devices) > 1:
         terminal.fail(f"The entries are of several devices, {', '.join(devices)}: choose one by --device.")
@@ -171,7 +171,7 @@ def import_entries(
 
 
 def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: bool) -> None:
-    """Say what became of the entries; of those that differ, which one stands."""
+    """Print how many entries were added, and for each conflict which one was kept."""
     differing = f"{len(merged.conflicts)} with another winner or other bits"
     terminal.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
     for old, new in merged.conflicts:
@@ -183,7 +183,7 @@ def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: boo
 
 
 def _report_unused(entries: list[Entry], driver: str) -> None:
-    """Say which entries sessions on this machine do not use, as it is now."""
+    """Say how many entries are of another Triton or driver: sessions here do not use them."""
     import triton
 
     versions = Counter((entry.key.triton_version, entry.key.driver) for entry in entries)

@@ -30,7 +30,7 @@ RankTimes = dict[int, float]  # rank -> ms of one run
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that was recorded and does not follow from what was recorded before it."""
+    """A recorded value that does not follow from the records before it."""
 
     run: int | None
     about: str  # a context, a rank, or "session"

@@ -101,13 +101,13 @@ def _stacked(texts: Sequence[str], width: int) -> Text:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of a text; `name: value` stays on one of them."""
+    """Wrap a text, but never between a name and its value."""
     lines = textwrap.wrap(text.replace(": ", ":\0"), width, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:
-    """Print `text`, of which a terminal obeys nothing; there its lines are broken between words."""
+    """Print `text` with control characters escaped; on a terminal, wrapped between words."""
     text = "\n".join(map(one_line, text.split("\n")))
     if console.width < PIPE_WIDTH:
         text = "\n".join("\n".join(_wrapped(line, console.width)) for line in text.split("\n"))
@@ -130,7 +130,7 @@ class OneLineErrors(TyperGroup):
 
 
 def print_ending(program: str, report: TuningReport | None, remark: str) -> None:
-    """Print on stderr what was found while a program ran."""
+    """Print the report of a program on stderr."""
     console = open_console(stderr=True)
     if report is not None and console.is_terminal:
         print_text(console, f"\n{program}: {report.heading}")
@@ -157,7 +157,7 @@ def escaping_characters() -> Iterator[None]:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print one line, of which a terminal obeys nothing."""
+    """Print one line with control characters escaped."""
     typer.echo(one_line(text), err=err)
 
 

@@ -59,7 +59,7 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
 
 
 def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -> bytes | str:
-    """Return the arguments as the hook leaves copies of them, pickled; or why they are not known."""
+    """Return copies of the arguments after the hook, pickled; or why they are unknown."""
     try:
         stubs = [TensorStub.of(each) if isinstance(each, torch.Tensor) else each for each in kept]
         before = _facts_of_tensors(stubs)

@@ -93,7 +93,7 @@ def examine() -> Examination:
 
 
 def directories_in_force() -> tuple[dict[str, str], str]:
-    """Return the directories that the tuner writes to, and what is wrong with the settings."""
+    """Return the directories that the tuner writes to, and the error in the settings."""
     cache, logs = settings.cache_directory(), None
     error = "" if cache is not None else settings.NO_HOME
     try:
@@ -183,7 +183,7 @@ def command(probe: str, helper: dict[str, Any]) -> list[str]:
 
 
 def _read(output: str, ending: str) -> ProbeResult:
-    """Return the last report in the output of a helper that ended so."""
+    """Return the last report in a helper's output, with how the helper ended."""
     report, last_output = dict[str, Any](), ""
     for line in filter(str.strip, output.splitlines()):
         if line.startswith(REPORT):

@@ -187,7 +187,7 @@ class Dispatcher:
             self._refuse(context)
 
     def _binding(self, launch: Launch) -> Binding:
-        """Return what the launch belongs to, which may be new."""
+        """Return the binding of a launch; admit a new one."""
         if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
@@ -214,7 +214,7 @@ class Dispatcher:
             self._clock.prepare()
 
     def abandon_run(self) -> None:
-        """Drop what the run under way has measured: it raised."""
+        """Drop the measurements of the run under way: it raised."""
         for context, launches in self.to_preflight.items():
             context.forms -= launches.keys()
         self.to_preflight.clear()
@@ -243,7 +243,7 @@ class Dispatcher:
             context.forms.clear()
 
     def _take_launches(self) -> Iterator[tuple[RankContext, list[tuple[Binding, Launch]]]]:
-        """Yield what the run has launched of each context: once in each form that is new."""
+        """Yield each context of the run with one launch of each new form."""
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
             context.is_preflighted = True

@@ -78,7 +78,7 @@ class Progress:
         return ", ".join(filter(None, parts))
 
     def _time_left(self, forecast: Forecast) -> str:
-        """Return about how long the runs to come take, as those since the first, which compiled."""
+        """Return the expected time left, from the runs since the first: that one compiled."""
         assert self._first is not None
         runs = forecast.runs - self._first[0]
         if runs <= 0:

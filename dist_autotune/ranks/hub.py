@@ -52,7 +52,7 @@ class Address:
 
 @functools.cache
 def this_host() -> str:
-    """Return what is equal for processes that reach each other by the loopback device."""
+    """Return a text that is equal for processes that share a loopback device."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"  # containers have networks of their own
@@ -73,7 +73,7 @@ def interface_towards(host: str) -> str:
 
 @dataclass
 class _Round:
-    """One exchange: what has come, who waits, how it ended."""
+    """One exchange: payloads, waiting ranks, and its end."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
     waiting: dict[int, Callable[[End], None]] = field(default_factory=dict)  # by rank: its latest request
@@ -176,7 +176,7 @@ class Hub:
         return Address(this_host(), self._port, self._outside, (self.token + self.answer).decode())
 
     def open_towards(self, host: str) -> None:
-        """Listen on the interface towards another host too; on all of them if that is not known."""
+        """Listen on the interface towards another host too; on all interfaces if it is unknown."""
         if (interface := interface_towards(host)) not in self._servers:
             port = self._listen(interface, interface)
             self._outside = (*self._outside, (interface or socket.gethostname(), port))

@@ -142,7 +142,7 @@ class Watchdog:
             self._abort(run)
 
     def _report(self, watch: Watch, finding: str, condition: str) -> None:
-        """Report a finding, what the run is at, and what happens next."""
+        """Report a finding, the position of the run, and the next step."""
         outlook = f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')"
         if watch.on_stuck != "abort":
             outlook = "nothing here can release it (on_stuck='abort' would end its process)"

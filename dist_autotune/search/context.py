@@ -80,12 +80,12 @@ class Context:
 
     @property
     def judge(self) -> str:
-        """Return what its candidates are judged by now."""
+        """Return the judge of its candidates now: their launches or the whole run."""
         return self._judges[0]
 
     @property
     def final_judge(self) -> str:
-        """Return what its result is judged by."""
+        """Return the judge of its result: the launches or the whole run."""
         return self._judges[-1]
 
     @property
@@ -177,7 +177,7 @@ class Context:
 
     @property
     def default(self) -> int:
-        """Return the candidate that is launched untuned; if it is banned, the first that works."""
+        """Return the candidate that is launched untuned; the first that works if that one is banned."""
         order = (self._default, *range(len(self.digests)))
         return next((index for index in order if index not in self.banned), self._default)
 
@@ -186,7 +186,7 @@ class Context:
         return self.times.ms.get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
-        """Return the candidate that ranks call so; None: it is none of this context."""
+        """Return the index of a candidate's digest; None: not a candidate of this context."""
         return self.digests.index(digest) if digest in self.digests else None
 
     def narrow(self, announcement: Announcement) -> None:

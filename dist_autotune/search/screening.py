@@ -31,7 +31,7 @@ Screening = Generator[Plan, float, "list[Plan]"]
 
 
 def screened(levels: Levels) -> Screening:
-    """Ask for plans, sent the agreed ms so far of each; return those to race, the incumbents' first."""
+    """Yield plans, receive the agreed ms of each; return the plans to race, the incumbents' first."""
     runs: list[tuple[Plan, float]] = []
     for plan in itertools.islice(_design(levels), RUNS):
         for _ in range(AGAIN):
@@ -68,7 +68,7 @@ def _design(levels: Levels) -> Iterator[Plan]:
 
 
 class _Model:
-    """What contexts and candidates add to a run, where it is more than so many standard errors."""
+    """The time that contexts and candidates add to a run, where it exceeds so many standard errors."""
 
     def __init__(self, levels: Levels, runs: Sequence[tuple[Plan, float]], errors: float) -> None:
         self._levels = levels

@@ -174,7 +174,7 @@ class SearchState:
         return dropped
 
     def _close_if_spent(self, elapsed_s: float) -> None:
-        """Settle what is under way, for now, when the next run must be the last."""
+        """Settle searches under way as partial when the next run must be the last."""
         self.closing |= budget.is_spent(self.rules, self._searched, self.runs, elapsed_s)
         if not self.closing:
             return
@@ -226,7 +226,7 @@ class SearchState:
             self._held += 1
 
     def _end_if_idle(self, merged: RunReport, *, is_idle: bool, was_closing: bool) -> None:
-        """End the session with a run that had nothing to try, once all ranks launch what is settled."""
+        """End the session after a run without a trial, once all ranks launch the settled configs."""
         bits = self.bit_classes
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
         if is_idle:
@@ -267,7 +267,7 @@ class SearchState:
         return is_new or self._tunes_kernels
 
     def _starve(self, patience: int) -> None:
-        """Settle what no rank has launched for so many runs, unless it is for a plan that leaves it out."""
+        """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
         for context in self.unsettled:
             searches = (self.whole_run, self.bit_classes)
             if any(search is not None and search.explains_absence(context) for search in searches):
@@ -304,7 +304,7 @@ class SearchState:
             self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
-        """Return whether what is new is left to other sessions; never what a new option brings."""
+        """Return whether new contexts are left to other sessions; never those that a new option brings."""
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS

@@ -56,7 +56,7 @@ class AgreedMs(float):
 
 
 def interval(ms: float, host_ms: float) -> float:
-    """Return an agreed time of which so much may be the host's."""
+    """Return an agreed time that may hold `host_ms` of the host's."""
     return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
 
 
@@ -119,7 +119,7 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
 
 
 def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -> Generator[int, float, int]:
-    """Race the candidates that are `alive`, without warm-up runs; `first` wins what the noise may explain.
+    """Race the `alive` candidates without warm-up runs; `first` wins ties within the noise.
 
     more_runs: of the fastest and `first`, where the noise may still explain more than 1 % between them.
     """
@@ -158,7 +158,7 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
 def _duel(
     best: int, first: int, agreed_ms: dict[int, float], noise: _Noise, samples: int, runs: int
 ) -> Generator[int, float, int]:
-    """Run both on while the noise may explain what is between them; return the rounds made.
+    """Run both on while the noise may explain their difference; return the rounds made.
 
     agreed_ms: is updated. samples: of each so far. runs: at most.
     """

@@ -115,7 +115,7 @@ class WholeRun(PlanTrial):
         self._apply_plan()
 
     def leave(self) -> None:
-        """Stop before it is over: each context takes what is known so far, for now."""
+        """Stop early: each context takes the best candidate so far, as partial."""
         self._search.close()
         self._settle(self._best_so_far(), "partial")
 
@@ -123,7 +123,7 @@ class WholeRun(PlanTrial):
         return any(index in self._contexts[name].banned for name, index in plan.items())
 
     def _timed(self) -> list[tuple[float, Plan]]:
-        """Return the plans that have a time and that nothing is banned of, the fastest first."""
+        """Return the timed plans without a banned candidate, the fastest first."""
         raced = [(ms, plan) for plan, ms in self._ms.values()]
         timed = [(ms, plan) for ms, plan in raced if math.isfinite(ms) and not self._is_banned(plan)]
         return sorted(timed, key=lambda each: each[0])
@@ -193,7 +193,7 @@ class WholeRun(PlanTrial):
                 return plans[int(stop.value)]
 
     def _choices(self) -> list[str]:
-        """Return the choices that this search decides on, in the order in which they were met."""
+        """Return the choices of this search, in the order of their first launch."""
         judged = (c for c in self._contexts.values() if c.judge == BY_RUN and not c.settled)
         return [context.name for context in judged if context.is_choice and len(context.digests) > 1]
 

@@ -50,7 +50,7 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
 
 
 def write_whole(path: Path, content: str, *, replaces: bool) -> None:
-    """Write a file at once: nobody sees a part of it.
+    """Write a file atomically.
 
     Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is.
     """

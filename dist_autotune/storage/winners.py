@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def result(self) -> tuple[str, int | None, str]:
-        """Return what the entry says that another one of its key may not."""
+        """Return the part of the entry in which two of one key may differ."""
         return self.winner, self.bit_class, self.output_digest
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Winners:
         self._warned: set[str] = set()
 
     def get(self, key: EntryKey) -> Entry | None:
-        """Return the entry of `key`; None if there is none that can be used."""
+        """Return the entry of `key`; None: none that can be used."""
         return None if self.directory is None else self._read(self.directory / key.file_name)
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
@@ -136,7 +136,7 @@ class Winners:
         return filter(None, map(self._read, files))
 
     def record_launch(self, function: str, key: EntryKey) -> None:
-        """Store that a function launches what an entry is for, if the directory can be written."""
+        """Record that a function launches the entry's context, if the directory can be written."""
         if self.directory is not None:
             folder = self.directory / LAUNCHED / function
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class Winners:
                 (folder / key.file_name).touch()
 
     def launched_by(self, function: str) -> Iterator[Entry]:
-        """Return the usable entries of what a function is known to launch."""
+        """Return the usable entries of the contexts that a function is known to launch."""
         files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 

@@ -140,7 +140,7 @@ def load_kernel(kernel: Any) -> None:
 
 
 def keep(finalize: Callable[[Any], None], kernel: Any) -> Any:
-    """Put a kernel where launches find it, unless they have one; return that which they find.
+    """Put a kernel where launches find it, unless one is there; return the one there.
 
     finalize: of Triton's FutureKernel. It would replace a kernel that was compiled meanwhile, whose module
     is unloaded then, though launches or CUDA graphs may still run it.

@@ -27,7 +27,7 @@ _WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def replacements(runner: Callable[[Run], Run]) -> list[tuple[type, Run, Run]]:
-    """Return the classes whose `run` must not stay in a tuned call: with that, and what takes its place.
+    """Return the classes whose `run` a tuned call replaces, each with its `run` and the replacement.
 
     runner: makes what takes the place of a `run` that benchmarks.
     """
@@ -72,7 +72,7 @@ def _warning_once(owner: type[Autotuner], run: Run) -> Run:
 
 
 def _handing_on(run: Run) -> Run:
-    """Return what hands a launch on to the Autotuner under the launcher; without one there, `run`."""
+    """Return a `run` that hands launches on to the Autotuner under the launcher, if there is one."""
 
     def hand_on(launcher: Any, *args: Any, **kwargs: Any) -> Any:
         tuner = launcher.fn

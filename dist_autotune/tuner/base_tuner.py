@@ -81,7 +81,7 @@ class BaseTuner:
 
 
 def _leave() -> None:
-    """Put back all that the call under way has replaced, also if a Ctrl-C comes between two lines of it."""
+    """Restore all that the call under way has replaced, also if a Ctrl-C interrupts this."""
     try:
         INTERCEPTION.restore()
         INTERCEPTION.turn.end()
