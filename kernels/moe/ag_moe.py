@@ -302,10 +302,13 @@ class AllGatherMoE(ExpertOperation):
         is_gathered: bool = False,
     ) -> None:
         """Enqueue the kernel of one call, of one rank if all is gathered; sources: in place of the plan's."""
-        tokens, ends, flags, rank = self._gather.local, plan.ends, self._flags.local, self.rank
+        tokens, flags, rank = self._gather.local, self._flags.local, self.rank
+        ends, tables = plan.ends, plan.tables
         if is_gathered:
-            tokens, ends, flags, rank = self._gathered(), plan.ends_of_all, self._arrived, 0
-        planned = (plan.rows, plan.sources if sources is None else sources, ends, plan.tables)
+            tokens, flags, rank = self._gathered(), self._arrived, 0
+            first = HEIGHTS if is_sorted else 0  # a shared sorting has stages: by expert is order 1
+            ends, tables = plan.ends_of_all[first:], plan.tables[first:]
+        planned = (plan.rows, plan.sources if sources is None else sources, ends, tables)
         tensors = (tokens, weight.detach(), out, *planned, flags, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
         kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}
