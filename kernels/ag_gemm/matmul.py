@@ -18,6 +18,7 @@ from ..exchange.chunks import Exchange, part_from
 from ..launch import PreparedLaunch, load
 from ..tensors import FP8
 from .operands import Call
+from .specialized import capability
 
 FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 
@@ -108,29 +109,41 @@ class MatmulConsumer:
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:
     """Write left [M, K] @ right [K, N], behind its epilogue, to `out` [M, N].
 
-    An epilogue takes scratch memory, a few times [M, N] in float32.
+    An epilogue, but for scales alone, takes scratch memory, a few times [M, N] in float32.
     """
     if epilogue.kind() == NO_EPILOGUE:
         torch.mm(left, right, out=out)
-        return
-    if left.device.type == "cpu":  # torch has no such products there
-        sums = left.float() @ right.float()
-    elif left.dtype != FP8:
-        sums = torch.mm(left, right, out_dtype=torch.float32)
-    elif out.shape[1] % FEWEST_COLUMNS_OF_FP8:
-        sums = torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
-    elif epilogue.bias is None and epilogue.activation is None:
+    elif left.dtype == FP8 and _can_scale_at_once(out, epilogue):
         scales = _of_rows_and_columns(epilogue, out)
         torch._scaled_mm(left, right, *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
-        return
-    else:  # scaled by row and by column, cuBLAS has no float32 results
-        one = torch.ones((), device=out.device)
-        sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=True)
-    out.copy_(epilogue.of(sums))
+    else:
+        out.copy_(epilogue.of(_sums(left, right)))
+
+
+def _sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right in float32."""
+    if left.device.type == "cpu":  # torch has no such products there
+        return left.float() @ right.float()
+    if left.dtype != FP8:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    if right.shape[1] % FEWEST_COLUMNS_OF_FP8:
+        return torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
+    one = torch.ones((), device=left.device)
+    return torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=True)
+
+
+def _can_scale_at_once(out: torch.Tensor, epilogue: Epilogue) -> bool:
+    """Return whether torch's product with scales of rows and columns can write to `out`.
+
+    It takes the distance of a result's rows for their length; before Hopper that of A's rows, too.
+    """
+    is_right = capability(out.device) >= 9 and out.is_contiguous()
+    ends_so = epilogue.bias is None and epilogue.activation is None
+    return is_right and ends_so and out.shape[1] % FEWEST_COLUMNS_OF_FP8 == 0
 
 
 def _of_rows_and_columns(epilogue: Epilogue, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales as cuBLAS takes them, [M, 1] and [1, N]."""
+    """Return the scales as torch takes them, [M, 1] and [1, N]."""
     rows, columns = epilogue.scale_a, epilogue.scale_b
     if columns is None:
         columns = torch.ones(out.shape[1], device=out.device)
