@@ -53,7 +53,7 @@ class Ending:
 
     reason: str = ""  # why the candidate cannot be compiled
     has_begun: bool = True  # False: the candidate has nothing to do with it
-    result: Any = None  # what `work` returned, of a child that is cut off
+    result: Any = None  # of `work`, if the child is cut off
 
 
 class CompilerChild:

@@ -20,7 +20,7 @@ from .. import settings
 from .binaries import CompileLock, has_binary, why_not_shared
 from .compiler_child import WALL_FACTOR, CompilerChild
 
-PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
+PATIENCE_SHARE = 0.8  # of the peers' patience, for preflight; then it gives up the candidates left
 LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take is no longer respected
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
@@ -163,7 +163,7 @@ class Pool:
         self._options, self._finish_here, self._on_end = options, finish, on_end
         self._waiting: list[Task] = []
         self._running: list[Task] = []
-        self._no_child_because = ""  # why no child is of use: this process compiles what is left
+        self._no_child_because = ""  # why no child can compile: this process compiles the rest
 
     def __enter__(self) -> Pool:
         return self

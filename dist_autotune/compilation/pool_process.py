@@ -31,7 +31,7 @@ PRIORITY_TRIES, PRIORITY_PAUSE_S = 100, 0.1  # Linux lets ten sessions of a host
 class CompileOutcome:
     """How a compilation ended."""
 
-    place: int  # in what the process was given
+    place: int  # among the process's compilations
     ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
     reason: str  # why it failed
 
@@ -103,7 +103,7 @@ def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: in
         close_files(report)
         os.write(report, b"\n")
         _yield_cores()
-        prctl(PR_SET_DUMPABLE, 0)  # now that this process may write what is its own in /proc
+        prctl(PR_SET_DUMPABLE, 0)  # from here on /proc/self cannot be written
         with Pool(compilations, options, _find, tell) as pool:
             pool.run()
     except Exception:

@@ -68,7 +68,7 @@ def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -
         if _facts_of_tensors(stubs) != before:
             raise NotReproducible("a tensor was given another shape")
         outcome = pickle_arguments(copied, stubs, adds=False)
-        unpickled(launch, outcome, stubs)  # what fails here would fail in the rank
+        unpickled(launch, outcome, stubs)  # a failure here would be one in the rank
         return outcome
     except BaseException as error:  # SystemExit too: the next hook is to have its turn
         return _text_of(error)
@@ -93,7 +93,7 @@ class TensorStub(torch.Tensor):
     """
 
     _device: torch.device
-    _address: int | None  # None: of what was computed from another one
+    _address: int | None  # None: computed from another stub
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorStub:

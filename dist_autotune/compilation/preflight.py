@@ -126,7 +126,7 @@ class _RecordingExecutor:
     def __init__(self) -> None:
         self._work: dict[Future[Any], Callable[[], Any]] = {}
         self._compilations: dict[Future[Any], Compilation] = {}
-        self.left = NotCompiled("not compiled yet")  # what the mode finds of all it has asked for
+        self.left = NotCompiled("not compiled yet")  # the mode finds it for all its requests
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

@@ -29,7 +29,7 @@ from ..version import __version__
 
 RANKS_LIMIT_S = 60.0  # of which starting and importing torch may take most
 GPU_LIMIT_S = 120.0
-PEERS_GRACE_S = 3.0  # for the helpers beside one that has failed: to report what they see of it
+PEERS_GRACE_S = 3.0  # for the peers of a failed helper to report it
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
 POLL_S = 0.01
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -137,7 +137,7 @@ def run_helpers(
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         env=settings.environment_of_helpers(environment),
-                        start_new_session=True,  # one signal ends it with what it has started
+                        start_new_session=True,  # one signal ends it with its children
                     )
                 processes.append(process)
             endings = _wait(processes, limit_s)

@@ -18,7 +18,7 @@ from .rank_context import RankContext
 
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
-LOADING_SHARE = 0.25  # of the time from run to run: what loading may add to it; one candidate in any case
+LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then this one compiles
 
 

@@ -46,7 +46,7 @@ class Dispatcher:
         refuse: Callable[[RankContext], NoReturn] | None,
     ) -> None:
         self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
-        self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
+        self.runner = self._fast_path.runner  # makes the replacement of `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
         # A launch of each new form of a context: their arguments are held no longer than the run.
@@ -164,7 +164,7 @@ class Dispatcher:
         candidate = identity.candidate_digest(config.all_kwargs())
         if reason is None or candidate not in context.texts:
             return False
-        with self._lock:  # threads may launch it at once; what stands in for it since then has not failed
+        with self._lock:  # threads may launch it at once; its replacement has not failed
             if candidate not in context.bans:
                 self._registry.ban(context, {candidate: reason})
             if context.choice in (candidate, None):

@@ -44,7 +44,7 @@ class RankContext:
     texts: dict[str, str]  # of the candidates, by digest, in the order of the configs
     samples: Samples
     rank: int
-    slot: str  # what tells it from other contexts of the kernel
+    slot: str  # unique among the contexts of the kernel
     constants: str
     key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`

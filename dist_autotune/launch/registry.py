@@ -218,7 +218,7 @@ class Registry:
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
-        self._choose_first(context)  # what is announced for its bans was not launched
+        self._choose_first(context)  # a context announced for its bans was not launched
         kernel = context.kernel
         return Announcement(
             rank=context.rank,

@@ -22,11 +22,11 @@ PATIENCE = 10  # a rank that compiles extends its deadline at most this many tim
 class Watch:
     """What to do when the peers have gone on without a run, or it lasts longer than `timeout_s`."""
 
-    what: str  # is run
+    what: str  # names the run
     timeout_s: float
     on_stuck: str  # "abort": end the process another `timeout_s` after the report
     report: Callable[[str], None]
-    whereabouts: Callable[[], str] | None = None  # what the run is at; None: it may last as long as it likes
+    whereabouts: Callable[[], str] | None = None  # the position of the run; None: no limit
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ Reply: TypeAlias = Callable[[HubMessage], None]
 End: TypeAlias = dict[str, Any]
 """How an exchange ended: "merged", "failed" or "missing", and what belongs to it."""
 
-TOKEN_BYTES = 32  # what a connection begins with, in either direction
+TOKEN_BYTES = 32  # at the start of a connection, in either direction
 LENGTH = struct.Struct("!I")  # before a frame
 _BYTES = "bytes"  # {_BYTES: text} stands for the bytes that are `text` in Latin-1
 

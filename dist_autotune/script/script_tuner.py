@@ -100,7 +100,7 @@ class ScriptTuner(BaseTuner):
         if mode == "off":
             return
         if not (self.boundaries and (is_alone or dist.is_initialized())):
-            # Strict is what several ranks have together.
+            # Several ranks are strict together, not each for itself.
             run = self._own.quiet_step(mode if is_alone else "cached")
         elif self.lost is not None:
             run = self._shared.quiet_step(mode)

@@ -17,8 +17,8 @@ from .rules import BY_RUN
 
 Plan = dict[str, int]  # context -> candidate
 
-RUNS = 2  # of each plan: what does not repeat itself shows in the second
-PATIENCE = 3  # runs that launch something else than what is to be compared
+RUNS = 2  # of each plan: the second shows whether it repeats itself
+PATIENCE = 3  # runs that do not launch the batch
 SHOWN_CONFIGS = 2  # of a plan, in an error
 REMEDY = (
     "Have it use the same random numbers in each run, name the state that it changes in preserve=, leave "
@@ -50,7 +50,7 @@ class BitClasses:
         self._base: Plan = {}
         self._origins: dict[str, Plan] = {}  # the options beside which a context was first launched
         self._beside: Plan = {}  # the options of the next run
-        self._batch: Plan = {}  # what is compared in it
+        self._batch: Plan = {}  # the candidates compared in it
         self._batches: list[Plan] = []  # halves that come next
         self._digests: list[str] = []  # of the runs of the batch
         self._references: dict[tuple[tuple[str, int], ...], str] = {}  # digest of the base plan, by `beside`
@@ -233,7 +233,7 @@ class BitClasses:
             self._check(self._beside)  # an option stays until the kernels that it brings are tuned
         elif not self._is_back:
             self._is_back = True
-            self._check(self._base)  # what comes next begins with what the base plan launches
+            self._check(self._base)  # the next comparison starts from the base plan's contexts
         else:
             self.is_over = True
             self._check({})

@@ -22,7 +22,7 @@ class FinalComparison(PlanTrial):
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
         self.is_over = True
-        self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
+        self.defaults: dict[str, int] = {}  # the plan before this search, of undecided contexts
         self._all, self._rules = contexts, rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
         self._ms: dict[str, float] = {}

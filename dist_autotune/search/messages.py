@@ -101,7 +101,7 @@ class Announcement:
     family: str = ""  # the same for all of them
     siblings: int = 1  # how many of the family a rank has launched, at most
     place: int = 0  # in the order in which `rank` has met its contexts
-    slot: str = ""  # what makes the context's name of `kernel_id`
+    slot: str = ""  # with `kernel_id` it makes the context's name
     claim: Claim | None = None  # a result it already has
     like: str = ""  # the tuned key whose winner stands first in `order`
     default: str = ""  # the candidate that `rank` launches untuned; "": the first
@@ -117,7 +117,7 @@ class Announcement:
 
 
 def _first_claim(one: Claim, other: Claim) -> Claim:
-    # Of one rank there may be two: what it remembers, and what its peers have from its disk.
+    # One rank may have two: one in memory, and one that its peers got from its disk.
     return min(one, other, key=lambda claim: (*claim[:2], claim[2] is None, claim[2] or 0.0))
 
 

@@ -10,7 +10,7 @@ from .context import Context
 from .messages import RunReport
 from .strategies import interval
 
-Plan = Mapping[str, int]  # context -> candidate; what it leaves out launches its incumbent
+Plan = Mapping[str, int]  # context -> candidate; other contexts launch their incumbents
 
 
 class PlanTrial(abc.ABC):

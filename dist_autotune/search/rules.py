@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .strategies import Strategy, racing_runs
 
-BY_LAUNCH, BY_RUN = "launch", "run"  # what a candidate is judged by: its launches, or the whole run
+BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,13 @@ class _Model:
         self._share = dict.fromkeys(levels, 0.0)  # of a context's own time, in the run's
         self._beyond_ms = dict.fromkeys(self._with, 0.0)
         self._left = _without_drift([ms for _, ms in runs])
-        self._own: dict[str, list[float]] = {}  # by context and run: what its launches take, less the mean
+        self._own: dict[str, list[float]] = {}  # by context and run: ms of its launches, less the mean
         for name in levels:
             own_ms = [levels[name][plan[name]] for plan, _ in runs]
             self._own[name] = [ms - statistics.fmean(own_ms) for ms in own_ms]
         active = set(self._with)
         for sweep in range(2 * SWEEPS):
-            if sweep == SWEEPS:  # what is left of the effects is fitted without the threshold's pull
+            if sweep == SWEEPS:  # refit the remaining effects without the threshold's pull
                 active = {where for where in active if self._beyond_ms[where]}
             self._noise_ms = 1.4826 * statistics.median(map(abs, self._left))  # median deviation, as sd
             self._fit_shares()

@@ -23,7 +23,7 @@ from .whole_run import WholeRun
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
-IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks still differ in what they ran
+IDLE_RUNS = 3  # runs without a trial that end a session even if ranks still launch different configs
 
 
 class SearchState:
@@ -48,7 +48,7 @@ class SearchState:
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
-        self._is_judging = True  # the run under way may judge what is judged by the whole run
+        self._is_judging = True  # the time of the run under way may count
         self._bringing_runs = 0  # in a row that announced kernels
         self._trials_made = self._waits = self._held = 0  # runs of the session
 
@@ -98,7 +98,7 @@ class SearchState:
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        searched = self._searched or self._comparison.undecided  # the last runs compare what was searched
+        searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
         return Forecast(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),
@@ -326,7 +326,7 @@ class SearchState:
     def _begin_next(self) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
-            return  # what is new waits: a whole run is timed for one thing
+            return  # new searches wait: a whole run is timed for one thing
         if self.bit_classes is not None and not self.bit_classes.is_over:
             return
         if not self.rules.races:
@@ -364,7 +364,7 @@ class Turns:
         turn = self.context
         if turn is not None and not turn.settled:
             return
-        of_plan = self._last  # what the best plan so far launches; None: not known
+        of_plan = self._last  # contexts that the best plan launches; None: unknown
         if turn is not None and turn.status == "tuned":
             of_plan = self._launched.get(turn.incumbent)
         self.context, self._launched = None, {}

@@ -86,7 +86,7 @@ _ERRORS = 1.0  # later a candidate stays within so many standard errors of the b
 _FIRST_ERRORS = 6.0  # ... and the first one, which wins ties, within so many
 _RACING_ROUNDS = 41
 _RACING_RUNS_PER_CANDIDATE = 4.3
-_RACING_RUNS_AT_LEAST = 69  # few candidates: what is hard to tell apart gets more samples
+_RACING_RUNS_AT_LEAST = 69  # few candidates: near ties get more samples
 
 _TIE = 0.01  # candidates this near to the best are equals
 _TIE_ERRORS = 2.8  # so is the first one within so many standard errors
@@ -193,7 +193,7 @@ class _Noise:
 
     def learn(self, samples: int, agreed_ms: dict[int, float]) -> None:
         """Take in the medians of `samples` each, at least three; of fewer they say more of spikes."""
-        # Only moves against the others count: what moves all alike, as the device's clock does, is no noise.
+        # Only moves against the others count: the device's clock moves all alike, which is no noise.
         now_ms = {i: ms for i, ms in agreed_ms.items() if math.isfinite(ms)}
         both = now_ms.keys() & self._before_ms.keys()
         if len(both) > 1:

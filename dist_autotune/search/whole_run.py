@@ -46,7 +46,7 @@ class WholeRun(PlanTrial):
         super().__init__(contexts, rules.rank_reduce)
         self._objective = rules.objective
         self._search = self._searched()
-        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: the agreed time of what was raced
+        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: the raced plans and their agreed times
         self._explored_runs = 0
         self._option_runs = 0  # since the option that is explored was first launched
         self._launched: frozenset[str] = frozenset()  # in the last run
@@ -153,7 +153,7 @@ class WholeRun(PlanTrial):
     def _searched(self) -> Search:
         """Explore the options, race plans, race wider ones beside the best options; return the best plan."""
         launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice
-        met_under: dict[str, Plan] = {}  # what a choice needs to be asked for at all
+        met_under: dict[str, Plan] = {}  # the options under which a choice is asked for
         self.is_warmup = True
         while (found := self._unexplored(launched)) is not None:
             name, index = found

@@ -39,7 +39,7 @@ class FileEntry:
     path: str
     names: tuple[str, ...]
     value: Any
-    head: Mapping[str, Any] = field(default_factory=dict)  # what else a new file says
+    head: Mapping[str, Any] = field(default_factory=dict)  # other fields of a new file
 
 
 class NotRepresentable(Exception):

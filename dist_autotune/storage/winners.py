@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning chan
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
-IMPORTED = "imported"  # the folder there of entries that came from elsewhere: every function looks at them
+IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
 
 

@@ -12,7 +12,7 @@ from ..errors import InvalidOption
 from ..search.messages import MIXED, Part, femtoseconds
 
 if TYPE_CHECKING:
-    from .clock import Clock  # imports torch, which nobody who only reads logs needs
+    from .clock import Clock  # imports torch, which readers of logs do not need
 
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "median": statistics.median,
@@ -146,7 +146,7 @@ class Samples:
         if not samples:
             return replace(report, unmeasured=1)
         exact = [sample.ms for sample in samples if sample.gap_ms <= GAP_SHARE * sample.ms]
-        # Samples in which the host had no part say what the kernel takes, and the others nothing more.
+        # Samples without the host's part say the kernel's time, and the others add nothing.
         ms = self._statistic(exact or [sample.ms for sample in samples])
         gap_ms = 0.0 if exact else min(ms, statistics.median(sample.gap_ms for sample in samples))
         return replace(report, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms, measured=1)

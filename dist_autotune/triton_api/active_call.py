@@ -86,7 +86,7 @@ class ActiveCall:
         """End the call; whoever took the lock releases it."""
         if self._start is not None:
             own, before = self._start
-            if vars(threading.Thread)["start"] is own:  # else others have wrapped what does nothing any more
+            if vars(threading.Thread)["start"] is own:  # else others have wrapped it; it does nothing now
                 threading.Thread.start = before  # type: ignore[method-assign]
         self._start, self._call, self._owner = None, None, 0
 

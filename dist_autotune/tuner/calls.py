@@ -60,7 +60,7 @@ class Calls:
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
-        self._ignores_known = False  # what memory and disk hold, in the next session
+        self._ignores_known = False  # the results in memory and on disk, in the next session
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session

@@ -12,7 +12,7 @@ from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 
-if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
+if TYPE_CHECKING:  # readers of reports need neither torch nor Triton
     from ..launch.registry import Registry
     from ..search.state import SearchState
 

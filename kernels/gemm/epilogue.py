@@ -19,6 +19,17 @@ from .any_width import piece_start
 from .operands import allocate_ring
 
 
+@gluon.jit
+def _elements(pointer, first, end, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Return so many elements, one for each column of a tensor with that layout; zeros from `end` on.
+
+    As the accumulator has its columns, a thread would load as many as it has, one by one. So each element is
+    loaded by one thread of a warp or a few, and gets to the others through shared memory.
+    """
+    at = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.convert_layout(gl.load(pointer + at, mask=at < end, other=0.0), gl.SliceLayout(0, layout))
+
+
 @aggregate
 class Pointwise:
     """What becomes of the sums of C [M, N] before they are rounded, see `epilogues`."""
@@ -39,9 +50,9 @@ class Pointwise:
         rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
         columns = col + FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
         row_scale_ptr, column_scale_ptr, pitch = self.scales
-        sums = apply_scales(
-            *(sums, rows, columns, row_scale_ptr, column_scale_ptr, self.M, self.N, origin, pitch)
-        )
+        if column_scale_ptr is not None:
+            sums *= _elements(column_scale_ptr, col + FIRST, self.N, sums.shape[1], layout)[None, :]
+        sums = apply_scales(sums, rows, columns, row_scale_ptr, None, self.M, self.N, origin, pitch)
         row_bias_ptr, column_bias_ptr = self.biases
         return apply_epilogue(
             *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N, self.ACTIVATION)
