@@ -49,11 +49,11 @@ _ERROR_LINE = re.compile(r"(?:LLVM ERROR|Assertion|error:|fatal).*", re.IGNORECA
 
 @dataclass(frozen=True)
 class Ending:
-    """How a child ended. Without a `reason`: what is left to do, and to raise, is this process's."""
+    """How a child ended. Without a `reason` this process goes on: it loads the binary, or meets the error."""
 
     reason: str = ""  # why the candidate cannot be compiled
     has_begun: bool = True  # False: the candidate has nothing to do with it
-    result: Any = None  # what `work` returned, of a child that is cut off
+    result: Any = None  # of `work`, if the child is cut off
 
 
 class CompilerChild:
@@ -103,13 +103,13 @@ class CompilerChild:
         return ending
 
     def close(self) -> None:
-        """End the child, if it is still there, and whatever it has started."""
+        """Kill the child and its helpers, if they still run."""
         if self._pid is not None:
             self._end()
             self._close_files()
 
     def _ending(self, code: int | None) -> Ending:
-        """Return what the child has reported, or what its exit code and last output say."""
+        """Return the child's report; without one, the reason from its exit code and stderr."""
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             reason, result = pickle.loads(os.pread(self._report, self._reported_bytes, 0).lstrip())
             return Ending(reason, result=result)

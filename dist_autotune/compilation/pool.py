@@ -20,7 +20,7 @@ from .. import settings
 from .binaries import CompileLock, has_binary, why_not_shared
 from .compiler_child import WALL_FACTOR, CompilerChild
 
-PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
+PATIENCE_SHARE = 0.8  # of the peers' patience, for preflight; then it gives up the candidates left
 LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take is no longer respected
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
@@ -128,7 +128,7 @@ class Task:
         return self.compilation.key
 
     def result(self) -> Any:
-        """Return the kernel; raises NotCompiled, or what is the user's to see."""
+        """Return the kernel; raises NotCompiled, or the user's own error."""
         if self.error is not None:
             raise self.error
         if self.reason:
@@ -163,7 +163,7 @@ class Pool:
         self._options, self._finish_here, self._on_end = options, finish, on_end
         self._waiting: list[Task] = []
         self._running: list[Task] = []
-        self._no_child_because = ""  # why no child is of use: this process compiles what is left
+        self._no_child_because = ""  # why no child can compile: this process compiles the rest
 
     def __enter__(self) -> Pool:
         return self
@@ -200,13 +200,13 @@ class Pool:
                 time.sleep(_POLL_S[self._options.in_background])
 
     def _begin(self) -> bool:
-        """Start or end what can be now; return whether there was anything."""
+        """Start or end each task that can be; return whether any was."""
         before = len(self._waiting)
         self._waiting = [task for task in self._waiting if not self._is_begun(task)]
         return len(self._waiting) < before
 
     def _is_begun(self, task: Task) -> bool:
-        """Start or end a task; False: it has to wait. What a peer was at needs no room to be ended."""
+        """Start or end a task; False: it has to wait. To take over a peer's result needs no free worker."""
         has_room = len(self._running) < self._options.workers
         if not has_room and task.refused_at is None:
             return False
@@ -270,7 +270,7 @@ class Pool:
         return len(self._running) < before
 
     def _finish(self, task: Task, ending: str) -> None:
-        """Find the binary of a child or a peer, or compile it here and learn what is the user's to see."""
+        """Find the binary of a child or a peer; without one, compile here, so that the user's error shows."""
         try:
             task.kernel = self._finish_here(task.compilation)
         except Exception as error:

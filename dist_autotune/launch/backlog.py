@@ -13,12 +13,12 @@ from ..compilation.compiler_child import START_S
 from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
 from ..compilation.pool_process import CompileOutcome, PoolProcess
 from ..compilation.preflight import keeping_reason
-from ..triton_api.launch import Launch, load
+from ..triton_api.launch import Launch, load_kernel
 from .rank_context import RankContext
 
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
-LOADING_SHARE = 0.25  # of the time from run to run: what loading may add to it; one candidate in any case
+LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then this one compiles
 
 
@@ -41,7 +41,7 @@ class _Entry:
         return len({candidate for candidate, _ in (*self.to_compile, *self.to_load)})
 
     def end(self, work: Work, outcome: CompileOutcome) -> None:
-        """Take up how a compilation ended."""
+        """Record how a compilation ended."""
         if (compilation := self.to_compile.pop(work, None)) is None:
             return  # its candidate has failed in another form
         self.counts.add(outcome.ending)
@@ -52,14 +52,14 @@ class _Entry:
             self.to_load[work] = compilation
 
     def drop_failed(self) -> None:
-        """Drop what is left of candidates that failed, in any form."""
+        """Drop the work left for candidates that failed in some form."""
         for works in (self.to_compile, self.to_load):
             for work in [work for work in works if work[0] in self.reasons]:
                 del works[work]
 
 
 class Backlog:
-    """The contexts that wait for their candidates; that which takes the device most of a run comes first.
+    """The contexts that wait for their candidates, the one with the most device time in a run first.
 
     ban: called with the reasons of the candidates of a context that failed here.
     loading: entered around the loading of a candidate of a context.
@@ -96,14 +96,14 @@ class Backlog:
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
-                load(kernel)
+                load_kernel(kernel)
         for candidate, compilation in self._options.in_turn(list(planned.compilations.items())):
             entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
         entry.drop_failed()
 
     def advance(self) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Take up what is compiled, load some of it, ban what failed; yield the contexts that are done.
+        """Load some compiled candidates, ban those that failed; yield the contexts that are done.
 
         What no context waits for any more is dropped.
         """
@@ -127,7 +127,7 @@ class Backlog:
         self._advanced = time.monotonic()
 
     def drop_unannounced(self) -> None:
-        """Drop what the failed run has brought: its next launch is its first."""
+        """Drop the contexts that a failed run brought: their next launch is their first."""
         self._drop(lambda context: context.announced)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Backlog:
                     self._stop()  # it starts anew with what is left
 
     def _in_order(self) -> list[tuple[RankContext, _Entry]]:
-        """Return first what takes the device most of a run, as far as that is known."""
+        """Return the contexts by device time in a run, the longest first, where it is known."""
         return sorted(self._entries.items(), key=lambda waiting: _run_ms(*waiting), reverse=True)
 
     def _load(self, context: RankContext, entry: _Entry) -> None:
@@ -154,13 +154,13 @@ class Backlog:
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.keep(compilation.compile())
             with self._loading(context.name, candidate):
-                load(kernel)
+                load_kernel(kernel)
         entry.drop_failed()
 
     # -- the process ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take up what the process has reported, and whether it has ended."""
+        """Read the outcomes of the process, and whether it has ended."""
         if (process := self._process) is None:
             return
         has_ended = process.has_ended  # asked first, so that nothing it has told is missed
@@ -174,7 +174,7 @@ class Backlog:
             self._stop()
 
     def _start(self) -> None:
-        """Let a process compile what is left, in order, if none does; one that lacks something is ended."""
+        """Start a process for the work left, in order; end one that lacks some of it."""
         wanted = [(entry, work) for _, entry in self._in_order() for work in entry.to_compile]
         # What takes most of a run is known when the times of the first runs are read.
         is_due = all(context.search is not None and not context.search.waiting for context in self._entries)

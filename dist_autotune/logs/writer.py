@@ -116,7 +116,7 @@ class LogLines:
         return f"{prefix} {subject:<{self._subject_width}}  {text}"
 
     def _subject(self, record: Record) -> str:
-        """Return what the record is about."""
+        """Return the context, session or run of a record."""
         if isinstance(record, records.ContextRecord | records.Preflighted):
             return context_label(record.kernel, record.key)
         if isinstance(record, records.SessionOpened | records.SessionClosed):

@@ -20,7 +20,7 @@ from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
-from .function_state import FunctionState, TunedFunction
+from .function_state import FunctionSetup, FunctionState
 from .report import TuningReport
 from .session import Session
 from .snapshot import Snapshot
@@ -34,7 +34,7 @@ CALLS_THAT_KEEP_STATE = 16
 
 @dataclass(slots=True)
 class SettledRun:
-    """What a run with nothing to try leaves behind."""
+    """The outcome of a run without trials."""
 
     before: Snapshot | None = None  # the state before it
     wants_session: bool = False  # it has met a new key
@@ -60,7 +60,7 @@ class Calls:
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
-        self._ignores_known = False  # what memory and disk hold, in the next session
+        self._ignores_known = False  # the results in memory and on disk, in the next session
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session
@@ -105,7 +105,7 @@ class Calls:
         return self._settled_run(state) if self.settled else self._trial(state)
 
     def quiet_step(self, mode: str) -> AbstractContextManager[object]:
-        """Make the block a run with what is known: nothing is tried and nobody is asked."""
+        """Make the block a run with known configs: no trial, no exchange."""
         return self._quiet_run(self._begin_call(mode))
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _settled_run(self, state: FunctionState, *, is_quiet: bool = False) -> Iterator[SettledRun]:
-        """Let the block run with nothing to try; unless quiet, a session is wanted for what it meets."""
+        """Run the block without trials; unless quiet, new keys in it ask for a session."""
         options, function, dispatcher, run = self._options, state.function, state.dispatcher, SettledRun()
         votes = function.tunes and options.watch and not (function.is_alone or is_quiet)
         may_tune = votes or (function.tunes and function.is_alone and not is_quiet)
@@ -148,7 +148,7 @@ class Calls:
     def _reporting_run(
         self, state: FunctionState, run: SettledRun, *, votes: bool, keeps: bool
     ) -> Iterator[None]:
-        """Let the block run with what is settled, then find out whether it has met a new key on some rank.
+        """Run the block with settled configs, then learn whether some rank met a new key.
 
         A rank that raises reports that instead, so that its peers do not wait for its vote. The strict mode
         has no vote, but reports NotTuned: peers may wait for this rank in a collective.
@@ -179,7 +179,7 @@ class Calls:
             raise
 
     def _quiet_run(self, state: FunctionState) -> AbstractContextManager[object]:
-        """Let the block run where nothing may be tried and nobody asked, as in a capture."""
+        """Run the block without trials and exchanges, as in a capture."""
         if not self._ignores_known:
             state.results.looks_on_disk |= state.function.is_alone
         return self._settled_run(state, is_quiet=True)
@@ -227,7 +227,7 @@ class Calls:
         return Session(state, self._log_dir, self._interception)
 
     def _keep_if_over(self) -> None:
-        """Keep what the session has found, if it is over."""
+        """Keep the report of the session, if it is over."""
         session = self._session
         if session is not None and session.is_over:
             self._report, self._session = session.report(), None
@@ -242,7 +242,7 @@ class Calls:
         if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
-                known = FunctionState(TunedFunction(options, self._name, source, group, mode=mode))
+                known = FunctionState(FunctionSetup(options, self._name, source, group, mode=mode))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise

@@ -112,7 +112,7 @@ class Session:
                 self._recorder.write(Note(text=remark))
 
     def _agree_on_opening(self) -> Opening:
-        """Return what all ranks report to open a session."""
+        """Return the merged opening of a session."""
         group = self.function.group
         while True:
             opening = self.state.opening_with_results()
@@ -160,7 +160,7 @@ class Session:
         self._step(self._exchange(report, watch.what))
 
     def _step(self, received: Message) -> None:
-        """Apply what all ranks reported of the run, publish what is settled by it, and write both down."""
+        """Apply the merged reports of the run, publish the results it settles, and record both."""
         search = self.state.search
         run = search.runs
         self._is_stepping = True
@@ -305,7 +305,7 @@ class Session:
         self._recorder.close()
 
     def report(self) -> TuningReport:
-        """Return what the session has found so far."""
+        """Return the report of the session so far."""
         return TuningReport(
             runs=self.executions,
             function=self.function.name,

@@ -16,15 +16,13 @@ import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales
-from ..tensors import check_no_gradient, key_of, remember
+from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, counter_of, execute, plan_launch
 from .pruning import prune_plain
 
-FP8 = torch.float8_e4m3fn
 INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
-FP8_CAPABILITY = (8, 9)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -95,7 +93,10 @@ def persistent_matmul(
         return out
     check_operands(a, b)
     check_out(out, a, b, out_dtype)
-    epilogue.check(out.shape[0], out.shape[1], a.device)
+    rows, columns = out.shape
+    epilogue.check(columns, a.device)
+    check_scale("scale_a", scale_a, rows, (rows, 1), a.device)
+    check_scale("scale_b", scale_b, columns, (1, columns), a.device)
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
@@ -209,16 +210,6 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
                 f"{name} {list(tensor.shape)} has strides {tensor.stride()}; the tensor cores read fp8 only "
                 f"contiguous along K: pass {advice}"
             )
-
-
-def check_fp8(device: torch.device) -> None:
-    """Raise TypeError unless the GPU has tensor cores for float8_e4m3fn."""
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < FP8_CAPABILITY:
-        raise TypeError(
-            f"a is {FP8}; {device} has compute capability {capability}, and products in fp8 need "
-            f"{FP8_CAPABILITY}: convert a and b to torch.bfloat16"
-        )
 
 
 def check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:

@@ -25,7 +25,7 @@ from dist_autotune.codec import from_json
 from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -240,7 +240,7 @@ def test_the_log_says_when_a_context_has_all_its_binaries_and_replays_to_the_sam
     record = from_json(RECORD_TYPES[Preflighted.event], written)
     assert (record.compiled, record.failed, record.workers) == (1, 1, 1)
     assert record.run >= 1
-    (verdict,) = replay.verify(load(tmp_path / "logs").sessions)
+    (verdict,) = replay.verify(load_history(tmp_path / "logs").sessions)
     assert verdict.differences == []
 
 

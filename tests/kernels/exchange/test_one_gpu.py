@@ -12,21 +12,26 @@ import itertools
 import time
 from collections.abc import Sequence
 
+import fp8_runs
 import pytest
 import torch
 from ag_gemm_runs import error_ratio, force
+from fp8_runs import quantized
 from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from operation_runs import message_of
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.exchange import flags, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as rs_plain
 from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.tensors import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +40,8 @@ CONSUMERS = {  # with some of their candidates
     "plain": {"TMA": 0, "half a tile at a time": 7, "pointers": 14},
     "matmul": {"any": 0},
 }
+# N is a multiple of what cuBLAS takes in fp8, or it is not.
+SHAPES_IN_FP8 = [(512, 1024, 512), (333, 520, 272), (128, 272, 1024)]
 SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chunk, N, K
 
 
@@ -113,6 +120,51 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
 def test_rows_that_arrive_late_and_in_pieces_are_waited_for(consumer: str) -> None:
     found = on_one_gpu(calls, consumer)
     assert {case: seen for case, seen in found.items() if not (seen[0] < 1 and seen[1])} == {}
+
+
+def call_in_fp8(
+    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, epilogue: Epilogue
+) -> float:
+    """Return the error of a call with new inputs; `epilogue` has a bias and an activation, if any."""
+    rows, n, k = shape
+    here, theirs, (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (rows, rows, n))
+    chunk = torch.zeros((rows, op._gather.local.shape[2]), dtype=torch.uint8, pin_memory=True)
+    for part, values in zip((RowFormat(k, FP8).rows_in, RowFormat(k, FP8).scales_in), theirs, strict=True):
+        part(chunk).copy_(values.reshape(part(chunk).shape))
+    op._gather.local.fill_(255)  # NaN, elements and scales
+    options = {"scale_a": here[1], "scale_weight": scale_weight}
+    if how == "pull":
+        op._gather.peers[1][1, :rows] = chunk
+        out = op(here[0], weight, bias=epilogue.bias, activation=epilogue.activation, **options)
+        time.sleep(LATE_S)
+        peer.be_fetched_from(op, rows)
+    else:
+        epilogue = epilogue._replace(scale_a=here[1], scale_b=scale_weight)
+        out = op._call(here[0], weight, None, epilogue, pushed=True)
+        peer.push(op, chunk, 2)
+    op.check()
+    full, scales = (torch.cat([ours, others]) for ours, others in zip(here, theirs, strict=True))
+    return fp8_runs.error_ratio(out, full, weight, epilogue._replace(scale_a=scales, scale_b=scale_weight))
+
+
+def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    found = {}
+    for name, shape in itertools.product(CONSUMERS[consumer], SHAPES_IN_FP8):
+        choose_candidate(consumer, name)
+        memory, options = HostAsPeer(), {"consumer": consumer, "programs": 132, "dtype": FP8}
+        with opened(memory, AllGatherGemm, shape[0] + 3, shape[2], **options) as op:
+            peer, bias = Peer(memory), torch.randn(shape[1], device=DEVICE)
+            for how, ending in itertools.product(("pull", "push"), (Epilogue(), Epilogue(bias, "gelu"))):
+                error = call_in_fp8(op, peer, shape, how, ending)
+                found[f"{name}, {shape}, {how}, {ending.activation}"] = error
+    return found
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_rows_in_fp8_arrive_with_their_scales(consumer: str) -> None:
+    found = on_one_gpu(calls_in_fp8, consumer)
+    assert {case: error for case, error in found.items() if not error < 1} == {}
 
 
 def pieces_apart(rank: int) -> tuple[list[float], list[float]]:
