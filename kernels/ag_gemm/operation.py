@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind
+from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
 from ..exchange.operation import Operation
@@ -162,6 +162,8 @@ class AllGatherGemm(Operation):
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
+        A gated one ("swiglu", "geglu", "geglu_tanh", "reglu" or "glu") makes [W * m, N / 2], the activation
+        of the gate times up; `interleave_gate_up` makes such a weight and bias.
 
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
@@ -191,7 +193,8 @@ class AllGatherGemm(Operation):
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
-            out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
+            columns = result_columns(epilogue.activation, weight.shape[0])
+            out = a_shard.new_empty((self.world_size * rows, columns))
             key = given[0], given[1], key_of(out), ending
             operands = self._known.get(key)
         if a_shard.data_ptr() != self._shard.data_ptr():
@@ -296,9 +299,10 @@ class AllGatherGemm(Operation):
             raise ValueError(f"{given} must both have K={self._k} columns; the weight is [N, K], not [K, N]")
         if weight.shape[0] == 0:
             raise ValueError("weight has no rows; there is nothing to compute")
-        check_out(out, [self.world_size * rows, weight.shape[0]], self._dtype, self.device)
-        check_overlap("a_shard", a_shard, self._shard, "m")
         epilogue.check(weight.shape[0], self.device)
+        columns = result_columns(epilogue.activation, weight.shape[0])
+        check_out(out, [self.world_size * rows, columns], self._dtype, self.device)
+        check_overlap("a_shard", a_shard, self._shard, "m")
 
     def _run(self, product: Product, choice: Choice) -> None:
         self._calls += 1

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..epilogues import Epilogue, apply_epilogue
+from ..epilogues import Epilogue, apply_epilogue, result_columns, sums_of_a_result
 from ..tensors import check_no_gradient, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
@@ -49,6 +49,10 @@ def persistent_matmul(
     Products are summed, `bias` [N] is added and `activation` ("relu", "gelu", "gelu_tanh" or "silu") applied
     in float32; then the result is rounded, once. The bias is contiguous, in fp16, bf16 or fp32.
 
+    A gated activation makes activation(gate) * up [M, N / 2] of gate and up: "swiglu" by silu, "geglu" by
+    gelu, "geglu_tanh" by gelu_tanh, "reglu" by relu, "glu" by a sigmoid. b is the `.T` of a weight of
+    `interleave_gate_up`, and the bias is interleaved, too; N is a multiple of 16.
+
     The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
     `out` shares no memory with a, b and bias, which are read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
@@ -72,7 +76,7 @@ def persistent_matmul(
     check_choices(variant, scheduler, programs)
     if out is None:
         check_operands(a, b)
-        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
+        out = a.new_empty(result_shape(a, b, activation), dtype=out_dtype or a.dtype)
         check_out_dtype(out.dtype)
     places = (key_of(a), key_of(b), key_of(out), key_of(bias))
     key = (places, activation, variant, scheduler, programs)
@@ -82,13 +86,13 @@ def persistent_matmul(
             execute(plan, a, b, out, bias)
         return out
     check_operands(a, b)
-    check_out(out, a, b, out_dtype)
     epilogue = Epilogue(bias, activation)
     epilogue.check(b.shape[1], a.device)
+    check_out(out, result_shape(a, b, activation), a.device, out_dtype)
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
-        return out.copy_(epilogue.of(torch.zeros_like(out, dtype=torch.float32)))
+        return out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
     if _is_on_gpu(a):
         with _on(a.device):
             plan = _multiply(a, b, out, epilogue, variant, scheduler, programs)
@@ -150,7 +154,7 @@ def _run_plain(
     scheduler: str,
     programs: int,
 ) -> None:
-    rows, columns = out.shape
+    rows, columns = a.shape[0], b.shape[1]
     if scheduler == "auto":
         scheduler = "chiplet" if torch.version.hip else "grouped"
 
@@ -188,15 +192,21 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(f"a is on {a.device}, b is on {b.device}; move one of them")
 
 
-def check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
-    """Raise unless the product can be written to `out`."""
-    wanted = (a.shape[0], b.shape[1])
+def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
+    """Return the shape of what becomes of a @ b."""
+    return a.shape[0], result_columns(activation, b.shape[1])
+
+
+def check_out(
+    out: torch.Tensor, wanted: tuple[int, int], device: torch.device, out_dtype: torch.dtype | None
+) -> None:
+    """Raise unless a result of that shape and place can be written to `out`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; persistent_matmul writes to tensors")
     if tuple(out.shape) != wanted:
-        raise ValueError(f"out has shape {tuple(out.shape)}; a @ b has {wanted}")
-    if out.device != a.device:
-        raise ValueError(f"out is on {out.device}, a is on {a.device}; move one of them")
+        raise ValueError(f"out has shape {tuple(out.shape)}; the result has {wanted}")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device}, a is on {device}; move one of them")
     check_out_dtype(out.dtype)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out is {out.dtype}, out_dtype says {out_dtype}; leave one of them out")
@@ -270,7 +280,10 @@ def plain_gemm(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Write activation(A @ B + bias); each program takes tiles until the schedule has no more for it."""
+    """Write activation(A @ B + bias), half as wide if it is gated.
+
+    Each program takes tiles until the schedule has no more for it.
+    """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -298,9 +311,13 @@ def plain_gemm(
             a_ptrs += BLOCK_K * tl.cast(stride_ak, tl.int64)
             b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
         acc = apply_epilogue(acc, rows, cols, None, bias_ptr, M, N, ACTIVATION)
+        SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)
+        if SUMS > 1:
+            cols = pid_n * (BLOCK_N // SUMS) + tl.arange(0, BLOCK_N // SUMS)
         c_rows = tl.cast(rows, tl.int64)[:, None] * stride_cm
         c_ptrs = c_ptr + c_rows + tl.cast(cols, tl.int64)[None, :] * stride_cn
-        tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+        inside = (rows < M)[:, None] & (cols < N // SUMS)[None, :]
+        tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=inside)
         visit += 1
         number = _number(visit, tiles, counter_ptr, SCHEDULE, CHIPLETS)
     if SCHEDULE == "dynamic":

@@ -18,7 +18,7 @@ from gluon_model import Deadlock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_autotune.kernels.epilogues import ACTIVATIONS, NO_ACTIVATION
+from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue, sums_of_a_result
 
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
@@ -76,7 +76,6 @@ class Scene:
         self.a = numbers.integers(-3, 4, (self.world, self.m, self.k)).astype(float)
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
         self.gather = np.full(((2 * self.world - 1) * self.capacity, self.k), np.nan)
-        self.c = np.full((self.world * self.m, self.n), -99.0)
         self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.errors = np.zeros(self.world, dtype=np.int64)
         self.put(self.rank, 0, self.m)
@@ -150,16 +149,18 @@ def gather_and_multiply(
     by_columns: bool = False,
     bias: np.ndarray | None = None,
     activation: str = NO_ACTIVATION,
+    block_n: int = BLOCK_N,
 ) -> np.ndarray:
     """Run the call to its end, check what it wrote, and return the trace."""
-    width = BLOCK_N + extra_n
+    width, sums = block_n + extra_n, sums_of_a_result(activation)
     a_desc = GatherBuffer(scene.gather, [BLOCK_M, BLOCK_K])
     a_desc.scene = scene
-    b, blocks = scene.b, [[BLOCK_N, BLOCK_K], [extra_n or BLOCK_N, BLOCK_K]]
+    b, blocks = scene.b, [[block_n, BLOCK_K], [extra_n or block_n, BLOCK_K]]
     if by_columns:
         b, blocks = scene.b.T.copy(), [block[::-1] for block in blocks]
     b_desc, extra_desc = (Descriptor(b, block) for block in blocks)
-    c_desc = Descriptor(scene.c, [BLOCK_M, store[0]])
+    c = np.full((scene.world * scene.m, scene.n // sums), -99.0)
+    c_desc = Descriptor(c, [BLOCK_M, store[0] // sums])
     tiles_m = -(-scene.m // BLOCK_M)
     written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
     launch = functools.partial(
@@ -193,7 +194,7 @@ def gather_and_multiply(
         ACTIVATION=activation,
         VARIANT=variant,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         EXTRA_N=extra_n,
         BLOCK_K=BLOCK_K,
         NUM_BUFFERS=buffers,
@@ -204,19 +205,20 @@ def gather_and_multiply(
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
         launch()
-    product = scene.c.reshape(scene.world, scene.m, scene.n)
+    product = c.reshape(scene.world, scene.m, scene.n // sums)
     alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
     wanted = scene.a[alive] @ scene.b.T + (0 if bias is None else bias)
     if activation == NO_ACTIVATION:
         np.testing.assert_array_equal(product[alive], wanted)
     else:
-        wanted = ACTIVATIONS[activation](torch.from_numpy(wanted)).numpy()
+        wanted = Epilogue(activation=activation).of(torch.from_numpy(wanted)).numpy()
         np.testing.assert_allclose(product[alive], wanted, rtol=1e-6, atol=1e-6)
     # What the last tiles share with those before them is stored twice, with the same values; nothing else.
     rows, columns = np.ones((scene.m, 1), dtype=int), np.ones((1, scene.n), dtype=int)
     rows[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
     columns[:, max(scene.n - width, 0) : (-(-scene.n // width) - 1) * width] = 2
-    writes = c_desc.writes.reshape(scene.world, scene.m, scene.n)
+    columns = columns[:, ::sums]
+    writes = c_desc.writes.reshape(scene.world, scene.m, scene.n // sums)
     np.testing.assert_array_equal(writes, np.broadcast_to(rows * columns, writes.shape))
     failed = {chunk for chunk in range(scene.world) if scene.errors[chunk]}
     assert failed == ({scene.dead} if scene.dead is not None else set())
@@ -258,6 +260,16 @@ def test_each_piece_meets_the_bias_of_its_columns(variant, tensor_memory, pushed
         bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
         of_tiles = {"store": store, "tensor_memory": tensor_memory}
         gather_and_multiply(scene, variant, bias=bias, activation=activation, **of_tiles)
+
+
+@KINDS
+def test_gates_meet_their_ups(variant, tensor_memory):
+    for seed, (n, block_n, extra_n) in enumerate([(48, 16, 0), (80, 32, 16), (16, 32, 0)]):
+        scene = Scene(3, seed, 9, n, 3, pushed=seed == 1, programs=2, seed=seed)
+        bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
+        of_tiles = {"block_n": block_n, "extra_n": 0 if tensor_memory else extra_n, "store": (16, 1)}
+        of_call = {"bias": bias, "activation": "swiglu", "tensor_memory": tensor_memory}
+        gather_and_multiply(scene, variant, **of_call, **of_tiles)
 
 
 @KINDS
